@@ -13,7 +13,8 @@ RELATIVE_LINK = re.compile(r"\]\((?![a-z]+:|#)([^)]+)\)")
 
 
 class Publication(MetadataHookInterface):
-    """Adds the readme and, with an address, the URLs. An index shows no relative links, so they get the address too."""
+    """Adds the readme and, with an address, the URLs. An index shows no relative links, so they get
+    the address too."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Add `readme` and `urls`."""

@@ -1,8 +1,8 @@
 """Trains an unchanged LightningModule with its embedding tables sharded over many ranks and nodes.
 
-Importing this package registers the strategies with Lightning, and lets it read checkpoints that are folders
-(registration.py). torchrec and fbgemm load when a strategy that needs them is made, or when one of the names below that
-needs them is first used.
+Importing this package registers the strategies with Lightning, and lets it read checkpoints that
+are folders (registration.py). torchrec and fbgemm load when a strategy that needs them is made, or
+when one of the names below that needs them is first used.
 """
 
 import os as _os
@@ -111,10 +111,14 @@ def __dir__() -> list[str]:
 
 def _is_console() -> bool:
     words = _sys.orig_argv[1:3]
-    return words == ["-m", __name__] or _os.path.basename(words[0] if words else "") == "lightning-distrec"
+    return (
+        words == ["-m", __name__]
+        or _os.path.basename(words[0] if words else "") == "lightning-distrec"
+    )
 
 
-# Lightning takes seconds to load, which the console's help, lists and complaints need not wait for: its commands
-# register where they need it. Children that multiprocessing spawns have another command line, and register here.
+# Lightning takes seconds to load, which the console's help, lists and complaints need not wait for:
+# its commands register where they need it. Children that multiprocessing spawns have another
+# command line, and register here.
 if not _is_console():
     _import_module("lightning_distrec.registration").register()

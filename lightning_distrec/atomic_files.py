@@ -1,4 +1,5 @@
-"""Writes files so that each is on disk and complete when a call returns; until then, its old content stays."""
+"""Writes files so that each is on disk and complete when a call returns; until then, its old
+content stays."""
 
 import contextlib
 import io
@@ -13,7 +14,8 @@ from typing import IO, Any
 from typing_extensions import override
 
 BLOCK_BYTES = 2**20
-"""Written at once while others work: between two system calls a core and a disk are free for them."""
+"""Written at once while others work: between two system calls a core and a disk are free for
+them."""
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -34,10 +36,12 @@ def fsync(path: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, and rename it to `path` once it is on disk; its folder is made if missing.
+    """Write a file under a temporary name, and rename it to `path` once it is on disk; its folder
+    is made if missing.
 
-    os.replace swaps the name in one step: a reader, or a machine that crashes, sees the old content or the new, never a
-    half. Raises OSError: it cannot be written; the old file stays, and no temporary file is left.
+    os.replace swaps the name in one step: a reader, or a machine that crashes, sees the old content
+    or the new, never a half. Raises OSError: it cannot be written; the old file stays, and no
+    temporary file is left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.parent / f".{path.name}-{uuid.uuid4().hex}"
@@ -76,7 +80,8 @@ class Pace:
 
     def wait(self, num_bytes: int) -> None:
         """Wait until the next `num_bytes` may be written."""
-        # What a slow disk or a busy core has missed is not made up for: bursts are what others feel.
+        # What a slow disk or a busy core has missed is not made up for: bursts are what others
+        # feel.
         start = max(self._next, time.monotonic())
         self._next = start + num_bytes / self._bytes_per_second
         self._is_lifted.wait(start - time.monotonic())

@@ -1,4 +1,5 @@
-"""What is in a batch, whatever containers it is made of, and what each rank reports of its batches."""
+"""What is in a batch, whatever containers it is made of, and what each rank reports of its
+batches."""
 
 import hashlib
 import json
@@ -19,8 +20,11 @@ _numbers = count()
 """Ranks make their reports in one order, so that these are alike on all."""
 
 
-def named_leaves(value: Any, name: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield what is in containers and dataclasses, each once, with the name that it has in the innermost of them."""
+def named_leaves(
+    value: Any, name: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yield what is in containers and dataclasses, each once, with the name that it has in the
+    innermost of them."""
     seen = set() if seen is None else seen
     # This also ends the recursion where a list or a dict contains itself.
     if id(value) in seen:
@@ -45,19 +49,25 @@ def named_leaves(value: Any, name: str = "", seen: set[int] | None = None) -> It
 
 
 def is_keyed(leaf: Any) -> bool:
-    """Whether a leaf is a KeyedJaggedTensor. By an attribute, so that batches without one need not import torchrec."""
+    """Whether a leaf is a KeyedJaggedTensor. By an attribute, so that batches without one need not
+    import torchrec."""
     return hasattr(leaf, "stride_per_key")
 
 
 def ids_by_feature(batch: Any) -> dict[str, Tensor]:
-    """Return the tensors of integers of a batch by name, masks included; of a KeyedJaggedTensor each key's values."""
+    """Return the tensors of integers of a batch by name, masks included; of a KeyedJaggedTensor
+    each key's values."""
     ids: dict[str, Tensor] = {}
     for name, leaf in named_leaves(batch):
         if is_keyed(leaf):
             ids |= {key: jagged.values() for key, jagged in leaf.to_dict().items()}
         elif isinstance(leaf, Tensor) or hasattr(leaf, "lengths"):
             ids[name] = leaf if isinstance(leaf, Tensor) else leaf.values()
-    return {name: tensor for name, tensor in ids.items() if not (tensor.is_floating_point() or tensor.is_complex())}
+    return {
+        name: tensor
+        for name, tensor in ids.items()
+        if not (tensor.is_floating_point() or tensor.is_complex())
+    }
 
 
 def fingerprint(batch: Any) -> str:
@@ -75,7 +85,8 @@ def fingerprint(batch: Any) -> str:
 
 
 class RankReports:
-    """One report of each rank, plain values, in the store, where a rank reads all without waiting for others."""
+    """One report of each rank, plain values, in the store, where a rank reads all without waiting
+    for others."""
 
     def __init__(self) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -90,7 +101,8 @@ class RankReports:
         self._store.set(self._keys[self._rank], json.dumps(report))
 
     def take(self) -> list[Any] | None:
-        """Return all reports in the order of the ranks, and remove them, on one rank; None until all are there."""
+        """Return all reports in the order of the ranks, and remove them, on one rank; None until
+        all are there."""
         if not self._store.check(self._keys):
             return None
         reports = [json.loads(self._store.get(key)) for key in self._keys]

@@ -1,7 +1,7 @@
 """Tensors whose chunks lie on many ranks, on their way to a file and back.
 
-A chunk is a rectangle of a tensor: one that a rank holds, or one that a file has. A rank's shards are not pickled:
-whoever loads the pickle would lack the rows of the other ranks, without an error.
+A chunk is a rectangle of a tensor: one that a rank holds, or one that a file has. A rank's shards
+are not pickled: whoever loads the pickle would lack the rows of the other ranks, without an error.
 """
 
 import math
@@ -38,7 +38,8 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
-    """A tensor whose chunks are on several ranks; together they cover it, and no two of them overlap."""
+    """A tensor whose chunks are on several ranks; together they cover it, and no two of them
+    overlap."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,7 +56,8 @@ class ChunkedTensor:
         return ChunkedTensor(self.shape, self.dtype, copies)
 
     def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Copy this rank's chunks into `chunks` of the same tensor. Raises ValueError: they are other rectangles."""
+        """Copy this rank's chunks into `chunks` of the same tensor. Raises ValueError: they are
+        other rectangles."""
         # No other rank is asked, so that every one of `chunks` must be a chunk here.
         local_chunks = {chunk.box: chunk.tensor for chunk in self.chunks}
         for chunk in chunks:
@@ -76,7 +78,8 @@ class LazyTensor:
         return torch.Size(self.shape)
 
     def read_into(self, chunks: Sequence[Chunk]) -> None:
-        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it is."""
+        """Read the rectangles of `chunks`; what lies outside of the tensor in the file stays as it
+        is."""
         raise NotImplementedError
 
     def read(self) -> Tensor:
@@ -95,7 +98,8 @@ def num_bytes(tensor: ChunkedTensor | LazyTensor) -> int:
 
 
 def row_ranges(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row, and the number of rows, of blocks of at most BLOCK_BYTES (or of one row)."""
+    """Yield the first row, and the number of rows, of blocks of at most BLOCK_BYTES (or of one
+    row)."""
     row_bytes = itemsize * math.prod(shape[1:])
     at_once = max(1, BLOCK_BYTES // max(1, row_bytes))
     for first in range(0, shape[0], at_once):
@@ -111,14 +115,16 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def narrowed(tensor: Tensor, begin: Sequence[int], box: Box) -> Tensor:
-    """Return the view of `tensor`, which begins at `begin` in a larger one, that lies in `box` of that one."""
+    """Return the view of `tensor`, which begins at `begin` in a larger one, that lies in `box` of
+    that one."""
     for dim, (start, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, start - begin[dim], size)
     return tensor
 
 
 def copy_into(chunks: Sequence[Chunk], tensor: Tensor) -> None:
-    """Copy a full tensor's rectangles into `chunks`; what lies outside of the tensor stays as it is."""
+    """Copy a full tensor's rectangles into `chunks`; what lies outside of the tensor stays as it
+    is."""
     zero = (0,) * tensor.dim()
     for chunk in chunks:
         if (box := overlap((zero, tuple(tensor.shape)), chunk.box)) is not None:
@@ -127,22 +133,31 @@ def copy_into(chunks: Sequence[Chunk], tensor: Tensor) -> None:
 
 
 WAYS_OUT = (
-    "Call trainer.strategy.full_state_dict() on every rank, and save what rank 0 gets; trainer.save_checkpoint; or, "
-    "after the run, trainer.strategy.unshard() on every rank, which turns the module back into an ordinary one."
+    "Call trainer.strategy.full_state_dict() on every rank, and save what rank 0 gets; "
+    "trainer.save_checkpoint; or, "
+    "after the run, trainer.strategy.unshard() on every rank, which turns the module back into an "
+    "ordinary one."
 )
 
 
 def refuse_pickling(shard: Any, name: str) -> Any:
-    """Let pickle, and so torch.save, raise ShardingError for this tensor. name: whose shard it is, for the message."""
-    # pickle looks __reduce_ex__ up on the object, so that neither the tensor's class nor its copies change.
+    """Let pickle, and so torch.save, raise ShardingError for this tensor. name: whose shard it is,
+    for the message."""
+    # pickle looks __reduce_ex__ up on the object, so that neither the tensor's class nor its copies
+    # change.
     shard.__reduce_ex__ = partial(_refuse, name)
     return shard
 
 
 def _refuse(name: str, _protocol: Any) -> NoReturn:
-    raise ShardingError(f"'{name}' was pickled (by torch.save, say), and this rank has only a shard of it. {WAYS_OUT}")
+    raise ShardingError(
+        f"'{name}' was pickled (by torch.save, say), and this rank has only a "
+        f"shard of it. {WAYS_OUT}"
+    )
 
 
 def refuse_module(action: str, path: str, *_: Any) -> NoReturn:
     """Raise ShardingError. action: what was tried with a module that holds shards at `path`."""
-    raise ShardingError(f"a sharded module cannot be {action}: this rank has only shards of '{path}'. {WAYS_OUT}")
+    raise ShardingError(
+        f"a sharded module cannot be {action}: this rank has only shards of '{path}'. {WAYS_OUT}"
+    )

@@ -1,4 +1,5 @@
-"""Everything that lightning_distrec raises on purpose; docs/reference/errors.md has the usual ways out."""
+"""Everything that lightning_distrec raises on purpose; docs/reference/errors.md has the usual ways
+out."""
 
 import difflib
 from collections.abc import Iterable
@@ -46,7 +47,8 @@ class OptimizerError(DistRecError):
 
 
 class IdsError(DistRecError, IndexError):
-    """A batch's ids cannot be looked up: out of their table's range, or lengths, weights or types do not fit."""
+    """A batch's ids cannot be looked up: out of their table's range, or lengths, weights or types
+    do not fit."""
 
 
 class DataError(DistRecError):
@@ -92,7 +94,10 @@ EXTRAS = {
 def missing_package(package: str, purpose: str) -> str:
     """Return what to install. purpose: what needs the package."""
     extra = f", or pip install 'lightning-distrec[{EXTRAS[package]}]'" if package in EXTRAS else ""
-    return f"{purpose} needs the package {package}, which is not installed. Run pip install {package}{extra}."
+    return (
+        f"{purpose} needs the package {package}, which is not installed. Run pip install "
+        f"{package}{extra}."
+    )
 
 
 def require(package: str, purpose: str) -> None:

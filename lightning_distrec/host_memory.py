@@ -14,20 +14,28 @@ USAGES = ("memory.current", "memory.usage_in_bytes")
 
 
 def host_memory_bytes() -> int:
-    """Return the memory of this machine, or of its container where that is less. Source: /proc/meminfo, cgroup."""
+    """Return the memory of this machine, or of its container where that is less. Source:
+    /proc/meminfo, cgroup."""
     return min([_meminfo("MemTotal:"), *cgroup_limits(_read(MEMBERSHIP), CGROUPS)])
 
 
 def free_host_bytes() -> int:
-    """Return the bytes that new processes could take without swapping. Source: /proc/meminfo, cgroup."""
+    """Return the bytes that new processes could take without swapping. Source: /proc/meminfo,
+    cgroup."""
     return min([_meminfo("MemAvailable:"), *free_in_cgroups(_read(MEMBERSHIP), CGROUPS)])
 
 
 def free_process_bytes() -> int:
-    """Return the bytes that this process may still take by limits of its own (ulimit -v, -d). Source: getrlimit(2)."""
+    """Return the bytes that this process may still take by limits of its own (ulimit -v, -d).
+    Source: getrlimit(2)."""
     limits = ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:"))
-    soft = [(resource.getrlimit(kind)[0], _meminfo(name, "/proc/self/status")) for kind, name in limits]
-    return min((limit - used for limit, used in soft if limit != resource.RLIM_INFINITY), default=sys.maxsize)
+    soft = [
+        (resource.getrlimit(kind)[0], _meminfo(name, "/proc/self/status")) for kind, name in limits
+    ]
+    return min(
+        (limit - used for limit, used in soft if limit != resource.RLIM_INFINITY),
+        default=sys.maxsize,
+    )
 
 
 def free_bytes() -> int:
@@ -36,14 +44,23 @@ def free_bytes() -> int:
 
 
 def release_pages(address: int, num_bytes: int) -> bool:
-    """Give the full pages of some memory back to the machine; return whether they read as zeros now.
+    """Give the full pages of some memory back to the machine; return whether they read as zeros
+    now.
 
     Source: madvise(2), for private memory without a file.
     """
-    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    first, end = (
+        -(-address // mmap.PAGESIZE) * mmap.PAGESIZE,
+        (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE,
+    )
     if end <= first:
         return False
-    return ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED) == 0
+    return (
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED
+        )
+        == 0
+    )
 
 
 def _meminfo(name: str, path: str = "/proc/meminfo") -> int:
@@ -56,12 +73,15 @@ def cgroup_limits(membership: str, root: Path) -> list[int]:
 
     membership: the text of /proc/self/cgroup. root: where cgroups are mounted.
     """
-    texts = [_read(folder / name).strip() for folder in _folders(membership, root) for name in LIMITS]
+    texts = [
+        _read(folder / name).strip() for folder in _folders(membership, root) for name in LIMITS
+    ]
     return [int(text) for text in texts if text.isdigit()]  # others: "max"
 
 
 def free_in_cgroups(membership: str, root: Path) -> list[int]:
-    """Return the bytes that each of those cgroups still allows; cached files give way. Arguments: `cgroup_limits`."""
+    """Return the bytes that each of those cgroups still allows; cached files give way. Arguments:
+    `cgroup_limits`."""
     free = []
     for folder in _folders(membership, root):
         cached = [line.split() for line in _read(folder / "memory.stat").splitlines()]
@@ -69,12 +89,17 @@ def free_in_cgroups(membership: str, root: Path) -> list[int]:
         for limit, usage in zip(LIMITS, USAGES, strict=True):
             texts = [_read(folder / name).strip() for name in (limit, usage)]
             if all(text.isdigit() for text in texts):
-                free.append(int(texts[0]) - int(texts[1]) + sum(int(size) for name, size in cached if name in names))
+                free.append(
+                    int(texts[0])
+                    - int(texts[1])
+                    + sum(int(size) for name, size in cached if name in names)
+                )
     return free
 
 
 def _folders(membership: str, root: Path) -> list[Path]:
-    # A group's own limit may be lower than that of those above it, and theirs lower than its own: all of them hold.
+    # A group's own limit may be lower than that of those above it, and theirs lower than its own:
+    # all of them hold.
     folders = {root: None, root / "memory": None}
     for line in membership.splitlines():
         number, _, entry = line.partition(":")
@@ -100,7 +125,7 @@ def _read(file: Path) -> str:
 
 def release_free_memory() -> None:
     """Give memory that is free in this process back to the system; only glibc can."""
-    # glibc keeps what threads have freed for later: with a copy of tables for each checkpoint in the background a
-    # process grew from 392 to 475 MiB over 100 of them.
+    # glibc keeps what threads have freed for later: with a copy of tables for each checkpoint in
+    # the background a process grew from 392 to 475 MiB over 100 of them.
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

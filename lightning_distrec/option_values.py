@@ -1,4 +1,5 @@
-"""Checks and reads the values of options, which come from Python, from YAML as dicts, or from the environment."""
+"""Checks and reads the values of options, which come from Python, from YAML as dicts, or from the
+environment."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
@@ -69,7 +70,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return any(_fits(value, alternative) for alternative in arguments)
     if origin is Literal:
         return repr(value) in map(repr, arguments)  # True is no 1
-    if is_dataclass(origin):  # or an object of TorchRec's, or a dict, whose options are checked where they are read
+    # or an object of TorchRec's, or a dict, whose options are checked where they are read
+    if is_dataclass(origin):
         return is_dataclass(value) or isinstance(value, Mapping)
     if origin in (dict, Mapping):
         is_mapping = isinstance(value, Mapping)
@@ -106,7 +108,9 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raise ConfigError: the value of option `name` is none of the choices."""
     if value not in (allowed := tuple(choices)):
         near = did_you_mean(value, map(str, allowed)) if isinstance(value, str) else "."
-        raise ConfigError(f"{name}={value!r} is not known{near} Use one of {', '.join(map(repr, allowed))}.")
+        raise ConfigError(
+            f"{name}={value!r} is not known{near} Use one of {', '.join(map(repr, allowed))}."
+        )
 
 
 def as_options(argument: str, kind: type[T], value: T | Mapping[str, Any] | None) -> T:
@@ -123,12 +127,15 @@ def as_options(argument: str, kind: type[T], value: T | Mapping[str, Any] | None
     for name in options:
         if name not in names:
             near = did_you_mean(str(name), names)
-            raise ConfigError(f"{argument}: there is no option {name!r}{near} Use some of {', '.join(names)}.")
+            raise ConfigError(
+                f"{argument}: there is no option {name!r}{near} Use some of {', '.join(names)}."
+            )
     return kind(**options)
 
 
 def parse_timeout(timeout_seconds: float | None, variables: Mapping[str, str]) -> timedelta:
-    """Return how long a rank waits: by the argument, or else by the environment, or else half an hour.
+    """Return how long a rank waits: by the argument, or else by the environment, or else half an
+    hour.
 
     Raises ConfigError: it is no number above 0.
     """

@@ -1,7 +1,9 @@
-"""Import this first where an installed package imports `pytorch_lightning`, which becomes a name of lightning.pytorch.
+"""Import this first where an installed package imports `pytorch_lightning`, which becomes a name of
+lightning.pytorch.
 
-pytorch_lightning has the same classes again, which a Trainer of lightning.pytorch does not know as its own. A package
-whose code is not yours gets those of lightning.pytorch, and so works with the strategies of lightning_distrec:
+pytorch_lightning has the same classes again, which a Trainer of lightning.pytorch does not know as
+its own. A package whose code is not yours gets those of lightning.pytorch, and so works with the
+strategies of lightning_distrec:
 
     import lightning_distrec.pytorch_lightning
     import neuralforecast
@@ -21,7 +23,8 @@ ALIASES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightn
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Finds the modules of lightning.pytorch and lightning.fabric under the names of their standalone packages."""
+    """Finds the modules of lightning.pytorch and lightning.fabric under the names of their
+    standalone packages."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -40,7 +43,8 @@ class AliasFinder(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its spec back, which the import system has replaced by that of the alias."""
+        """Give the module its spec back, which the import system has replaced by that of the
+        alias."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
@@ -56,10 +60,14 @@ def _install() -> None:
             for module_name, module in list(sys.modules.items())
             if any(value is standalone for value in list(getattr(module, "__dict__", {}).values()))
         }
-        packages = sorted(importer for importer in importers - ALIASES.keys() if not importer.startswith("__"))
+        packages = sorted(
+            importer for importer in importers - ALIASES.keys() if not importer.startswith("__")
+        )
         raise ConfigError(
-            f"`import lightning_distrec.pytorch_lightning` comes too late: {name} was imported before"
-            f"{f' (by {packages[0]})' if packages else ''}, and its classes are in use. Move the line to the top of "
+            f"`import lightning_distrec.pytorch_lightning` comes too late: {name} was imported "
+            "before"
+            f"{f' (by {packages[0]})' if packages else ''}, and its classes are in use. Move the "
+            "line to the top of "
             "the script, before the imports of other packages."
         )
     sys.meta_path.insert(0, AliasFinder())

@@ -1,4 +1,5 @@
-"""What a file may need of the ranks of its job, as Protocols: cluster/consensus.py has it, tests have simple ones."""
+"""What a file may need of the ranks of its job, as Protocols: cluster/consensus.py has it, tests
+have simple ones."""
 
 import hashlib
 from collections.abc import Callable
@@ -29,8 +30,11 @@ class Ranks(Protocol):
     def start_all_reduce_min(self, *values: int) -> MinReduction:
         """Collective. Start a min all-reduce of each of `values`."""
 
-    def start_min_and_exchange(self, values: tuple[int, ...], to_ranks: list[list[int]]) -> MinReduction:
-        """Collective. Start the same, and send each rank its entry of `to_ranks`, all of one length."""
+    def start_min_and_exchange(
+        self, values: tuple[int, ...], to_ranks: list[list[int]]
+    ) -> MinReduction:
+        """Collective. Start the same, and send each rank its entry of `to_ranks`, all of one
+        length."""
 
     def all_reduce_min(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
@@ -39,16 +43,19 @@ class Ranks(Protocol):
         """Collective. Return every rank's `value`, in rank order."""
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
-        """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise."""
+        """Collective. Run `action` on every rank and return its result; when it fails on one rank,
+        all raise."""
 
     def with_flags(self, *values: int) -> tuple[int, ...]:
-        """Return `values` followed by this rank's flags, for a caller that sends them by an exchange of its own."""
+        """Return `values` followed by this rank's flags, for a caller that sends them by an
+        exchange of its own."""
 
     def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
         """Return each rank's values without the flags that `with_flags` appended."""
 
 
 def number_for(value: Any) -> int:
-    """Return a number that is alike on ranks whose values are, to compare them by its minimum and its negative's."""
+    """Return a number that is alike on ranks whose values are, to compare them by its minimum and
+    its negative's."""
     # 7 bytes, so that the number and its negative fit into int64s of a message.
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")

@@ -1,7 +1,8 @@
-"""What the recorder of a step and the lookups in it share: which operations are ours, and weights that come later.
+"""What the recorder of a step and the lookups in it share: which operations are ours, and weights
+that come later.
 
-A sharded table exchanges ids and rows where the step calls it. These operations are not the user's: a recorder leaves
-them out, and is given the rows that come of them.
+A sharded table exchanges ids and rows where the step calls it. These operations are not the user's:
+a recorder leaves them out, and is given the rows that come of them.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,13 @@ from torch import Tensor
 
 
 class LibraryOperations:
-    """A context that may be entered inside of itself. Threads of ours compute nothing that is recorded."""
+    """A context that may be entered inside of itself. Threads of ours compute nothing that is
+    recorded."""
 
     depth = 0
     note_rows: Callable[[str, Any], None] | None = None
-    """Set while a step is recorded: called with the path of a table and what a call of it returned."""
+    """Set while a step is recorded: called with the path of a table and what a call of it
+    returned."""
 
     def __enter__(self) -> None:
         self.depth += 1

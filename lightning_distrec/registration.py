@@ -1,4 +1,5 @@
-"""The names of our strategies; `register` gives them to Lightning, and lets it read checkpoints that are folders.
+"""The names of our strategies; `register` gives them to Lightning, and lets it read checkpoints
+that are folders.
 
 Nothing here loads torch before `register`.
 """
@@ -14,19 +15,27 @@ STRATEGIES = {
         "Embedding tables sharded over the ranks by TorchRec, other layers as under DDP",
     ),
     "ddp_tuned": ("TunedDDPStrategy", "DDP tuned to the module, with crash-safe checkpoints"),
-    "fsdp_tuned": ("TunedFSDPStrategy", "Parameters, gradients and optimizer state sharded over the ranks by FSDP2"),
-    "pipeline_parallel": ("PipelineParallelStrategy", "A chain of blocks split into stages over the ranks"),
+    "fsdp_tuned": (
+        "TunedFSDPStrategy",
+        "Parameters, gradients and optimizer state sharded over the ranks by FSDP2",
+    ),
+    "pipeline_parallel": (
+        "PipelineParallelStrategy",
+        "A chain of blocks split into stages over the ranks",
+    ),
 }
 """Name -> class, and what it does."""
 
 
 def class_path(name: str) -> str:
-    """Return the class_path by which a YAML gives the strategy options; "" for a name that is not ours."""
+    """Return the class_path by which a YAML gives the strategy options; "" for a name that is not
+    ours."""
     return f"lightning_distrec.{STRATEGIES[name][0]}" if name in STRATEGIES else ""
 
 
 def short_name(path: str) -> str:
-    """Return the name of a strategy of ours that is given by name or class_path; others as they are."""
+    """Return the name of a strategy of ours that is given by name or class_path; others as they
+    are."""
     names = {class_name: name for name, (class_name, _) in STRATEGIES.items()}
     return names.get(path.rpartition(".")[2], path)
 
@@ -36,7 +45,9 @@ def _choose_environment() -> Any:
 
 
 def _is_ours(strategy: Any) -> bool:
-    return (isinstance(strategy, str) and strategy in STRATEGIES) or getattr(strategy, "takes_launched_ranks", False)
+    return (isinstance(strategy, str) and strategy in STRATEGIES) or getattr(
+        strategy, "takes_launched_ranks", False
+    )
 
 
 def _is_folder(path: Any) -> bool:
@@ -54,11 +65,15 @@ def _check_file(path: Any) -> None:
 
 
 def _read_file(path: Any, load: Any, **options: Any) -> Any:
-    return import_module("lightning_distrec.checkpoint.hyperparameters").read_file(path, load, **options)
+    return import_module("lightning_distrec.checkpoint.hyperparameters").read_file(
+        path, load, **options
+    )
 
 
 def _for_module(checkpoint: Any) -> Any:
-    return import_module("lightning_distrec.checkpoint.hyperparameters").with_complete_only(checkpoint)
+    return import_module("lightning_distrec.checkpoint.hyperparameters").with_complete_only(
+        checkpoint
+    )
 
 
 def _make(class_name: str, **arguments: Any) -> Any:
@@ -74,7 +89,8 @@ def register() -> None:
     from lightning_distrec._compat.lightning import override_environment_choice
     from lightning_distrec._compat.lightning_checkpoints import read_folders_too
 
-    # A Trainer chooses its cluster environment before it makes the strategy that could ask for another.
+    # A Trainer chooses its cluster environment before it makes the strategy that could ask for
+    # another.
     override_environment_choice(_is_ours, _choose_environment)
     # load_from_checkpoint reads a folder without any Trainer or strategy.
     read_folders_too(_is_folder, _read_folder, _check_file, _read_file, _for_module)

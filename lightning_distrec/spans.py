@@ -1,4 +1,5 @@
-"""Spans: where the time of a step goes. Callbacks subscribe to them, and torch's profiler shows them as ranges.
+"""Spans: where the time of a step goes. Callbacks subscribe to them, and torch's profiler shows
+them as ranges.
 
 Without either a span costs a fifth of a microsecond.
 """
@@ -15,15 +16,16 @@ from lightning_distrec._compat.torch import profiler_runs
 
 # The dataloader is asked for a batch.
 WAIT_DATA = "wait for data"
-# A lookup waits for ids from other ranks; user code accesses a lazy output whose rows have not arrived yet; the fetcher
-# waits for the control messages of the other ranks.
+# A lookup waits for ids from other ranks; user code accesses a lazy output whose rows have not
+# arrived yet; the fetcher waits for the control messages of the other ranks.
 WAIT_INPUT_DIST, WAIT_OUTPUT_DIST = "wait for input dist", "wait for output dist"
 WAIT_CONTROL_MESSAGE = "wait for control message"
 # The exchange of a batch's ids is prepared and started.
 START_INPUT_DIST = "start input dist"
 # The user's step up to its loss, with waits inside of it; backward; the optimizers' own steps.
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-# A stage computes a micro-batch, or the loss; the names are followed by the stage's number and the micro-batch's.
+# A stage computes a micro-batch, or the loss; the names are followed by the stage's number and the
+# micro-batch's.
 STAGE_FORWARD, STAGE_BACKWARD, STAGE_LOSS = "stage forward", "stage backward", "stage loss"
 
 
@@ -46,7 +48,8 @@ _subscribers: list[Subscriber] = []
 
 
 def subscribe(subscriber: Subscriber) -> Callable[[], None]:
-    """Call `subscriber` with every span that ends from now on; returns a function that unsubscribes it."""
+    """Call `subscriber` with every span that ends from now on; returns a function that unsubscribes
+    it."""
     _subscribers.append(subscriber)
 
     def unsubscribe() -> None:
@@ -63,7 +66,8 @@ def emit(name: str, begin: float, end: float) -> None:
 
 
 def span(name: str) -> AbstractContextManager[Any]:
-    """Return a context whose time is a span: emitted if there are subscribers, a range if a profiler runs."""
+    """Return a context whose time is a span: emitted if there are subscribers, a range if a
+    profiler runs."""
     # record_function calls C++ before it looks for a profiler, which costs more than all else here.
     profiled = record_function(name) if profiler_runs() else _NOTHING
     return _Timed(name, profiled) if _subscribers else profiled

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 WIDE_COLUMNS = 160
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BINARY_PREFIXES = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-SIZE_UNITS = {f"{prefix}B": float(number) for prefix, number in (PREFIXES | BINARY_PREFIXES).items()} | {"": 1.0}
+SIZE_UNITS = {
+    f"{prefix}B": float(number) for prefix, number in (PREFIXES | BINARY_PREFIXES).items()
+} | {"": 1.0}
 BANDWIDTH_UNITS = {f"{unit}/s" if unit else "": number for unit, number in SIZE_UNITS.items()}
 BANDWIDTH_UNITS |= {f"{prefix}bit/s": number / 8 for prefix, number in PREFIXES.items()}
 NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*(\S*)\s*")
@@ -26,7 +28,8 @@ def quantity(number: int, noun: str) -> str:
 
 
 def shortened(words: Sequence[str], max_shown: int, separator: str = ", ") -> str:
-    """Return up to `max_shown` of the words, and the number of those left out: "a, b and 3 more"."""
+    """Return up to `max_shown` of the words, and the number of those left out: "a, b and 3
+    more"."""
     suffix = f" and {len(words) - max_shown} more" if len(words) > max_shown else ""
     return separator.join(words[:max_shown]) + suffix
 
@@ -49,8 +52,11 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
 
 
-def scaled(number: float, units: Sequence[str], factor: int = 1000, limit: float = 999.5) -> tuple[float, str]:
-    """Return a number below `limit` and its unit. units: from small to large, each `factor` times the one before."""
+def scaled(
+    number: float, units: Sequence[str], factor: int = 1000, limit: float = 999.5
+) -> tuple[float, str]:
+    """Return a number below `limit` and its unit. units: from small to large, each `factor` times
+    the one before."""
     for unit in units[:-1]:
         if number < limit:
             return number, unit
@@ -59,13 +65,17 @@ def scaled(number: float, units: Sequence[str], factor: int = 1000, limit: float
 
 
 def parse_bytes(text: str, setting: str) -> int:
-    """Return the bytes of "80GB" (10^9 each), "80GiB" (2^30), "1.5 TB" or a plain number; case does not matter.
+    """Return the bytes of "80GB" (10^9 each), "80GiB" (2^30), "1.5 TB" or a plain number; case does
+    not matter.
 
-    setting: the option and its value, with which the error begins. Raises ConfigError: the text is not a size above 0.
+    setting: the option and its value, with which the error begins. Raises ConfigError: the text is
+    not a size above 0.
     """
     number = _parse(text, SIZE_UNITS)
     if number is None:
-        raise ConfigError(f"{setting}: A size above 0 is needed, such as 80GB, 24GiB or 8000000000.")
+        raise ConfigError(
+            f"{setting}: A size above 0 is needed, such as 80GB, 24GiB or 8000000000."
+        )
     return int(number)
 
 
@@ -79,15 +89,21 @@ def parse_bandwidth(value: str | float, setting: str) -> float:
     number = None if str(value).endswith("b/s") else _parse(str(value), BANDWIDTH_UNITS)
     if number is None:
         raise ConfigError(
-            f"{setting}: A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of bytes per second."
+            f"{setting}: A bandwidth above 0 is needed, such as 25GB/s, 200Gbit/s, or a number of "
+            "bytes per second."
         )
     return number
 
 
 def _parse(text: str, units: dict[str, float]) -> float | None:
-    """Return a number times its unit; None where the text is no finite number above 0 with one of the units."""
+    """Return a number times its unit; None where the text is no finite number above 0 with one of
+    the units."""
     match = NUMBER.fullmatch(text)
-    factor = {name.upper(): factor for name, factor in units.items()}.get(match[2].upper()) if match else None
+    factor = (
+        {name.upper(): factor for name, factor in units.items()}.get(match[2].upper())
+        if match
+        else None
+    )
     number = float(match[1]) * factor if match and factor else 0.0
     return number if 0 < number < math.inf else None
 
@@ -99,18 +115,24 @@ def format_bandwidth(bytes_per_second: float) -> str:
 
 
 def text_table(headings: Iterable[str], text_headings: Collection[str], **options: Any) -> "Table":
-    """Return a table without rows. text_headings: of columns with text, not numbers. options: of rich's Table."""
+    """Return a table without rows. text_headings: of columns with text, not numbers. options: of
+    rich's Table."""
     from rich.table import Table  # a command line that is only checked does not load it
 
     table = Table(title_justify="left", caption_justify="left", **options)
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in text_headings else "right", overflow="fold")
+        table.add_column(
+            heading, justify="left" if heading in text_headings else "right", overflow="fold"
+        )
     return table
 
 
 def print_wide(table: "Table", console: "Console | None" = None) -> None:
-    """Print a table. Where the output is no terminal rich assumes 80 columns, which would fold most of them."""
+    """Print a table. Where the output is no terminal rich assumes 80 columns, which would fold most
+    of them."""
     from rich.console import Console
 
     console = console or Console()
-    (console if console.is_terminal else Console(width=WIDE_COLUMNS, file=console.file)).print(table)
+    (console if console.is_terminal else Console(width=WIDE_COLUMNS, file=console.file)).print(
+        table
+    )

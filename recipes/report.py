@@ -1,4 +1,5 @@
-"""A callback of all recipes: prints how the model compares with its baselines, and draws the curves."""
+"""A callback of all recipes: prints how the model compares with its baselines, and draws the
+curves."""
 
 import csv
 from collections.abc import Mapping
@@ -17,12 +18,14 @@ Baselines = dict[str, dict[str, float]]
 class Report(pl.Callback):
     """Prints the last value of each metric beside its baselines, and draws its curve to curves.png.
 
-    The file is written next to the CSVLogger's metrics.csv; without a CSVLogger there is none. Baselines come from the
-    data module's method `baselines()`, where it has one: {"name": {"val_auroc": 0.7}}.
+    The file is written next to the CSVLogger's metrics.csv; without a CSVLogger there is none.
+    Baselines come from the data module's method `baselines()`, where it has one: {"name":
+    {"val_auroc": 0.7}}.
     """
 
     def __init__(self, metrics: dict[str, str]) -> None:
-        """metrics: logged name -> title of its curve. Those that begin with "val_" are printed, too."""
+        """metrics: logged name -> title of its curve. Those that begin with "val_" are printed,
+        too."""
         self.metrics = metrics
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -35,12 +38,16 @@ class Report(pl.Callback):
         # Lightning sets `datamodule` at run time.
         find = getattr(getattr(trainer, "datamodule", None), "baselines", dict)
         baselines: Baselines = find()
-        lines = [*score_lines(trainer, self.metrics, baselines), *output_lines(trainer, self.metrics, baselines)]
+        lines = [
+            *score_lines(trainer, self.metrics, baselines),
+            *output_lines(trainer, self.metrics, baselines),
+        ]
         print("\n" + "\n".join(lines), flush=True)
 
 
 def score_lines(trainer: pl.Trainer, metrics: Mapping[str, str], baselines: Baselines) -> list[str]:
-    """Return a small table: the validation metrics of the last epoch, and those of each baseline."""
+    """Return a small table: the validation metrics of the last epoch, and those of each
+    baseline."""
     measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
     names = [name for name in metrics if name.startswith("val_") and name in measured]
     if not names:
@@ -50,12 +57,16 @@ def score_lines(trainer: pl.Trainer, metrics: Mapping[str, str], baselines: Base
     lines = [f"{f'Validation after {epochs}':<28}  " + "  ".join(f"{title:>8}" for title in titles)]
     for label, values in {"this model": measured, **baselines}.items():
         numbers = [f"{values[name]:.4f}" if name in values else "" for name in names]
-        cells = (f"{number:>{max(8, len(title))}}" for number, title in zip(numbers, titles, strict=True))
+        cells = (
+            f"{number:>{max(8, len(title))}}" for number, title in zip(numbers, titles, strict=True)
+        )
         lines.append(f"  {label:<26}  " + "  ".join(cells).rstrip())
     return lines
 
 
-def output_lines(trainer: pl.Trainer, metrics: Mapping[str, str], baselines: Baselines) -> list[str]:
+def output_lines(
+    trainer: pl.Trainer, metrics: Mapping[str, str], baselines: Baselines
+) -> list[str]:
     """Draw the curves if there is a CSVLogger, and return lines that name all files."""
     lines = []
     logger = next((logger for logger in trainer.loggers if isinstance(logger, CSVLogger)), None)
@@ -64,9 +75,12 @@ def output_lines(trainer: pl.Trainer, metrics: Mapping[str, str], baselines: Bas
         logger.save()  # Lightning writes the last rows when it closes the logger, after this hook
         saved = Path(logger.log_dir) / "metrics.csv"
     if saved is None:
-        lines.append("The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv they need.")
+        lines.append(
+            "The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv they need."
+        )
     elif not saved.exists():
-        lines.append("The curves were not drawn: nothing was logged.")  # fewer steps than Trainer(log_every_n_steps)
+        # fewer steps than Trainer(log_every_n_steps)
+        lines.append("The curves were not drawn: nothing was logged.")
     else:
         folder = saved.parent
         draw_curves(read_curves(saved, metrics), metrics, baselines, folder / "curves.png")
@@ -89,11 +103,17 @@ def read_curves(file: Path, metrics: Mapping[str, str]) -> dict[str, list[tuple[
     """
     with file.open(newline="") as rows:
         table = list(csv.DictReader(rows))
-    return {name: [(int(row["step"]) + 1, float(row[name])) for row in table if row.get(name)] for name in metrics}
+    return {
+        name: [(int(row["step"]) + 1, float(row[name])) for row in table if row.get(name)]
+        for name in metrics
+    }
 
 
 def draw_curves(
-    curves: Mapping[str, list[tuple[int, float]]], metrics: Mapping[str, str], baselines: Baselines, file: Path
+    curves: Mapping[str, list[tuple[int, float]]],
+    metrics: Mapping[str, str],
+    baselines: Baselines,
+    file: Path,
 ) -> None:
     """Draw one panel per curve into a PNG file, with the baselines dashed."""
     # A Figure without pyplot needs no display and does not change the caller's plots.
@@ -107,7 +127,9 @@ def draw_curves(
                 panel.axhline(numbers[name], linestyle="--", color=f"C{number + 1}", label=label)
         panel.set(title=title, xlabel="step")
         # One scale for all, on which the only point of an epoch's mean is at its end.
-        panel.set_xlim(0, 1.05 * max((step for points in curves.values() for step, _ in points), default=1))
+        panel.set_xlim(
+            0, 1.05 * max((step for points in curves.values() for step, _ in points), default=1)
+        )
         panel.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
         panel.grid(alpha=0.3)
         panel.legend()

@@ -1,4 +1,5 @@
-"""Which tests share a process where pytest-xdist has several, and what one file leaves to the next: nothing."""
+"""Which tests share a process where pytest-xdist has several, and what one file leaves to the next:
+nothing."""
 
 import os
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from tests.support.ranks import stop_warm_ranks
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests together, which share what its fixtures made, and those of the one Slurm."""
-    from xdist.scheduler import LoadScopeScheduling  # `python -m tests.gpu` runs where pytest is alone
+    """Keep a file's tests together, which share what its fixtures made, and those of the one
+    Slurm."""
+    # `python -m tests.gpu` runs where pytest is alone
+    from xdist.scheduler import LoadScopeScheduling
 
     class FilesTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -36,7 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let ranks of tests/multiprocess train on GPUs, or on CUDA devices in host memory."""
-    parser.addoption("--accelerator", choices=("cpu", "gpu"), default="cpu", help="what ranks train on")
+    parser.addoption(
+        "--accelerator", choices=("cpu", "gpu"), default="cpu", help="what ranks train on"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,15 +49,24 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["RANKS_ACCELERATOR"] = config.getoption("--accelerator")
 
 
-OF_RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_RANKS = (
+    "RANK",
+    "LOCAL_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _end_ranks_and_group() -> Iterator[None]:
-    """Warm ranks, and the process group that trainers of one rank leave, end with the file that has made them.
+    """Warm ranks, and the process group that trainers of one rank leave, end with the file that has
+    made them.
 
-    So do the variables that Lightning's launcher leaves: a script that a later file starts would take itself for a rank
-    that somebody else has started, and wait for the others.
+    So do the variables that Lightning's launcher leaves: a script that a later file starts would
+    take itself for a rank that somebody else has started, and wait for the others.
     """
     before = {name: os.environ[name] for name in OF_RANKS if name in os.environ}
     yield

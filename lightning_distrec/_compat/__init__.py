@@ -1,8 +1,10 @@
-"""Private names of lightning, torch, torchrec and fbgemm: one file per upstream package, one function per name.
+"""Private names of lightning, torch, torchrec and fbgemm: one file per upstream package, one
+function per name.
 
-Each function has a contract test (tests/contracts/test_compat*.py), which fails when an upstream release changes what
-is used here. Imports are inside of the functions where a file must load without torchrec. Every monkeypatch says what
-upstream does, why that is wrong for us, and when the patch can go.
+Each function has a contract test (tests/contracts/test_compat*.py), which fails when an upstream
+release changes what is used here. Imports are inside of the functions where a file must load
+without torchrec. Every monkeypatch says what upstream does, why that is wrong for us, and when the
+patch can go.
 """
 
 import logging
@@ -10,9 +12,11 @@ import warnings
 
 
 def hide_upstream_deprecations() -> None:
-    """Hide the deprecation warnings that torchrec and lightning cause in torch; users cannot act on them."""
-    # Can go when torchrec no longer uses ShardedTensor, reduce_scatter_tensor, all_gather_into_tensor and
-    # is_fx_tracing, and lightning no longer calls isinstance(..., LeafSpec).
+    """Hide the deprecation warnings that torchrec and lightning cause in torch; users cannot act on
+    them."""
+    # Can go when torchrec no longer uses ShardedTensor, reduce_scatter_tensor,
+    # all_gather_into_tensor and is_fx_tracing, and lightning no longer calls isinstance(...,
+    # LeafSpec).
     for message in (
         "Please use DTensor instead and we are deprecating ShardedTensor",
         "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",

@@ -1,9 +1,11 @@
-"""Gloo's groups with one thread for the sockets of all, and its all-to-all using both directions of a link at once.
+"""Gloo's groups with one thread for the sockets of all, and its all-to-all using both directions of
+a link at once.
 
-Source of the latter: gloo/alltoallv.cc, which posts the send to a rank before the receive from it. The second of two
-ranks to arrive finds the first one ready and fills the socket; its own word that it is ready then waits behind what it
-sends, and the first rank sends only after that. On a link of 200 Mbit/s 0.5 MB each way take 39 ms; with receives
-posted first, 21 ms. Can go when gloo posts receives first.
+Source of the latter: gloo/alltoallv.cc, which posts the send to a rank before the receive from it.
+The second of two ranks to arrive finds the first one ready and fills the socket; its own word that
+it is ready then waits behind what it sends, and the first rank sends only after that. On a link of
+200 Mbit/s 0.5 MB each way take 39 ms; with receives posted first, 21 ms. Can go when gloo posts
+receives first.
 """
 
 import contextlib
@@ -27,11 +29,13 @@ _FIRST_TAG = 1 << 20  # beyond the tags of people's own messages
 
 @contextlib.contextmanager
 def one_socket_thread() -> Iterator[None]:
-    """Let one thread serve the sockets of all gloo groups that are made meanwhile, and of those made in here before.
+    """Let one thread serve the sockets of all gloo groups that are made meanwhile, and of those
+    made in here before.
 
-    torch starts one for each group; on busy cores the main thread waits longer the more there are. For groups in which
-    each rank exchanges with each: they connect when they are made, whatever TORCH_GLOO_LAZY_INIT says. Groups that
-    connect later mix up their ranks in such a thread, and hang.
+    torch starts one for each group; on busy cores the main thread waits longer the more there are.
+    For groups in which each rank exchanges with each: they connect when they are made, whatever
+    TORCH_GLOO_LAZY_INIT says. Groups that connect later mix up their ranks in such a thread, and
+    hang.
     """
     with Patches() as patches:
         patches.replace(distributed_c10d, "ProcessGroupGloo", _SharedThread)
@@ -40,13 +44,17 @@ def one_socket_thread() -> Iterator[None]:
 
 @functools.cache
 def _devices(interfaces: str, process_id: int) -> list[Any]:
-    """Return gloo's devices, each with a thread, of some network interfaces, by name, or of the default one.
+    """Return gloo's devices, each with a thread, of some network interfaces, by name, or of the
+    default one.
 
     process_id: a process that is forked has no threads of the one before.
     """
     if not interfaces:
         return [ProcessGroupGloo.create_default_device(lazy_init=False)]
-    return [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in interfaces.split(",")]
+    return [
+        ProcessGroupGloo.create_device(interface=name, lazy_init=False)
+        for name in interfaces.split(",")
+    ]
 
 
 class _Constructor(type):
@@ -55,7 +63,9 @@ class _Constructor(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ProcessGroupGloo)
 
-    def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta, **other_options: Any) -> Any:
+    def __call__(
+        cls, store: Any, rank: int, size: int, timeout: timedelta, **other_options: Any
+    ) -> Any:
         gloo: Any = ProcessGroupGloo  # torch's stubs have other names
         options = gloo._Options()
         options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
@@ -78,7 +88,8 @@ class _Exchange:
         self._sent = sent
 
     def wait(self) -> bool:
-        """Wait for what is sent and received. Raises RuntimeError: a rank is gone, or the group's limit has passed."""
+        """Wait for what is sent and received. Raises RuntimeError: a rank is gone, or the group's
+        limit has passed."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], ()
@@ -98,34 +109,49 @@ class _Group:
         self._sources = [(self._rank - distance) % size for distance in range(1, size)]
         self._targets = [(self._rank + distance) % size for distance in range(1, size)]
         self._tags = itertools.count(_FIRST_TAG)
-        # Until it is waited for, gloo reads and writes its memory; after an error that may be never.
+        # Until it is waited for, gloo reads and writes its memory; after an error that may be
+        # never.
         self._running: list[_Exchange] = []
 
-    def start(self, output: Tensor, sent: Tensor, output_sizes: list[int], sent_sizes: list[int]) -> _Exchange:
+    def start(
+        self, output: Tensor, sent: Tensor, output_sizes: list[int], sent_sizes: list[int]
+    ) -> _Exchange:
         """Collective. Start to exchange chunks along dim 0."""
         group, tag = self._group, next(self._tags)
         with torch.no_grad():
             outputs, chunks = output.split(output_sizes), sent.split(sent_sizes)
             # Both ends know of chunks without elements, and leave them out.
-            works = [group.recv([outputs[rank]], rank, tag) for rank in self._sources if output_sizes[rank]]
-            works += [group.send([chunks[rank]], rank, tag) for rank in self._targets if sent_sizes[rank]]
-            if output_sizes[self._rank]:  # torchrec's empty output of a rank without rows has no columns either
+            works = [
+                group.recv([outputs[rank]], rank, tag)
+                for rank in self._sources
+                if output_sizes[rank]
+            ]
+            works += [
+                group.send([chunks[rank]], rank, tag) for rank in self._targets if sent_sizes[rank]
+            ]
+            # torchrec's empty output of a rank without rows has no columns either
+            if output_sizes[self._rank]:
                 outputs[self._rank].copy_(chunks[self._rank])
         exchange = _Exchange(works, (*outputs, *chunks))
-        self._running = [running for running in self._running if not running.is_completed()] + [exchange]
+        self._running = [running for running in self._running if not running.is_completed()] + [
+            exchange
+        ]
         return exchange
 
 
 tables_dist: Any = ModuleType("torch.distributed")
-"""What tables exchange by: our modules, and torchrec's during a run over several nodes. These have another function in
-it, while the user's calls have torch's: that takes what no table sends, and its work can be polled."""
+"""What tables exchange by: our modules, and torchrec's during a run over several nodes. These have
+another function in it, while the user's calls have torch's: that takes what no table sends, and its
+work can be polled."""
 vars(tables_dist).update(vars(dist))
 
 
 def receive_first(node_of_rank: Sequence[int], modules: Iterable[ModuleType] = ()) -> Patches:
-    """Replace tables' `all_to_all_single` with sizes, of CPU tensors over gloo, in groups of several nodes.
+    """Replace tables' `all_to_all_single` with sizes, of CPU tensors over gloo, in groups of
+    several nodes.
 
-    The same bits. node_of_rank: of all ranks. modules: of torchrec, that call torch.distributed as `dist`.
+    The same bits. node_of_rank: of all ranks. modules: of torchrec, that call torch.distributed as
+    `dist`.
     Within a node there is nothing to gain: its ranks wait for the cores, not for a link.
     """
     original = dist.all_to_all_single
@@ -155,7 +181,9 @@ def receive_first(node_of_rank: Sequence[int], modules: Iterable[ModuleType] = (
                     return exchange
                 exchange.wait()
                 return None
-        return original(output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+        return original(
+            output, input, output_split_sizes, input_split_sizes, group=group, async_op=async_op
+        )
 
     patches = Patches()
     patches.replace(tables_dist, "all_to_all_single", all_to_all_single)

@@ -21,16 +21,21 @@ def combining_mode(combined_loader: Any) -> str:
 
 
 def loader_states(combined_loader: Any) -> list[dict[str, Any]]:
-    """Return the states of the stateful loaders. Source: lightning/pytorch/utilities/combined_loader.py."""
+    """Return the states of the stateful loaders. Source:
+    lightning/pytorch/utilities/combined_loader.py."""
     states: list[dict[str, Any]] = type(combined_loader)._state_dicts(combined_loader)
     return states
 
 
-def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None) -> None:
-    """Save the states that `states` returns in checkpoints, in place of the loaders' own; None undoes it."""
-    # Upstream asks the loaders when a checkpoint is saved. With batches in flight they are ahead of the module, and a
-    # resumed fit would skip these batches. Written into the instance's `__dict__`: no other CombinedLoader changes.
-    # Can go when Lightning lets a fetcher provide the states. Source: lightning/pytorch/loops/fit_loop.py.
+def override_loader_states(
+    combined_loader: Any, states: Callable[[], list[dict[str, Any]]] | None
+) -> None:
+    """Save the states that `states` returns in checkpoints, in place of the loaders' own; None
+    undoes it."""
+    # Upstream asks the loaders when a checkpoint is saved. With batches in flight they are ahead of
+    # the module, and a resumed fit would skip these batches. Written into the instance's
+    # `__dict__`: no other CombinedLoader changes. Can go when Lightning lets a fetcher provide the
+    # states. Source: lightning/pytorch/loops/fit_loop.py.
     if states is not None:
         combined_loader._state_dicts = states
     else:
@@ -38,23 +43,30 @@ def override_loader_states(combined_loader: Any, states: Callable[[], list[dict[
 
 
 def current_loader_states(trainer: Any) -> list[dict[str, Any]]:
-    """Return the states of the training loaders that a checkpoint would hold now; see `override_loader_states`."""
+    """Return the states of the training loaders that a checkpoint would hold now; see
+    `override_loader_states`."""
     combined_loader = trainer.fit_loop._combined_loader
     return [] if combined_loader is None else list(combined_loader._state_dicts())
 
 
 def wrapped_sampler(sampler: Any) -> Any:
-    """Return the user's sampler in Lightning's DistributedSamplerWrapper; any other sampler as it is."""
+    """Return the user's sampler in Lightning's DistributedSamplerWrapper; any other sampler as it
+    is."""
     # Source: lightning/fabric/utilities/distributed.py.
     dataset: Any = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
     return sampler if dataset is None else dataset._sampler
 
 
-def watch_dataloader_hooks(trainer: Any, watch: Callable[[str], AbstractContextManager[None]]) -> Patches:
-    """Call the user's train_dataloader and val_dataloader, for a fit, inside of `watch(the hook's name)`."""
+def watch_dataloader_hooks(
+    trainer: Any, watch: Callable[[str], AbstractContextManager[None]]
+) -> Patches:
+    """Call the user's train_dataloader and val_dataloader, for a fit, inside of
+    `watch(the hook's name)`."""
 
-    # Upstream calls them when a loop begins, and each time that it reloads: no hook of a strategy comes before.
-    # Can go when a strategy is asked first. Source: lightning/pytorch/trainer/connectors/data_connector.py.
+    # Upstream calls them when a loop begins, and each time that it reloads: no hook of a strategy
+    # comes before.
+    # Can go when a strategy is asked first. Source:
+    # lightning/pytorch/trainer/connectors/data_connector.py.
     def watched(source: Any) -> Any:
         with watch(source.name) if source.is_module() else nullcontext():
             return type(source).dataloader(source)
@@ -66,14 +78,17 @@ def watch_dataloader_hooks(trainer: Any, watch: Callable[[str], AbstractContextM
 
 
 def reload_epochs(trainer: Any) -> list[Any]:
-    """Return the epochs in which the training and the validation loaders of a fit were made; -inf: not yet."""
-    # Source: lightning/pytorch/loops/fit_loop.py, evaluation_loop.py, reload_dataloaders_every_n_epochs.
+    """Return the epochs in which the training and the validation loaders of a fit were made; -inf:
+    not yet."""
+    # Source: lightning/pytorch/loops/fit_loop.py, evaluation_loop.py,
+    # reload_dataloaders_every_n_epochs.
     loop = trainer.fit_loop
     return [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
 
 
 def set_reload_epochs(trainer: Any, epochs: list[Any]) -> None:
-    """Set what `reload_epochs` returns; None: it stays. Upstream takes a resumed fit's first epoch for both."""
+    """Set what `reload_epochs` returns; None: it stays. Upstream takes a resumed fit's first epoch
+    for both."""
     loop = trainer.fit_loop
     train, validation = epochs
     loop._last_train_dl_reload_epoch = loop._last_train_dl_reload_epoch if train is None else train
@@ -81,14 +96,18 @@ def set_reload_epochs(trainer: Any, epochs: list[Any]) -> None:
         loop.epoch_loop.val_loop._last_val_dl_reload_epoch = validation
 
 
-def resume_loaders(trainer: Any, begins_late: Callable[[], bool], begun: Callable[[], None]) -> Patches:
+def resume_loaders(
+    trainer: Any, begins_late: Callable[[], bool], begun: Callable[[], None]
+) -> Patches:
     """Let a fit draw ahead from loaders without a length in such a way that it can resume.
 
-    begins_late: whether the first batch is drawn after all hooks before it; asked when the loaders have been made.
+    begins_late: whether the first batch is drawn after all hooks before it; asked when the loaders
+    have been made.
     begun: called after the batch that is drawn ahead, if one is.
     """
-    # Upstream draws a batch ahead of all hooks, before a resumed run has set its generators, and saves states that are
-    # ahead by a batch, which a resumed fit would skip. Source: lightning/pytorch/loops/fetchers.py.
+    # Upstream draws a batch ahead of all hooks, before a resumed run has set its generators, and
+    # saves states that are ahead by a batch, which a resumed fit would skip. Source:
+    # lightning/pytorch/loops/fetchers.py.
     plain = fetchers._PrefetchDataFetcher
 
     def make(stage: RunningStage) -> Any:
@@ -128,7 +147,8 @@ class _ResumingFetcher(fetchers._PrefetchDataFetcher):
 
 
 class _FirstBatch(list[Any]):
-    """What a fetcher has drawn ahead: a batch that is drawn when it is taken, after on_train_epoch_start."""
+    """What a fetcher has drawn ahead: a batch that is drawn when it is taken, after
+    on_train_epoch_start."""
 
     def __init__(self, fetcher: Any) -> None:
         super().__init__([None])
@@ -154,9 +174,13 @@ class _MayBeEmpty(UnrepeatedDistributedSamplerWrapper):
             super().__init__(*args, **options)
 
 
-def replace_predictions(trainer: Any, kind: type, predict: Callable[[Any, int, int], None]) -> Patches:
-    """Call `predict` for batches of a class, by index and dataloader, in place of predict_step and all of its hooks."""
-    # Upstream: the loop calls all hooks and keeps a result for each batch. Can go when a batch can be left out.
+def replace_predictions(
+    trainer: Any, kind: type, predict: Callable[[Any, int, int], None]
+) -> Patches:
+    """Call `predict` for batches of a class, by index and dataloader, in place of predict_step and
+    all of its hooks."""
+    # Upstream: the loop calls all hooks and keeps a result for each batch. Can go when a batch can
+    # be left out.
     # Source: lightning/pytorch/loops/prediction_loop.py.
     loop = trainer.predict_loop
     original = loop._predict_step
@@ -178,5 +202,7 @@ def predict_again(trainer: Any, batch: Any, batch_idx: int, dataloader_idx: int)
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
     batch = strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-    kwargs = loop._build_kwargs(batch, batch_idx, dataloader_idx if loop.num_dataloaders > 1 else None)
+    kwargs = loop._build_kwargs(
+        batch, batch_idx, dataloader_idx if loop.num_dataloaders > 1 else None
+    )
     strategy.predict_step(*loop._build_step_args_from_hook_kwargs(kwargs, "predict_step"))

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher,
+    _WorkerOutput,
+)
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _call_callbacks_state_dict
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -25,14 +28,18 @@ check_cuda_before_fork = _check_bad_cuda_fork
 
 
 class ForkLauncher(_MultiProcessingLauncher):
-    """Forks all ranks from this process, which waits for them and takes over what rank 0 has trained.
+    """Forks all ranks from this process, which waits for them and takes over what rank 0 has
+    trained.
 
-    Upstream's (`ddp_notebook`) takes over `state_dict()`, which is one shard here, and the path of one checkpoint; what
-    it raises is the text of the rank that ends first; it calls `on_exception` in this process only, where nothing is
-    trained; results of more than a pipe's 64 KiB hang it. Ours go through files of a folder that is removed at the end.
-    Source: lightning/pytorch/strategies/launchers/multiprocessing.py, torch/multiprocessing/spawn.py.
+    Upstream's (`ddp_notebook`) takes over `state_dict()`, which is one shard here, and the path of
+    one checkpoint; what it raises is the text of the rank that ends first; it calls `on_exception`
+    in this process only, where nothing is trained; results of more than a pipe's 64 KiB hang it.
+    Ours go through files of a folder that is removed at the end.
+    Source: lightning/pytorch/strategies/launchers/multiprocessing.py,
+    torch/multiprocessing/spawn.py.
 
-    start_rank: called on each rank first. full_state: collective; returns the module's full state on rank 0.
+    start_rank: called on each rank first. full_state: collective; returns the module's full state
+    on rank 0.
     end_rank: called on each rank last.
     """
 
@@ -58,10 +65,13 @@ class ForkLauncher(_MultiProcessingLauncher):
         """Whether ranks of this launcher have ended a fit."""
         return self._already_fit
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **options: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **options: Any
+    ) -> Any:
         """Run `function` on each rank; return what it returns on rank 0.
 
-        Raises what the rank that failed first has raised; torch's ProcessException where that is not known.
+        Raises what the rank that failed first has raised; torch's ProcessException where that is
+        not known.
         """
         if self.is_rank:
             return function(*args, **options)
@@ -70,7 +80,8 @@ class ForkLauncher(_MultiProcessingLauncher):
             try:
                 super().launch(function, *args, trainer=trainer, **options)
             except BaseException as failure:
-                # Their on_exception was called on the ranks; a callback that saves would save here what is not trained.
+                # Their on_exception was called on the ranks; a callback that saves would save here
+                # what is not trained.
                 self._put_back = partial(setattr, trainer, "callbacks", trainer.callbacks)
                 trainer.callbacks = []
                 if isinstance(failure, KeyboardInterrupt):
@@ -103,9 +114,17 @@ class ForkLauncher(_MultiProcessingLauncher):
             signal.signal(signal.SIGINT, earlier)
 
     def _wrapping_function(
-        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, return_queue: Any, *_: Any
+        self,
+        process_idx: int,
+        trainer: Any,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        *_: Any,
     ) -> None:
-        # A fork has the launcher of its parent: without this it would signal its siblings, and fork ranks again.
+        # A fork has the launcher of its parent: without this it would signal its siblings, and fork
+        # ranks again.
         self.is_rank, self.procs = True, []
 
         def run(*args: Any, **options: Any) -> Any:
@@ -115,7 +134,8 @@ class ForkLauncher(_MultiProcessingLauncher):
         try:
             super()._wrapping_function(process_idx, trainer, run, args, kwargs, return_queue)
         except Exception as failure:
-            with suppress(Exception):  # another rank was first, or it cannot be pickled: then torch's text is raised
+            # another rank was first, or it cannot be pickled: then torch's text is raised
+            with suppress(Exception):
                 pickled = pickle.dumps(failure)
                 pickle.loads(pickled)
                 with (self._folder / FAILURE).open("xb") as file:
@@ -130,22 +150,33 @@ class ForkLauncher(_MultiProcessingLauncher):
         if not trainer.is_global_zero:
             return None
         progress = trainer.fit_loop.state_dict() if is_fit else None
-        content = (state, _call_callbacks_state_dict(trainer), progress, results, self.get_extra_results(trainer))
+        content = (
+            state,
+            _call_callbacks_state_dict(trainer),
+            progress,
+            results,
+            self.get_extra_results(trainer),
+        )
         torch.save(content, self._folder / RESULTS)
         return _WorkerOutput(None, None, trainer.state, None, {})
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
-        # Not only weights: it is this process's own rank that has written them, where no other user can write.
+        # Not only weights: it is this process's own rank that has written them, where no other user
+        # can write.
         content = torch.load(self._folder / RESULTS, "cpu", weights_only=False, mmap=True)
         state, callbacks, progress, self._results, extra = content
         if state is not None:
             module = trainer.lightning_module
             is_on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-            # Not strict: ranks may have added layers in `configure_model`, which is not called here.
-            self.missing_names = tuple(module.load_state_dict(state, strict=False, assign=is_on_meta).unexpected_keys)
+            # Not strict: ranks may have added layers in `configure_model`, which is not called
+            # here.
+            self.missing_names = tuple(
+                module.load_state_dict(state, strict=False, assign=is_on_meta).unexpected_keys
+            )
             trainer.fit_loop.load_state_dict(progress)
         for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "dirpath", "") is None:  # else it would restore a part of its state
+            # else it would restore a part of its state
+            if getattr(callback, "dirpath", "") is None:
                 callback.dirpath = callbacks.get(callback.state_key, {}).get("dirpath")
         for callback in trainer.callbacks:
             if state := callbacks.get(callback.state_key):
@@ -165,6 +196,7 @@ def _load_callback(callback: Any, state: dict[str, Any]) -> None:
         callback.load_state_dict(state)
     except Exception as failure:
         rank_zero_warn(
-            f"{type(callback).__name__} has not in this process what it has on the ranks: its load_state_dict raised "
+            f"{type(callback).__name__} has not in this process what it has on the ranks: its "
+            "load_state_dict raised "
             f"{type(failure).__name__}: {failure}. The weights are those that were trained."
         )

@@ -1,4 +1,5 @@
-"""Private names of lightning: what `self.log` does in a training step, at less Python where its arguments recur."""
+"""Private names of lightning: what `self.log` does in a training step, at less Python where its
+arguments recur."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -29,7 +30,8 @@ _ACCUMULATED = (torch.float32, torch.float64)
 
 
 class _ExactResults(_ResultCollection):
-    """A loop's values, whose means over ranks in a step are of all examples: upstream's are of the ranks' means."""
+    """A loop's values, whose means over ranks in a step are of all examples: upstream's are of the
+    ranks' means."""
 
     # Source: _ResultMetric.update. Can go when Lightning does so.
 
@@ -49,7 +51,8 @@ def _mean_of_examples(reduce: Callable[[Tensor], Tensor], batch_size: int, mean:
 
 
 class _Results(_ExactResults):
-    """A training loop's values, with those that were logged before by the arguments of their calls."""
+    """A training loop's values, with those that were logged before by the arguments of their
+    calls."""
 
     logged_before: dict[Any, tuple[str, _ResultMetric]]
 
@@ -76,25 +79,33 @@ class _Results(_ExactResults):
             metrics["callback"][name] = value
             metrics["callback"][step_name] = value
             if meta.prog_bar:
-                metrics["pbar"][step_name] = value.item() if value.numel() == 1 else convert_tensors_to_scalars(value)
+                metrics["pbar"][step_name] = (
+                    value.item() if value.numel() == 1 else convert_tensors_to_scalars(value)
+                )
         return metrics
 
 
 def log_at_less_python(trainer: Any) -> Patches:
-    """Let `self.log` in training steps of this trainer check once what does not change from call to call.
+    """Let `self.log` in training steps of this trainer check once what does not change from call to
+    call.
 
-    A step's means over ranks count each rank's value by the `batch_size` that it was logged with, as an epoch's do.
+    A step's means over ranks count each rank's value by the `batch_size` that it was logged with,
+    as an epoch's do.
     """
-    # Upstream checks arguments, inspects the signature of training_step, builds and compares the value's metadata and
-    # moves its state to the device, by several walks through collections, at each call. Here the first call with the
-    # same arguments in the same hook is upstream's, as is any call whose value is of another kind, type or device;
-    # the others make the same tensor and add it up by the same operations. A `log` that somebody else has replaced
-    # stays.
-    # Source: LightningModule.log in lightning/pytorch/core/module.py; _ResultCollection and _ResultMetric in
-    # lightning/pytorch/trainer/connectors/logger_connector/result.py; Metric._wrap_update in torchmetrics/metric.py.
-    # Can go when Lightning does so.
+    # Upstream checks arguments, inspects the signature of training_step, builds and compares the
+    # value's metadata and moves its state to the device, by several walks through collections, at
+    # each call. Here the first call with the same arguments in the same hook is upstream's, as is
+    # any call whose value is of another kind, type or device; the others make the same tensor and
+    # add it up by the same operations. A `log` that somebody else has replaced stays.
+    # Source: LightningModule.log in lightning/pytorch/core/module.py; _ResultCollection and
+    # _ResultMetric in lightning/pytorch/trainer/connectors/logger_connector/result.py;
+    # Metric._wrap_update in torchmetrics/metric.py. Can go when Lightning does so.
     patches, fit = Patches(), trainer.fit_loop.epoch_loop
-    for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop) if trainer.world_size > 1 else ():
+    for loop in (
+        (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
+        if trainer.world_size > 1
+        else ()
+    ):
         patches.replace_class(loop._results, _ExactResults)
     if LightningModule.log not in (_upstream_log, _log):
         return patches
@@ -153,8 +164,13 @@ def _remember(results: _Results, call: tuple[Any, ...]) -> None:
     fx, _, name, *_ = call
     key = f"{fx}.{name}"
     metric = results.get(key)
-    # With a DataLoader's index the key is another; where each step's value is reduced over ranks, upstream does it.
-    if metric is None or results.dataloader_idx is not None or (metric.meta.on_step and metric.meta.sync.should):
+    # With a DataLoader's index the key is another; where each step's value is reduced over ranks,
+    # upstream does it.
+    if (
+        metric is None
+        or results.dataloader_idx is not None
+        or (metric.meta.on_step and metric.meta.sync.should)
+    ):
         return
     try:
         results.logged_before[call] = key, metric
@@ -169,7 +185,11 @@ def _adds_up(module: Any, trainer: Any, metric: _ResultMetric, value: Any, batch
         return False
     if metric.is_tensor:
         if kind is Tensor:
-            if value.dtype not in _ACCUMULATED or value.numel() != 1 or value.device != metric.value.device:
+            if (
+                value.dtype not in _ACCUMULATED
+                or value.numel() != 1
+                or value.device != metric.value.device
+            ):
                 return False
             value = value.detach().clone()
             if value.dim():
@@ -219,15 +239,31 @@ def _accumulate(results: _Results, metric: Any, value: Tensor, batch_size: int |
 def _is_on_its_device(metric: Metric) -> bool:
     """Whether moving this metric to its device, as upstream does at each call, changes nothing."""
     device, kind, attributes = metric.device, type(metric), metric.__dict__
-    if kind.to is not _MOVES or kind._apply is not Metric._apply or "to" in attributes or "_apply" in attributes:
+    if (
+        kind.to is not _MOVES
+        or kind._apply is not Metric._apply
+        or "to" in attributes
+        or "_apply" in attributes
+    ):
         return False  # it has its own way to move, which upstream calls
     if metric._dtype != torch.get_default_dtype():
         return False  # Metric._apply sets it, after set_dtype too
-    if metric._modules or (metric._computed is not None and not isinstance(metric._computed, Tensor)):
+    if metric._modules or (
+        metric._computed is not None and not isinstance(metric._computed, Tensor)
+    ):
         return False
-    held_values = [metric._forward_cache, metric._computed, *metric._buffers.values(), *metric._parameters.values()]
+    held_values = [
+        metric._forward_cache,
+        metric._computed,
+        *metric._buffers.values(),
+        *metric._parameters.values(),
+    ]
     states = [getattr(metric, name) for name in metric._defaults]
-    tensors = [tensor for tensor in [*held_values, *states] if tensor is not None and not isinstance(tensor, list)]
+    tensors = [
+        tensor
+        for tensor in [*held_values, *states]
+        if tensor is not None and not isinstance(tensor, list)
+    ]
     lists = [state for state in states if isinstance(state, list)]
     try:  # a list has a tensor of every step: each takes as little as it can
         return set(map(_DEVICE_OF, chain(tensors, *lists))) <= {device}
@@ -236,11 +272,14 @@ def _is_on_its_device(metric: Metric) -> bool:
 
 
 def before_values_are_reduced(trainer: Any, call: Callable[[], None]) -> Patches:
-    """Call `call` at the ends of a trainer's epochs and evaluations, before their values are reduced over ranks.
+    """Call `call` at the ends of a trainer's epochs and evaluations, before their values are
+    reduced over ranks.
 
-    All ranks come there: at the end of the batches, and after the hooks at the end of an epoch, which log as well.
+    All ranks come there: at the end of the batches, and after the hooks at the end of an epoch,
+    which log as well.
     """
-    # Source: logger_connector.py in lightning/pytorch/trainer/connectors/logger_connector, and the loops that call it.
+    # Source: logger_connector.py in lightning/pytorch/trainer/connectors/logger_connector, and the
+    # loops that call it.
     connector, patches = trainer._logger_connector, Patches()
     for name in ("epoch_end_reached", "update_train_epoch_metrics", "update_eval_epoch_metrics"):
         patches.replace(connector, name, _calling_first(call, getattr(connector, name)))
@@ -256,10 +295,11 @@ def _calling_first(call: Callable[[], None], method: Callable[[], Any]) -> Calla
 
 
 def reduced_values(trainer: Any) -> dict[str, tuple[str, bool]]:
-    """Return key -> (name, whether it is reduced in each step), of the running loop's values that all ranks reduce.
+    """Return key -> (name, whether it is reduced in each step), of the running loop's values that
+    all ranks reduce.
 
-    They are in the order in which they are reduced at the end of the epoch. Those of a group of ranks, or of rank 0
-    alone, are left out.
+    They are in the order in which they are reduced at the end of the epoch. Those of a group of
+    ranks, or of rank 0 alone, are left out.
     """
     return {
         key: (metric.meta.name, metric.is_tensor and metric.meta.on_step)

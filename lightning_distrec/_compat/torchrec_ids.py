@@ -1,7 +1,8 @@
 """Private names of torchrec: how ids are sent to the ranks that have their rows.
 
-torchrec sends lengths, ids and weights by an exchange each, of 64-bit numbers, for each collection and sharding type.
-Here one exchange of 32-bit numbers takes all of them: half of the bytes, and the latency of one.
+torchrec sends lengths, ids and weights by an exchange each, of 64-bit numbers, for each collection
+and sharding type. Here one exchange of 32-bit numbers takes all of them: half of the bytes, and the
+latency of one.
 """
 
 import contextlib
@@ -17,7 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed import comm_ops, dist_data
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable, SplitsAllToAllAwaitable
+from torchrec.distributed.dist_data import (
+    KJTAllToAll,
+    KJTAllToAllTensorsAwaitable,
+    SplitsAllToAllAwaitable,
+)
 from torchrec.distributed.embedding_sharding import (
     KJTListAwaitable,
     KJTSplitsAllToAllMeta,
@@ -35,18 +40,20 @@ EXCHANGING_MODULES = (comm_ops, dist_data)
 _MAX_SPLITS = 4
 """Of lengths, ids, batch sizes and weights. Source: KeyedJaggedTensor.dist_splits."""
 MAX_PACKED_RANKS = 64
-"""Above it, tensors travel one by one: packing takes a view for each rank and tensor on the host."""
+"""Above it, tensors travel one by one: packing takes a view for each rank and tensor on the
+host."""
 
 
 @contextlib.contextmanager
 def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
-    """Inside of the context, input_dist of `sharded` prepares the exchange of ids and does not start it.
+    """Inside of the context, input_dist of `sharded` prepares the exchange of ids and does not
+    start it.
 
     group: the process group of all ranks for the exchange of ids; None: the one of the tables.
     """
-    # Upstream starts an exchange of splits in input_dist of each module. torchrec's pipelines replace
-    # KJTAllToAll.forward for good; then every call of the module, evaluation included, must go through the pipeline.
-    # So it is replaced for this call only, in the instance's `__dict__`.
+    # Upstream starts an exchange of splits in input_dist of each module. torchrec's pipelines
+    # replace KJTAllToAll.forward for good; then every call of the module, evaluation included, must
+    # go through the pipeline. So it is replaced for this call only, in the instance's `__dict__`.
     # Source: KJTAllToAllForward in torchrec/distributed/train_pipeline/runtime_forwards.py.
 
     def defer() -> list[KJTAllToAll]:
@@ -64,7 +71,8 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
 
     exchanges = defer()
     if not exchanges:
-        # The first input_dist makes the exchanges, and uses them: its method for that is replaced in the same way.
+        # The first input_dist makes the exchanges, and uses them: its method for that is replaced
+        # in the same way.
         sharded.__dict__["_create_input_dist"] = create
     try:
         yield
@@ -75,15 +83,16 @@ def defer_ids_exchange(sharded: Any, group: Any = None) -> Iterator[None]:
 
 
 class FusedSplits:
-    """Collective. One exchange for the splits (sizes) of several lookups' ids, and for numbers that ranks share.
+    """Collective. One exchange for the splits (sizes) of several lookups' ids, and for numbers that
+    ranks share.
 
     splits: what each sharded module's input_dist returned inside of `defer_ids_exchange`.
     contexts: the contexts of these calls, which torchrec creates.
     numbers: what this rank sends to all others in the same exchange.
     are_small: for each lookup, whether its ids fit into 32 bits.
     late_weights: for each lookup, weights that follow its ids later; None: they are sent along.
-    Source: FusedKJTListSplitsAwaitable in torchrec/distributed/embedding_sharding.py, which sends the splits alone, and
-    then the tensors one by one.
+    Source: FusedKJTListSplitsAwaitable in torchrec/distributed/embedding_sharding.py, which sends
+    the splits alone, and then the tensors one by one.
     """
 
     def __init__(
@@ -108,13 +117,15 @@ class FusedSplits:
         self._received: list[list[int]] | None = None
         if metas:
             num_ranks = metas[0].pg.size()
-            # Ids with weights have more splits than others. Ranks that disagree must exchange as much, to find out.
+            # Ids with weights have more splits than others. Ranks that disagree must exchange as
+            # much, to find out.
             unused = [torch.zeros_like(tensors[0])] * (_MAX_SPLITS * len(metas) - len(tensors))
             sent = [tensors[0].new_full((num_ranks,), number) for number in numbers]
             self._exchange = SplitsAllToAllAwaitable(tensors + unused + sent, metas[0].pg)
 
     def wait_for_numbers(self) -> list[list[int]] | None:
-        """Collective. Wait for the exchange; return each rank's numbers, or None: there are no ids to exchange."""
+        """Collective. Wait for the exchange; return each rank's numbers, or None: there are no ids
+        to exchange."""
         if self._exchange is not None:
             self._received, self._exchange = self._exchange.wait(), None
         if self._received is None:
@@ -123,7 +134,8 @@ class FusedSplits:
         return [list(rank_numbers) for rank_numbers in zip(*numbers, strict=True)]
 
     def start_ids(self) -> list[Any]:
-        """Collective. Wait for the exchange, and start that of ids. Return an awaitable for each lookup."""
+        """Collective. Wait for the exchange, and start that of ids. Return an awaitable for each
+        lookup."""
         self.wait_for_numbers()
         received = iter(self._received or ())
         started, ids_sent = [], []
@@ -132,7 +144,9 @@ class FusedSplits:
             for awaitable in splits.awaitables:
                 if isinstance(awaitable, KJTSplitsAllToAllMeta):
                     sizes = list(islice(received, len(awaitable.splits_tensors)))
-                    lookup_tensors.append(_SentIds(awaitable, sizes, is_small, late_weights is not None))
+                    lookup_tensors.append(
+                        _SentIds(awaitable, sizes, is_small, late_weights is not None)
+                    )
                     ids_sent.append(lookup_tensors[-1])
                 else:  # every rank has these tables' rows
                     lookup_tensors.append(awaitable.wait())
@@ -156,8 +170,11 @@ class _Part:
     arrived: Tensor | None = None
 
     @classmethod
-    def packed(cls, tensor: Tensor, sent: list[int], received: list[int], is_small: bool) -> "_Part":
-        """Exact: integers of 64 bits become one number where they are small, half precision becomes float32."""
+    def packed(
+        cls, tensor: Tensor, sent: list[int], received: list[int], is_small: bool
+    ) -> "_Part":
+        """Exact: integers of 64 bits become one number where they are small, half precision becomes
+        float32."""
         dtype = tensor.dtype
         if is_small and dtype == torch.int64:
             tensor = tensor.to(torch.int32)
@@ -174,12 +191,17 @@ class _Part:
         arrived, self.arrived = self.arrived, None
         if self.dtype in (torch.float16, torch.bfloat16):
             return arrived.view(torch.float32).to(self.dtype)
-        return arrived.to(self.dtype) if self.is_small and self.dtype == torch.int64 else arrived.view(self.dtype)
+        return (
+            arrived.to(self.dtype)
+            if self.is_small and self.dtype == torch.int64
+            else arrived.view(self.dtype)
+        )
 
 
 @dataclass
 class WeightRoute:
-    """Where the weights of a lookup are sent that follow their ids: where the ids of one sharding type were."""
+    """Where the weights of a lookup are sent that follow their ids: where the ids of one sharding
+    type were."""
 
     sent_places: Tensor
     """The bits of an int32 for each weight to be sent, in order: its place in this rank's call."""
@@ -189,13 +211,15 @@ class WeightRoute:
     """How many come from each rank."""
 
     def received_places(self) -> Tensor:
-        """Return the places of the weights to come, as bits, in their order. torchrec brings them into that of ids."""
+        """Return the places of the weights to come, as bits, in their order. torchrec brings them
+        into that of ids."""
         places = torch.arange(sum(self.received), dtype=torch.int32, device=self.sent_places.device)
         return places.view(torch.float32)
 
 
 def weight_routes(awaitable: Any) -> list[WeightRoute | None]:
-    """Return the route of each sharding type of a lookup that `FusedSplits.start_ids` returned; None: ids stay."""
+    """Return the route of each sharding type of a lookup that `FusedSplits.start_ids` returned;
+    None: ids stay."""
     return [getattr(type_awaitable, "route", None) for type_awaitable in awaitable.awaitables]
 
 
@@ -211,7 +235,10 @@ class _Exchange:
             sent = torch.cat(list(chain.from_iterable(zip(*chunks, strict=True))))
             sizes = list(map(sum, zip(*map(attrgetter("sent"), parts), strict=True)))
             rank_parts = list(zip(*map(attrgetter("received"), parts), strict=True))
-            self._received_sizes, received_in_all = list(chain.from_iterable(rank_parts)), list(map(sum, rank_parts))
+            self._received_sizes, received_in_all = (
+                list(chain.from_iterable(rank_parts)),
+                list(map(sum, rank_parts)),
+            )
         self._received = sent.new_empty(sum(received_in_all))
         self._work = tables_dist.all_to_all_single(
             self._received, sent, received_in_all, sizes, group=group, async_op=True
@@ -233,20 +260,27 @@ class _Exchange:
 
 
 class _SentIds(KJTAllToAllTensorsAwaitable):
-    """The ids of one lookup and sharding type on their way. Source: KJTAllToAllTensorsAwaitable, with its own exchange.
+    """The ids of one lookup and sharding type on their way. Source: KJTAllToAllTensorsAwaitable,
+    with its own exchange.
 
-    meta: what input_dist has prepared. sizes: how much comes from each rank, for each tensor; then batch sizes.
+    meta: what input_dist has prepared. sizes: how much comes from each rank, for each tensor; then
+    batch sizes.
     """
 
     def __init__(
-        self, meta: KJTSplitsAllToAllMeta, sizes: list[list[int]], is_small: bool, keeps_weights: bool
+        self,
+        meta: KJTSplitsAllToAllMeta,
+        sizes: list[list[int]],
+        is_small: bool,
+        keeps_weights: bool,
     ) -> None:
         is_variable = meta._input.variable_stride_per_key()
         super().__init__(
             pg=meta.pg,
             input=meta._input,
             splits=meta.splits,
-            # Upstream's constructor starts an exchange for each tensor; with none it starts nothing.
+            # Upstream's constructor starts an exchange for each tensor; with none it starts
+            # nothing.
             input_splits=[],
             output_splits=[],
             input_tensors=[],
@@ -266,7 +300,9 @@ class _SentIds(KJTAllToAllTensorsAwaitable):
             if keeps_weights and label == "weights":  # the last one
                 self.route = WeightRoute(tensor, sent, received) if self.group.size() > 1 else None
             else:
-                self.parts.append(_Part.packed(tensor, sent, received, is_small or label != "values"))
+                self.parts.append(
+                    _Part.packed(tensor, sent, received, is_small or label != "values")
+                )
         self.exchanges: list[_Exchange] = []
 
     def _wait_impl(self) -> KeyedJaggedTensor:
@@ -281,7 +317,8 @@ class _SentIds(KJTAllToAllTensorsAwaitable):
 
 def _start(ids_sent: list[_SentIds]) -> None:
     """Collective. Start the exchanges of ids, those of one process group together."""
-    # In the order of lookups, which is the same on all ranks: a group's first member decides when it exchanges.
+    # In the order of lookups, which is the same on all ranks: a group's first member decides when
+    # it exchanges.
     groups: dict[Any, list[_SentIds]] = {}
     for ids in ids_sent:
         groups.setdefault(ids.group, []).append(ids)
@@ -300,9 +337,10 @@ def _start(ids_sent: list[_SentIds]) -> None:
 
 
 def record_stream(ids: Any, context: Any, features: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of a lookup's ids, context and features from being reused before `stream` has read them."""
-    # Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py. A KeyedJaggedTensor's
-    # record_stream leaves its inverse indices out.
+    """Keep the memory of a lookup's ids, context and features from being reused before `stream` has
+    read them."""
+    # Source: PipelinedForward in torchrec/distributed/train_pipeline/runtime_forwards.py. A
+    # KeyedJaggedTensor's record_stream leaves its inverse indices out.
     ids.record_stream(stream)
     context.record_stream(stream)
     features.record_stream(stream)
@@ -312,7 +350,8 @@ def record_stream(ids: Any, context: Any, features: Any, stream: torch.cuda.Stre
 
 @dataclass(frozen=True)
 class PooledSharding:
-    """How torchrec has sharded a pooled collection of one sharding type, with at most one kernel on each rank."""
+    """How torchrec has sharded a pooled collection of one sharding type, with at most one kernel on
+    each rank."""
 
     group: Any
     features: list[list[str]]
@@ -320,9 +359,11 @@ class PooledSharding:
     names: list[str]
     """The outputs, in the order in which the ranks' columns are received."""
     widths: list[list[int]]
-    """Rank -> the columns of each of its outputs; row-wise, all ranks have partial sums of the same."""
+    """Rank -> the columns of each of its outputs; row-wise, all ranks have partial sums of the
+    same."""
     num_rows: list[int] | None
-    """Row-wise: the rows of each feature's table, of which rank r has the r-th block; None: table-wise."""
+    """Row-wise: the rows of each feature's table, of which rank r has the r-th block; None:
+    table-wise."""
     divisor: int
     """By which gradients of rows are divided, for the mean over the ranks' losses."""
 
@@ -333,23 +374,30 @@ class PooledSharding:
 
     @cached_property
     def held_widths(self) -> list[list[int]]:
-        """The widths of the ranks that have outputs. Most of many ranks have none: the host's time is not for them."""
+        """The widths of the ranks that have outputs. Most of many ranks have none: the host's time
+        is not for them."""
         return [rank_widths for rank_widths in self.widths if rank_widths]
 
     @cached_property
     def single_holder(self) -> int | None:
-        """The rank that holds all tables, which gloo carries; None: several ranks, or another backend."""
-        # gloo's all-to-all sends each rank a message, even an empty one: R (R - 1) for a table of one rank, where a
-        # scatter and a gather send R - 1. NCCL's sends no empty ones, and is one call.
+        """The rank that holds all tables, which gloo carries; None: several ranks, or another
+        backend."""
+        # gloo's all-to-all sends each rank a message, even an empty one: R (R - 1) for a table of
+        # one rank, where a scatter and a gather send R - 1. NCCL's sends no empty ones, and is one
+        # call.
         holders = [rank for rank, rank_widths in enumerate(self.widths) if rank_widths]
-        is_single = len(holders) == 1 and self.num_rows is None and dist.get_backend(self.group) == "gloo"
+        is_single = (
+            len(holders) == 1 and self.num_rows is None and dist.get_backend(self.group) == "gloo"
+        )
         return holders[0] if is_single else None
 
 
 def pooled_sharding(sharded: Any) -> PooledSharding | None:
-    """Return how a collection is sharded; None: not in the simple way that `PooledSharding` describes."""
-    # Source: ShardedEmbeddingBagCollection, TwPooledEmbeddingSharding and RwPooledEmbeddingSharding; comm_ops.py
-    # divides the gradients. The result is the same on all ranks.
+    """Return how a collection is sharded; None: not in the simple way that `PooledSharding`
+    describes."""
+    # Source: ShardedEmbeddingBagCollection, TwPooledEmbeddingSharding and
+    # RwPooledEmbeddingSharding; comm_ops.py divides the gradients. The result is the same on all
+    # ranks.
     if type(sharded) is not ShardedEmbeddingBagCollection or len(sharded._embedding_shardings) != 1:
         return None
     (sharding,), (kind,) = sharded._embedding_shardings, sharded._sharding_types
@@ -361,15 +409,21 @@ def pooled_sharding(sharded: Any) -> PooledSharding | None:
         return None
     rows = None
     if kind == "row_wise":
-        rows = [table.num_embeddings for table in configs[0].embedding_tables for _ in table.feature_names]
+        rows = [
+            table.num_embeddings
+            for table in configs[0].embedding_tables
+            for _ in table.feature_names
+        ]
     return PooledSharding(
         group=sharding._pg,
         features=[
-            [name for config in rank_configs for name in config.feature_names()] for rank_configs in configs_by_rank
+            [name for config in rank_configs for name in config.feature_names()]
+            for rank_configs in configs_by_rank
         ],
         names=sharding.embedding_names(),
         widths=[
-            [width for config in rank_configs for width in config.embedding_dims()] for rank_configs in configs_by_rank
+            [width for config in rank_configs for width in config.embedding_dims()]
+            for rank_configs in configs_by_rank
         ],
         num_rows=rows,
         divisor=sharding._pg.size() if get_gradient_division() else 1,
@@ -378,5 +432,7 @@ def pooled_sharding(sharded: Any) -> PooledSharding | None:
 
 def _is_special(config: Any) -> bool:
     is_fused = config.compute_kernel == EmbeddingComputeKernel.FUSED
-    in_buckets = any(table.total_num_buckets or table.use_virtual_table for table in config.embedding_tables)
+    in_buckets = any(
+        table.total_num_buckets or table.use_virtual_table for table in config.embedding_tables
+    )
     return config.is_weighted or config.has_feature_processor or in_buckets or not is_fused

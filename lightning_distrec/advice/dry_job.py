@@ -1,4 +1,5 @@
-"""What a dry run starts from: a module on the meta device, its ranks, and what tables take of them."""
+"""What a dry run starts from: a module on the meta device, its ranks, and what tables take of
+them."""
 
 import os
 from collections.abc import Mapping
@@ -28,9 +29,18 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology, reservation_of
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.sharders import HOST_KERNELS
-from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions, checked_size
+from lightning_distrec.sharding.sharding_groups import (
+    NodeLayout,
+    ShardingGroupOptions,
+    checked_size,
+)
 from lightning_distrec.strategies.estimates.estimate import TablesShare
-from lightning_distrec.strategies.estimates.module_sizes import Job, configured_optimizers, dense_bytes, meta_copy
+from lightning_distrec.strategies.estimates.module_sizes import (
+    Job,
+    configured_optimizers,
+    dense_bytes,
+    meta_copy,
+)
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, names_of_bandwidths
 from lightning_distrec.strategies.tables.decisions import (
@@ -48,7 +58,8 @@ from lightning_distrec.units import describe_error, format_bytes, shortened
 
 @dataclass(frozen=True, kw_only=True)
 class DryModule:
-    """A module on the meta device, and the decisions about its tables that do not depend on ranks."""
+    """A module on the meta device, and the decisions about its tables that do not depend on
+    ranks."""
 
     module: LightningModule
     """Configured, on the meta device."""
@@ -65,40 +76,52 @@ class DryModule:
     """Ids in batches, where some were looked at."""
 
 
-def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, device: torch.device) -> DryModule:
+def dry_module(
+    module: LightningModule, trainer: Any, settings: TableSettings, device: torch.device
+) -> DryModule:
     """Inspect a module that was built on the meta device, without changing it.
 
-    trainer: has callbacks, precision, accumulate_grad_batches and gradient_clip_val, as a Trainer would. Raises
-    ConfigError: configure_model needs memory or a Trainer; there are no tables. And the strategy's own errors.
+    trainer: has callbacks, precision, accumulate_grad_batches and gradient_clip_val, as a Trainer
+    would. Raises
+    ConfigError: configure_model needs memory or a Trainer; there are no tables. And the strategy's
+    own errors.
     """
     precision = trainer.precision
     try:
-        # As Lightning calls configure_model, but with tables on meta. The random state stays, so that a fit after this
-        # draws the same.
+        # As Lightning calls configure_model, but with tables on meta. The random state stays, so
+        # that a fit after this draws the same.
         with tables_on_meta(), default_type(precision), torch.random.fork_rng(devices=[]):
             copied = meta_copy(module)
     except Exception as error:
         raise ConfigError(
-            f"plan: configure_model of {type(module).__name__} cannot run on the meta device without a Trainer "
+            f"plan: configure_model of {type(module).__name__} cannot run on the meta device "
+            "without a Trainer "
             f"({locate_error(error)}{describe_error(error)}). Build there what needs neither, and "
             "tensors whose values are read with device='cpu'."
         ) from error
     selection = select_tables(copied, settings)
     if not selection.tables:
         unsharded = "".join(
-            f" '{path}' is not sharded: {reason}." for path, reason in list(selection.left_alone.items())[:3]
+            f" '{path}' is not sharded: {reason}."
+            for path, reason in list(selection.left_alone.items())[:3]
         )
         raise ConfigError(
-            f"plan: nothing to plan: {type(module).__name__} has no embedding tables that torchrec_sharded would "
-            f"shard.{unsharded} See convert_embeddings and min_rows, or train it with another strategy."
+            f"plan: nothing to plan: {type(module).__name__} has no embedding tables that "
+            "torchrec_sharded would "
+            f"shard.{unsharded} See convert_embeddings and min_rows, or train it with another "
+            "strategy."
         )
     assumed = [*selection.warnings, *selection.shipped]
-    # Decisions only ask whether losses are scaled. On a CPU Lightning takes bf16-mixed instead, which has no scaler.
-    plugin = SimpleNamespace(scaler=object() if precision == "16-mixed" and device.type == "cuda" else None)
+    # Decisions only ask whether losses are scaled. On a CPU Lightning takes bf16-mixed instead,
+    # which has no scaler.
+    plugin = SimpleNamespace(
+        scaler=object() if precision == "16-mixed" and device.type == "cuda" else None
+    )
     optimizers: list[Optimizer] = []
     failed = ""
     try:
-        # It may read self.trainer, as for estimated_stepping_batches. A plan by assumed updates is better than none.
+        # It may read self.trainer, as for estimated_stepping_batches. A plan by assumed updates is
+        # better than none.
         optimizers = configured_optimizers(copied)
     except Exception as error:
         failed = describe_error(error)
@@ -107,12 +130,16 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
         selection, copied, see_through(optimizers), trainer, plugin, device, {}, retained_for
     )
     assumed += notes
-    optimized_tables = in_backward.keys() | {name for optimizer in table_optimizers for name in optimizer.tables}
+    optimized_tables = in_backward.keys() | {
+        name for optimizer in table_optimizers for name in optimizer.tables
+    }
     module_tables = [table for table in selection.tables if table.full_name not in optimized_tables]
     if failed and module_tables:
         assumed.append(
-            f"configure_optimizers failed without a Trainer ({failed}): the user's optimizer is assumed to update "
-            f"every table on its rank, with {UNKNOWN_TENSORS} elements of state for each of its own, as Adam"
+            f"configure_optimizers failed without a Trainer ({failed}): the user's optimizer is "
+            "assumed to update "
+            f"every table on its rank, with {UNKNOWN_TENSORS} elements of state for each of its "
+            "own, as Adam"
         )
         updates |= {table.full_name: _assumed(table.parameter) for table in module_tables}
     return DryModule(
@@ -129,7 +156,9 @@ def dry_module(module: LightningModule, trainer: Any, settings: TableSettings, d
 def _assumed(parameter: torch.Tensor) -> TableUpdate:
     if not parameter.requires_grad:
         return TableUpdate("frozen", "requires_grad=False")
-    return TableUpdate("sparse", "assumed", bytes_per_element=float(UNKNOWN_TENSORS * parameter.element_size()))
+    return TableUpdate(
+        "sparse", "assumed", bytes_per_element=float(UNKNOWN_TENSORS * parameter.element_size())
+    )
 
 
 def default_type(precision: str) -> Any:
@@ -143,7 +172,8 @@ def locate_error(error: BaseException) -> str:
     """Return which module's code raised, as "Scale.__init__, model.py:12: "; "" if none did."""
     trace, place = error.__traceback__, ""
     while trace is not None:
-        # The innermost frame in a module's method that is not torch's or Lightning's: the user's line.
+        # The innermost frame in a module's method that is not torch's or Lightning's: the user's
+        # line.
         frame = trace.tb_frame
         module = frame.f_locals.get("self")
         code_of = str(frame.f_globals.get("__name__", ""))
@@ -155,17 +185,22 @@ def locate_error(error: BaseException) -> str:
 
 
 def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCounts, int | None]:
-    """Return the ids in the first batches of each training dataloader, as one rank draws them; and its batch size.
+    """Return the ids in the first batches of each training dataloader, as one rank draws them; and
+    its batch size.
 
-    What a module computes of a batch is seen where it has `sparse_inputs`. Raises ConfigError: no data, or it fails.
+    What a module computes of a batch is seen where it has `sparse_inputs`. Raises ConfigError: no
+    data, or it fails.
     """
     counts, total, batch_size = IdCounts(), 0, None
     declare = getattr(module, "sparse_inputs", None)
     try:
         for loader in loaders_in(training_loaders(module, data)):
-            # first_batches starts no workers for a few batches; what is no DataLoader is just iterated.
+            # first_batches starts no workers for a few batches; what is no DataLoader is just
+            # iterated.
             batches = (
-                first_batches(loader, num_batches) if not peek_obstacle(loader) else islice(iter(loader), num_batches)
+                first_batches(loader, num_batches)
+                if not peek_obstacle(loader)
+                else islice(iter(loader), num_batches)
             )
             for batch in batches:
                 parts = [batch] if declare is None else [batch, declare(batch)]
@@ -176,7 +211,8 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
     except Exception as error:
         raise ConfigError(
             f"--from-data: the data cannot be read ({describe_error(error)}). "
-            "It is built as for fit, but without a Trainer; plan without --from-data, or set pooling_factor."
+            "It is built as for fit, but without a Trainer; plan without --from-data, or set "
+            "pooling_factor."
         ) from error
     if not total:
         raise ConfigError("--from-data: the training dataloader has no batch.")
@@ -212,11 +248,14 @@ def with_counts(dry: DryModule, counts: IdCounts, batch_size: int | None) -> Dry
     """Return the module with ids in batches, for estimates; options that are set stay."""
     settings, assumed = dry.settings, list(dry.assumed)
     if settings.batch_size_per_rank is None and batch_size:
-        settings = replace(settings, batch_size_per_rank=batch_size, batch_size_origin="of the first batch")
+        settings = replace(
+            settings, batch_size_per_rank=batch_size, batch_size_origin="of the first batch"
+        )
     unknown = [table.full_name for table in dry.selection.tables if counts.factors(table) is None]
     if unknown:
         assumed.append(
-            f"--from-data: no batch holds the features of {shortened(unknown, MAX_NAMED)} by name, nor does what "
+            f"--from-data: no batch holds the features of {shortened(unknown, MAX_NAMED)} by "
+            "name, nor does what "
             "sparse_inputs(batch) returns"
         )
     return replace(dry, counts=counts, settings=settings, assumed=assumed)
@@ -249,7 +288,8 @@ class DryJob:
 
     @property
     def layout(self) -> NodeLayout:
-        """Which of the ranks that shard the tables among them share a node. Raises ConfigError: see sharding_groups."""
+        """Which of the ranks that shard the tables among them share a node. Raises ConfigError: see
+        sharding_groups."""
         all_ranks = NodeLayout.from_node_sizes(*[self.ranks_on_node] * self.num_nodes)
         return all_ranks.group_layout(checked_size(self.groups, self.num_ranks))
 
@@ -259,9 +299,17 @@ def make_decisions(dry: DryModule, job: DryJob) -> Decisions:
     constraints = constraints_of(dry.selection, dry.updates, job.device, job.layout)
     if dry.counts is not None:
         constraints = dry.counts.add_to(constraints, dry.selection.tables)
-    if not job.host_bytes:  # estimates take most of the time, and are not needed for kernels that cannot be chosen
-        constraints = {name: _on_device(table_constraints) for name, table_constraints in constraints.items()}
-    return Decisions(selection=dry.selection, updates=dry.updates, constraints=constraints, optimizers=dry.optimizers)
+    # estimates take most of the time, and are not needed for kernels that cannot be chosen
+    if not job.host_bytes:
+        constraints = {
+            name: _on_device(table_constraints) for name, table_constraints in constraints.items()
+        }
+    return Decisions(
+        selection=dry.selection,
+        updates=dry.updates,
+        constraints=constraints,
+        optimizers=dry.optimizers,
+    )
 
 
 def _on_device(constraints: TableConstraints) -> TableConstraints:
@@ -271,19 +319,26 @@ def _on_device(constraints: TableConstraints) -> TableConstraints:
 
 
 def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
-    """Return what planning needs to know of the ranks. Raises PlanError: the reservation leaves nothing for tables."""
+    """Return what planning needs to know of the ranks. Raises PlanError: the reservation leaves
+    nothing for tables."""
     planning, layout = dry.settings.planning, job.layout
     reservation = reservation_of(planning.reserve, os.environ)
     # All ranks, also where sharding_groups divide the tables among fewer.
     shares = job.num_ranks if job.shards_dense else 1
-    dense = dense_bytes(dry.module, dry.selection.tables, dry.optimizers, dry.trainer.precision, shares)
+    dense = dense_bytes(
+        dry.module, dry.selection.tables, dry.optimizers, dry.trainer.precision, shares
+    )
     reservation = reservation.with_dense(dense, job.memory_bytes)
-    # Nothing can be measured without ranks: torchrec's defaults fill in, and the report mentions it.
+    # Nothing can be measured without ranks: torchrec's defaults fill in, and the report mentions
+    # it.
     bandwidths = bandwidth_request(planning.bandwidths, os.environ).with_measured({})
     bandwidths = replace(bandwidths, **job.bandwidths)
     # On a CPU a rank's memory is the host's already, and would count twice.
     on_host = job.host_bytes // job.ranks_on_node if job.device.type == "cuda" else 0
-    memory = RankMemory(device_bytes=(job.memory_bytes,) * layout.num_ranks, host_bytes=(on_host,) * layout.num_ranks)
+    memory = RankMemory(
+        device_bytes=(job.memory_bytes,) * layout.num_ranks,
+        host_bytes=(on_host,) * layout.num_ranks,
+    )
     return ClusterFacts(
         layout=layout,
         topology=make_topology(job.device, layout, memory.less(reservation), bandwidths),
@@ -299,27 +354,38 @@ def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
 
 
 def describe_misfit(plan: ShardingPlan, plan_name: str) -> str:
-    """Return which rank lacks memory for a plan; "" where none does. plan_name: what messages call it."""
+    """Return which rank lacks memory for a plan; "" where none does. plan_name: what messages call
+    it."""
     if plan.fits:
         return ""
     # One lack at a time, and the device's first.
     memory = plan.memory if plan.host_memory is None or not plan.memory.fits else plan.host_memory
     rank = memory.worst
     return (
-        f"{plan_name} gives rank {rank} {format_bytes(memory.tables[rank])} of tables and their exchange at "
-        f"batch_size_per_rank={plan.batch_size}, and it has {format_bytes(memory.usable[rank])} for them."
+        f"{plan_name} gives rank {rank} {format_bytes(memory.tables[rank])} of tables and their "
+        "exchange at "
+        f"batch_size_per_rank={plan.batch_size}, and it has {format_bytes(memory.usable[rank])} "
+        "for them."
     )
 
 
 def planned_share(
-    module: LightningModule, job: Job, trainer: Any, device_type: str, settings: TableSettings, profile: StepProfile
+    module: LightningModule,
+    job: Job,
+    trainer: Any,
+    device_type: str,
+    settings: TableSettings,
+    profile: StepProfile,
 ) -> TablesShare:
-    """Return what the fullest rank holds and what the busiest sends. Raises DistRecError: there is no plan.
+    """Return what the fullest rank holds and what the busiest sends. Raises DistRecError: there is
+    no plan.
 
     Arguments as `advise`. Ids per example are those of the profile, where they were counted.
     """
     device = torch.device(device_type)
-    settings = replace(settings, batch_size_per_rank=profile.batch_size or settings.batch_size_per_rank)
+    settings = replace(
+        settings, batch_size_per_rank=profile.batch_size or settings.batch_size_per_rank
+    )
     dry_job = DryJob(
         num_nodes=job.num_nodes,
         ranks_on_node=job.num_ranks // job.num_nodes,
@@ -336,19 +402,29 @@ def planned_share(
     )
     dry = dry_module(module, like_trainer, settings, device)
     decisions = make_decisions(dry, dry_job)
-    counted = {name: _counted(dry, name, constraints, profile) for name, constraints in decisions.constraints.items()}
-    return _share(new_plan(replace(decisions, constraints=counted), settings, make_facts(dry, dry_job)))
+    counted = {
+        name: _counted(dry, name, constraints, profile)
+        for name, constraints in decisions.constraints.items()
+    }
+    return _share(
+        new_plan(replace(decisions, constraints=counted), settings, make_facts(dry, dry_job))
+    )
 
 
-def _counted(dry: DryModule, name: str, constraints: TableConstraints, profile: StepProfile) -> TableConstraints:
+def _counted(
+    dry: DryModule, name: str, constraints: TableConstraints, profile: StepProfile
+) -> TableConstraints:
     table = next(table for table in dry.selection.tables if table.full_name == name)
     lookups, examples = profile.lookups.get(table.collection), profile.batch_size
     if lookups is None or not examples:
         return constraints
-    # A collection's profile counts what is sent for ids: one length per example too, which is no id.
+    # A collection's profile counts what is sent for ids: one length per example too, which is no
+    # id.
     lengths = 0 if table.plain is not None else examples
     features = table.config.feature_names
-    factors = tuple(max(MIN_FACTOR, (lookups[feature] - lengths) / examples) for feature in features)
+    factors = tuple(
+        max(MIN_FACTOR, (lookups[feature] - lengths) / examples) for feature in features
+    )
     return replace(constraints, pooling_factors=factors)
 
 
@@ -359,7 +435,10 @@ def _share(plan: ShardingPlan) -> TablesShare:
     for table in plan.tables.values():
         if table.update == "dense":
             on_fullest = np.asarray(table.ranks) == fullest
-            gradients += int((table.shard_rows * table.shard_columns)[on_fullest].sum()) * table.element_bytes
+            gradients += (
+                int((table.shard_rows * table.shard_columns)[on_fullest].sum())
+                * table.element_bytes
+            )
     # With updates, table_bytes has gradients too, where a step keeps them as large as the table.
     rows, held = (int(plan.table_bytes(updates=updates)[fullest]) for updates in (False, True))
     return TablesShare(

@@ -1,4 +1,5 @@
-"""A dry run: plans for ranks that do not exist, the largest batch and the minimum number of nodes."""
+"""A dry run: plans for ranks that do not exist, the largest batch and the minimum number of
+nodes."""
 
 import math
 import os
@@ -7,7 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_distrec.advice.dry_job import DryJob, DryModule, describe_misfit, make_decisions, make_facts
+from lightning_distrec.advice.dry_job import (
+    DryJob,
+    DryModule,
+    describe_misfit,
+    make_decisions,
+    make_facts,
+)
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
 from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
 from lightning_distrec.sharding.planning.id_counts import IdCounts
@@ -46,9 +53,14 @@ class EdgeSearch:
     """One search. Numbers that are known beforehand are not tried."""
 
     def __init__(
-        self, obstacle_to: ObstacleTo, obstacles: dict[int, str], max_seconds: float, seconds_of_try: float
+        self,
+        obstacle_to: ObstacleTo,
+        obstacles: dict[int, str],
+        max_seconds: float,
+        seconds_of_try: float,
     ) -> None:
-        """obstacles: what is known already, as `obstacle_to` returns it. seconds_of_try: estimated for the first."""
+        """obstacles: what is known already, as `obstacle_to` returns it. seconds_of_try: estimated
+        for the first."""
         self._obstacle_to = obstacle_to
         self._obstacles = dict(obstacles)
         self._max_seconds = max_seconds
@@ -68,16 +80,22 @@ class EdgeSearch:
             if possible is None:
                 # The largest power of two below it: `<<` binds less tightly than `-`.
                 return 1 << (impossible - 1).bit_length() - 1 if impossible > 1 else None
-            return (possible + impossible) // 2 if impossible - possible > max(1, possible // FINENESS) else None
+            return (
+                (possible + impossible) // 2
+                if impossible - possible > max(1, possible // FINENESS)
+                else None
+            )
 
         return self._search(following, max, min)
 
     def smallest(self, lower: int, upper: int) -> Edge:
-        """Return the smallest possible number from `lower` to `upper`, by doubling from `lower` to save tries."""
+        """Return the smallest possible number from `lower` to `upper`, by doubling from `lower` to
+        save tries."""
 
         def following(possible: int | None, impossible: int | None) -> int | None:
             floor = max(lower - 1, impossible or 0)
-            # The lower bound itself comes first. It is a bound by memory alone, and is often enough.
+            # The lower bound itself comes first. It is a bound by memory alone, and is often
+            # enough.
             doubled = 1 << floor.bit_length() if self._tries else floor + 1
             if floor < upper:
                 doubled = min(doubled, upper)
@@ -92,14 +110,24 @@ class EdgeSearch:
     def _search(self, following: Following, best: Any, worst: Any) -> Edge:
         stopped = ""
         while True:
-            possible = best((n for n, obstacle in self._obstacles.items() if not obstacle), default=None)
+            possible = best(
+                (n for n, obstacle in self._obstacles.items() if not obstacle), default=None
+            )
             # A misfit on the far side of a number that fits says nothing: plans are heuristic.
             misfits = (n for n, obstacle in self._obstacles.items() if obstacle)
-            impossible = worst((n for n in misfits if possible is None or best(n, possible) == n), default=None)
+            impossible = worst(
+                (n for n in misfits if possible is None or best(n, possible) == n), default=None
+            )
             number = following(possible, impossible)
             if number is None or (stopped := self._try(number)):
                 reason = self._obstacles.get(impossible, "")
-                return Edge(possible=possible, impossible=impossible, reason=reason, tries=self._tries, stopped=stopped)
+                return Edge(
+                    possible=possible,
+                    impossible=impossible,
+                    reason=reason,
+                    tries=self._tries,
+                    stopped=stopped,
+                )
 
     def _try(self, number: int) -> str:
         """Try a number; or return why the search ends here."""
@@ -122,9 +150,15 @@ SEARCH_SECONDS = 60.0
 
 
 def find_largest_batch(
-    dry: DryModule, decisions: Decisions, facts: ClusterFacts, plan: ShardingPlan | None, misfit: str, seconds: float
+    dry: DryModule,
+    decisions: Decisions,
+    facts: ClusterFacts,
+    plan: ShardingPlan | None,
+    misfit: str,
+    seconds: float,
 ) -> Edge:
-    """Return the largest batch per rank that fits. An existing plan is tried first, because that is quick."""
+    """Return the largest batch per rank that fits. An existing plan is tried first, because that is
+    quick."""
     latest = [] if plan is None or misfit else [plan]
     follows = dry.settings.planning.plan_file is not None
 
@@ -132,8 +166,11 @@ def find_largest_batch(
         settings = replace(dry.settings, batch_size_per_rank=batch_size)
         try:
             if latest:
-                obstacle = describe_misfit(cost_of(decisions, latest[-1], settings, facts), "the plan in the file")
-                # A plan of a file is the only one; other plans are searched for where it does not fit.
+                obstacle = describe_misfit(
+                    cost_of(decisions, latest[-1], settings, facts), "the plan in the file"
+                )
+                # A plan of a file is the only one; other plans are searched for where it does not
+                # fit.
                 if not obstacle or follows:
                     return obstacle
             planned = plan_or_follow(decisions, None, settings, facts)
@@ -144,10 +181,14 @@ def find_largest_batch(
         return obstacle
 
     start = dry.settings.batch_size
-    return EdgeSearch(obstacle_to, {start: misfit}, SEARCH_SECONDS, seconds).largest(start, max(MAX_BATCH, start))
+    return EdgeSearch(obstacle_to, {start: misfit}, SEARCH_SECONDS, seconds).largest(
+        start, max(MAX_BATCH, start)
+    )
 
 
-def find_min_nodes(dry: DryModule, job: DryJob, decisions: Decisions, misfit: str, seconds: float) -> Edge:
+def find_min_nodes(
+    dry: DryModule, job: DryJob, decisions: Decisions, misfit: str, seconds: float
+) -> Edge:
     """Return the minimum number of nodes that fit, each with as many ranks as the job's."""
 
     def obstacle_to(num_nodes: int) -> str:
@@ -161,11 +202,14 @@ def find_min_nodes(dry: DryModule, job: DryJob, decisions: Decisions, misfit: st
 
     upper = max(job.num_nodes, MAX_RANKS // job.ranks_on_node)
     lower = min(upper, _min_nodes_by_memory(dry, job, decisions))
-    return EdgeSearch(obstacle_to, {job.num_nodes: misfit}, SEARCH_SECONDS, seconds).smallest(lower, upper)
+    return EdgeSearch(obstacle_to, {job.num_nodes: misfit}, SEARCH_SECONDS, seconds).smallest(
+        lower, upper
+    )
 
 
 def _min_nodes_by_memory(dry: DryModule, job: DryJob, decisions: Decisions) -> int:
-    """Return a number of nodes below which the tables' rows and updates do not fit, however they are sharded."""
+    """Return a number of nodes below which the tables' rows and updates do not fit, however they
+    are sharded."""
     needed = 0.0
     for table in decisions.tables:
         weight, update = table.parameter, dry.updates[table.full_name]
@@ -209,8 +253,8 @@ class DryRun:
 def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     """Return what a run on these ranks would be like. Nothing is exchanged or trained.
 
-    quick: without the searches for limits. Raises ConfigError, PlanError: options contradict each other; tables that do
-    not fit are no error.
+    quick: without the searches for limits. Raises ConfigError, PlanError: options contradict each
+    other; tables that do not fit are no error.
     """
     settings, begun = dry.settings, time.perf_counter()
     decisions, facts = make_decisions(dry, job), make_facts(dry, job)
@@ -219,8 +263,11 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     try:
         # None: there is no earlier plan whose rows should stay where they are.
         plan = plan_or_follow(decisions, None, settings, facts)
-        misfit = describe_misfit(plan, "the plan" if plan_file is None else f"plan_file='{plan_file}'")
-    # A result, not an error. Other PlanErrors mean that options contradict each other, and are raised.
+        misfit = describe_misfit(
+            plan, "the plan" if plan_file is None else f"plan_file='{plan_file}'"
+        )
+    # A result, not an error. Other PlanErrors mean that options contradict each other, and are
+    # raised.
     except InfeasiblePlanError as error:
         misfit = str(error)
     # The searches below begin no plan that would exceed their time, by this estimate.
@@ -230,7 +277,9 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
         job=job,
         batch_size=settings.batch_size,
         num_tables=len(tables),
-        table_bytes=sum(table.parameter.numel() * table.parameter.element_size() for table in tables),
+        table_bytes=sum(
+            table.parameter.numel() * table.parameter.element_size() for table in tables
+        ),
         misfit=misfit,
         planned_with=facts.in_words,
         origins=facts.origins,
@@ -239,12 +288,24 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
         assumed=[*dry.assumed, *_assumed(dry, job, facts.reservation)],
     )
     if quick:
-        result.assumed.append("--quick: the largest batch and the minimum number of nodes were not searched for")
+        result.assumed.append(
+            "--quick: the largest batch and the minimum number of nodes were not searched for"
+        )
         return result
-    result = replace(result, largest_batch=find_largest_batch(dry, decisions, facts, plan, misfit, seconds))
-    fixed = "plan_file" if plan_file is not None else "sharding_groups" if job.groups.size is not None else ""
+    result = replace(
+        result, largest_batch=find_largest_batch(dry, decisions, facts, plan, misfit, seconds)
+    )
+    fixed = (
+        "plan_file"
+        if plan_file is not None
+        else "sharding_groups"
+        if job.groups.size is not None
+        else ""
+    )
     if fixed:
-        result.assumed.append(f"the minimum number of nodes was not searched for: {fixed} fixes the ranks")
+        result.assumed.append(
+            f"the minimum number of nodes was not searched for: {fixed} fixes the ranks"
+        )
         return result
     return replace(result, min_nodes=find_min_nodes(dry, job, decisions, misfit, seconds))
 
@@ -253,20 +314,30 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
     planning, assumed = dry.settings.planning, []
     request = bandwidth_request(planning.bandwidths, os.environ)
     if missing := [name for name in request.to_measure if name not in job.bandwidths]:
-        assumed.append(f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used")
+        assumed.append(
+            f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used"
+        )
     if planning.estimate_pooling and dry.counts is None:
-        assumed.append("planning.estimate_pooling: no data is read, so ids per example are not counted")
+        assumed.append(
+            "planning.estimate_pooling: no data is read, so ids per example are not counted"
+        )
     counts, options = dry.counts or IdCounts(), dry.selection.options
-    tables = [table for table in dry.selection.tables if options[table.full_name].pooling_factor is None]
+    tables = [
+        table for table in dry.selection.tables if options[table.full_name].pooling_factor is None
+    ]
     unset = [table for table in tables if counts.factors(table) is None]
     if unset:
         assumed.append(
-            f"one id per example and feature is assumed for {quantity(len(unset), 'table')} without pooling_factor"
+            f"one id per example and feature is assumed for {quantity(len(unset), 'table')} "
+            "without pooling_factor"
         )
     if job.device.type == "cuda" and not job.host_bytes:
-        assumed.append("no table is put into the host's memory: set --host-memory to the memory of a node")
+        assumed.append(
+            "no table is put into the host's memory: set --host-memory to the memory of a node"
+        )
     assumed.append(
-        f"activations are not estimated: {reservation.in_words} of a rank is reserved for them and for layers without "
+        f"activations are not estimated: {reservation.in_words} of a rank is reserved for them "
+        "and for layers without "
         f"tables ({reservation.origin}), whatever the batch size"
     )
     return assumed

@@ -9,7 +9,11 @@ from rich.table import Table as TextTable
 
 from lightning_distrec.advice.dry_run import DryRun, Edge
 from lightning_distrec.cluster.host_resources import HostNeeds
-from lightning_distrec.sharding.planning.report_text import rank_columns, replicas_in_words, start_in_words
+from lightning_distrec.sharding.planning.report_text import (
+    rank_columns,
+    replicas_in_words,
+    start_in_words,
+)
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from lightning_distrec.units import format_bytes, quantity, text_table
@@ -20,12 +24,14 @@ Vector = NDArray[Any]
 
 
 def print_dry_run(result: DryRun, console: Console) -> None:
-    """Print whether the tables fit, what each rank does, the limits of batch and nodes, and the assumptions."""
+    """Print whether the tables fit, what each rank does, the limits of batch and nodes, and the
+    assumptions."""
     job = result.job
     ranks = f"{quantity(job.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
     tables = f"{quantity(result.num_tables, 'table')} of {format_bytes(result.table_bytes)}"
     console.print(
-        f"{'FITS' if result.fits else 'DOES NOT FIT'}: {tables} on {ranks}, {result.batch_size:,} examples per rank"
+        f"{'FITS' if result.fits else 'DOES NOT FIT'}: {tables} on {ranks}, {result.batch_size:,} "
+        "examples per rank"
     )
     if not result.fits:
         console.print(result.misfit)
@@ -36,17 +42,26 @@ def print_dry_run(result: DryRun, console: Console) -> None:
         if replicas := replicas_in_words(result.plan):
             console.print(f"{replicas}.")
     if result.largest_batch is not None:
-        name = "Largest batch per rank, by tables and their exchange alone (activations are not counted)"
+        name = (
+            "Largest batch per rank, by tables and their exchange alone (activations are not "
+            "counted)"
+        )
         console.print(_edge_in_words(name, result.largest_batch))
     if result.min_nodes is not None:
-        console.print(_edge_in_words(f"Minimum nodes of {quantity(job.ranks_on_node, 'rank')}", result.min_nodes))
+        console.print(
+            _edge_in_words(
+                f"Minimum nodes of {quantity(job.ranks_on_node, 'rank')}", result.min_nodes
+            )
+        )
     console.print(f"{result.planned_with}.")
     console.print(f"Estimated, not measured: {'; '.join(result.assumed)}.")
 
 
 def _host_needs(result: DryRun) -> HostNeeds:
     job = result.job
-    return HostNeeds(job.num_ranks, job.ranks_on_node, "nccl" if job.device.type == "cuda" else "gloo")
+    return HostNeeds(
+        job.num_ranks, job.ranks_on_node, "nccl" if job.device.type == "cuda" else "gloo"
+    )
 
 
 def _ranks(plan: ShardingPlan) -> TextTable:
@@ -55,7 +70,9 @@ def _ranks(plan: ShardingPlan) -> TextTable:
     for name, values, format_value in rank_columns(plan):
         worst = int(values.argmax())
         text.add_row(
-            name, *(format_value(float(value)) for value in (values.min(), values.mean(), values[worst])), f"{worst:,}"
+            name,
+            *(format_value(float(value)) for value in (values.min(), values.mean(), values[worst])),
+            f"{worst:,}",
         )
     return text
 
@@ -63,7 +80,10 @@ def _ranks(plan: ShardingPlan) -> TextTable:
 def _edge_in_words(name: str, edge: Edge) -> str:
     text = f"{name}: {'no fitting size found' if edge.possible is None else f'{edge.possible:,}'}"
     if edge.impossible is not None:
-        text += f"; {edge.impossible:,} {'does' if edge.impossible == 1 else 'do'} not fit: {_short(edge.reason)}"
+        text += (
+            f"; {edge.impossible:,} {'does' if edge.impossible == 1 else 'do'} not fit: "
+            f"{_short(edge.reason)}"
+        )
     text = text.rstrip(".")
     return f"{text}. The search ended early: {edge.stopped}." if edge.stopped else f"{text}."
 
@@ -103,7 +123,9 @@ def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
     memory, traffic, cost = plan.memory, plan.traffic, plan.cost
     columns: dict[str, Any] = {
         "memory_bytes": memory.tables.tolist(),
-        "memory_bytes_by_part": {part: _rounded(part_bytes) for part, part_bytes in plan.memory_parts().items()},
+        "memory_bytes_by_part": {
+            part: _rounded(part_bytes) for part, part_bytes in plan.memory_parts().items()
+        },
         "dense_bytes": plan.dense_bytes,
         "usable_bytes": memory.usable.tolist(),
         "host_bytes_at_start": {

@@ -1,4 +1,5 @@
-"""What pipeline_parallel needs for a module: of the fullest stage, and of the rank that sends the most."""
+"""What pipeline_parallel needs for a module: of the fullest stage, and of the rank that sends the
+most."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -8,7 +9,12 @@ from lightning.pytorch import LightningModule
 
 from lightning_distrec.errors import DistRecError, UnsupportedError
 from lightning_distrec.strategies.estimates.estimate import Estimate, replicated_memory
-from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, configured_optimizers, meta_copy
+from lightning_distrec.strategies.estimates.module_sizes import (
+    Job,
+    ModuleSizes,
+    configured_optimizers,
+    meta_copy,
+)
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.stages.chain import (
@@ -50,15 +56,19 @@ def estimate_stages(
     memory = max(memory_by_rank, key=lambda memory: sum(memory.values()))
     sent = None
     if profile.blocks is not None:
-        sent_by_rank = [pipeline.sent(rank, profile.blocks.input_bytes) for rank in range(num_ranks)]
+        sent_by_rank = [
+            pipeline.sent(rank, profile.blocks.input_bytes) for rank in range(num_ranks)
+        ]
         sent = max(sent_by_rank, key=lambda sent: sum(sent.values()))
     idle = options.idle_share(num_ranks, num_microbatches)
     stages = quantity(layout.num_stages, "stage")
     if pipeline.num_replicas > 1:
         stages += f" (stages: {layout.num_stages})"
     note = (
-        f"pipeline_parallel is estimated with {stages} of '{layout.chain.path}' and {num_microbatches} micro-batches "
-        f"({options.schedule}): ranks idle {idle:.0%} of a step where stages take equal times; memory is the fullest "
+        f"pipeline_parallel is estimated with {stages} of '{layout.chain.path}' and "
+        f"{num_microbatches} micro-batches "
+        f"({options.schedule}): ranks idle {idle:.0%} of a step where stages take equal times; "
+        "memory is the fullest "
         "rank's, and one batch is for all ranks of a pipeline"
     )
     return Estimate(strategy=PIPELINE, memory=memory, sent=sent, idle=idle), [note]
@@ -72,7 +82,8 @@ def _copied(module: LightningModule) -> LightningModule:
 
 
 def _layout(module: LightningModule, options: StageOptions, job: Job, settings: Any) -> StageLayout:
-    """Return where the module is split: over all ranks, or as many stages as its blocks are enough for.
+    """Return where the module is split: over all ranks, or as many stages as its blocks are enough
+    for.
 
     Raises DistRecError: pipeline_parallel would refuse the module, or its optimizers.
     """
@@ -90,7 +101,8 @@ def _layout(module: LightningModule, options: StageOptions, job: Job, settings: 
 
 
 def _num_stages(module: LightningModule, options: StageOptions, job: Job) -> int:
-    """Return the number of stages: what was asked for, or as many as ranks and blocks are enough for."""
+    """Return the number of stages: what was asked for, or as many as ranks and blocks are enough
+    for."""
     if options.stages is not None:
         return ranks_of_pipeline(options, job.num_ranks) * options.stages_per_rank
     num_blocks = len(find_chain(module, options.chain).blocks)
@@ -102,14 +114,16 @@ def _num_stages(module: LightningModule, options: StageOptions, job: Job) -> int
 
 
 def _check_order(chain: Chain, profile: StepProfile) -> None:
-    """Raise UnsupportedError: the step that was run did not go from each block straight to the next."""
+    """Raise UnsupportedError: the step that was run did not go from each block straight to the
+    next."""
     if profile.blocks is None:
         return
     for number in range(1, len(chain.blocks)):
         # A stage's input is the output of the stage before: code between two blocks would not run.
         if chain.paths[number] not in profile.blocks.follows:
             raise UnsupportedError(
-                f"forward does not give '{chain.paths[number]}' just what '{chain.paths[number - 1]}' returns"
+                f"forward does not give '{chain.paths[number]}' just what "
+                f"'{chain.paths[number - 1]}' returns"
             )
 
 
@@ -132,7 +146,9 @@ class _Pipeline:
         return self.job.num_ranks // self.num_ranks
 
     def num_microbatches(self) -> int:
-        return self.options.num_parts(self.profile.batch_size or self.options.microbatches, self.num_ranks)
+        return self.options.num_parts(
+            self.profile.batch_size or self.options.microbatches, self.num_ranks
+        )
 
     def memory(self, rank: int) -> dict[str, float]:
         """Return the memory of a rank of the pipeline."""
@@ -144,7 +160,9 @@ class _Pipeline:
         memory["parameters"] += self.sizes.buffer_bytes  # every rank has all of them
         if saved is None:
             return memory
-        paths = [layout.chain.paths[number] for stage in stages for number in layout.block_numbers(stage)]
+        paths = [
+            layout.chain.paths[number] for stage in stages for number in layout.block_numbers(stage)
+        ]
         num_parts = self.num_microbatches()
         num_forwards = self.options.stages_per_rank * num_parts
         in_flight = self.options.forwards_in_flight(rank, self.num_ranks, num_parts) / num_forwards
@@ -154,21 +172,29 @@ class _Pipeline:
             memory["activations"] += head_bytes
         if layout.num_stages - 1 in stages:
             # gpipe computes the loss of the whole batch, the others of one micro-batch at a time.
-            memory["activations"] += loss_bytes if self.options.schedule == "gpipe" else loss_bytes / num_parts
+            memory["activations"] += (
+                loss_bytes if self.options.schedule == "gpipe" else loss_bytes / num_parts
+            )
         return memory
 
     def sent(self, rank: int, inputs: dict[str, int]) -> dict[str, float]:
-        """Return what a rank sends: outputs on, gradients back and to replicas. inputs: of a block's path, bytes."""
+        """Return what a rank sends: outputs on, gradients back and to replicas. inputs: of a
+        block's path, bytes."""
         layout = self.layout
         stages = range(rank, layout.num_stages, self.num_ranks)
         # The first stage's input is the batch, which no rank sends.
-        entering = [0, *(inputs.get(layout.chain.paths[begin], 0) for begin in layout.begins[1:]), 0]
+        entering = [
+            0,
+            *(inputs.get(layout.chain.paths[begin], 0) for begin in layout.begins[1:]),
+            0,
+        ]
         gradients = sum(
             p.numel * self.job.itemsize(p)
             for p in self.sizes.parameters
             if p.requires_grad and layout.stage_by_name[p.name] in stages
         )
-        # entering[stage + 1] is what the next stage takes, the output of this one; the last one's goes nowhere.
+        # entering[stage + 1] is what the next stage takes, the output of this one; the last one's
+        # goes nowhere.
         return {
             "stage outputs": float(sum(entering[stage + 1] for stage in stages)),
             "stage gradients": float(sum(entering[stage] for stage in stages)),

@@ -1,1 +1,2 @@
-"""Runs a recipe under several strategies and numbers of devices, measures it and compares the results."""
+"""Runs a recipe under several strategies and numbers of devices, measures it and compares the
+results."""

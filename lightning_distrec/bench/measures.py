@@ -1,4 +1,5 @@
-"""The callback of a measured run: the times of all ranks' steps and their peak memory, in a file."""
+"""The callback of a measured run: the times of all ranks' steps and their peak memory, in a
+file."""
 
 import json
 import resource
@@ -16,7 +17,8 @@ from lightning_distrec.cluster.consensus import all_gather_plain
 
 
 class Measures(Clocked):
-    """Writes FOLDER/RANK.json: seconds and samples of each step after the warm-up, and peak memory, of all ranks.
+    """Writes FOLDER/RANK.json: seconds and samples of each step after the warm-up, and peak memory,
+    of all ranks.
 
     Args:
         folder: the folder; other nodes need not see it.
@@ -58,7 +60,8 @@ class Measures(Clocked):
         if device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(device)
         else:
-            # Of the process, libraries included: torch counts no memory of the CPU. In KiB on Linux.
+            # Of the process, libraries included: torch counts no memory of the CPU. In KiB on
+            # Linux.
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         measured = {
             "strategy": type(trainer.strategy).__name__,

@@ -1,4 +1,5 @@
-"""Runs a recipe in turns, each in processes of its own by the console script; prints and draws what ranks measured.
+"""Runs a recipe in turns, each in processes of its own by the console script; prints and draws what
+ranks measured.
 
 Under a launcher each of its ranks runs this, and starts its rank of every run.
 """
@@ -71,16 +72,19 @@ class MeasuredRun:
 
 
 def run(case: Case, options: BenchOptions, number: int = 0) -> MeasuredRun:
-    """Run the recipe under one strategy without validation, checkpoints, loggers and callbacks. number: of the run."""
+    """Run the recipe under one strategy without validation, checkpoints, loggers and callbacks.
+    number: of the run."""
     with tempfile.TemporaryDirectory() as folder:
-        # A process of its own, so that no process group, GPU memory or patch of a run reaches the next.
+        # A process of its own, so that no process group, GPU memory or patch of a run reaches the
+        # next.
         process = subprocess.Popen(
             [sys.executable, "-m", "lightning_distrec", *arguments(case, options, folder)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | separate_job(os.environ, number),
-            # The ranks that it starts belong to the session's process group too, so that all can be killed at once.
+            # The ranks that it starts belong to the session's process group too, so that all can be
+            # killed at once.
             start_new_session=True,
         )
         try:
@@ -88,18 +92,22 @@ def run(case: Case, options: BenchOptions, number: int = 0) -> MeasuredRun:
         except subprocess.TimeoutExpired:
             return MeasuredRun(failure=f"the run did not end within {options.timeout_seconds:g} s")
         finally:
-            # Also where the run has ended: ranks of it may live on, and would slow down the next run.
+            # Also where the run has ended: ranks of it may live on, and would slow down the next
+            # run.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
         if process.returncode:
             return MeasuredRun(failure=failure_in(stderr, process.returncode))
         files = list(Path(folder).glob("*.json"))
-        return summarize(json.loads(files[0].read_text()) if files else [], case.devices, options.steps)
+        return summarize(
+            json.loads(files[0].read_text()) if files else [], case.devices, options.steps
+        )
 
 
 def separate_job(environ: Mapping[str, str], number: int) -> dict[str, str]:
-    """Return variables by which the ranks of a run meet no rank of another run of the same launcher.
+    """Return variables by which the ranks of a run meet no rank of another run of the same
+    launcher.
 
     Collective under torchrun. number: of the run.
     """
@@ -109,7 +117,8 @@ def separate_job(environ: Mapping[str, str], number: int) -> dict[str, str]:
         return {}
     from torch.distributed import TCPStore  # here, as it loads torch
 
-    # Lightning's own strategies would find the keys of the run before in the store of torchrun's agent.
+    # Lightning's own strategies would find the keys of the run before in the store of torchrun's
+    # agent.
     store = TCPStore(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False)
     key = f"lightning_distrec/bench/{number}"
     if environ["RANK"] == "0":
@@ -123,8 +132,13 @@ def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
     """Return the command line of a run, without the program."""
     # By class_path, because the callback is constructed in the processes of the ranks.
     measures = {"class_path": "lightning_distrec.bench.measures.Measures"}
-    measures_options = {"folder": folder, "warmup_steps": options.warmup_steps, "samples_from": options.samples_from}
-    # These override the YAML: limits other than max_steps are lifted, so that all cases make the same steps.
+    measures_options = {
+        "folder": folder,
+        "warmup_steps": options.warmup_steps,
+        "samples_from": options.samples_from,
+    }
+    # These override the YAML: limits other than max_steps are lifted, so that all cases make the
+    # same steps.
     trainer: dict[str, object] = {
         "devices": case.devices if options.devices_by_node is None else options.devices_by_node[0],
         "num_nodes": 1 if options.devices_by_node is None else options.devices_by_node[1],
@@ -149,7 +163,13 @@ def arguments(case: Case, options: BenchOptions, folder: str) -> list[str]:
         numbers = {"batch_size": options.synthetic, "ids_per_feature": options.synthetic_ids}
         data = ["--data", "lightning_distrec.bench.synthetic.SyntheticIds"]
         data += [f"--data.init_args.{name}={value}" for name, value in numbers.items()]
-    return ["fit", "--debug", *configs, *data, *(f"--trainer.{name}={value}" for name, value in trainer.items())]
+    return [
+        "fit",
+        "--debug",
+        *configs,
+        *data,
+        *(f"--trainer.{name}={value}" for name, value in trainer.items()),
+    ]
 
 
 def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
@@ -160,8 +180,16 @@ def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
     seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=False)]
     if not seconds:
         return MeasuredRun(failure=f"the data ended before {steps} steps were measured")
-    samples = [sum(counts) for counts in zip(*(rank["samples"] for rank in ranks), strict=False) if None not in counts]
-    per_second = sum(samples) / len(seconds) / statistics.median(seconds) if len(samples) == len(seconds) else None
+    samples = [
+        sum(counts)
+        for counts in zip(*(rank["samples"] for rank in ranks), strict=False)
+        if None not in counts
+    ]
+    per_second = (
+        sum(samples) / len(seconds) / statistics.median(seconds)
+        if len(samples) == len(seconds)
+        else None
+    )
     return MeasuredRun(
         step_seconds=statistics.median(seconds),
         samples_per_second=per_second,
@@ -172,13 +200,18 @@ def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
 
 def failure_in(stderr: str, code: int) -> str:
     """Return why a run failed: our error in its stderr, else the last error, else the last line."""
-    # Lines that end a traceback, also behind torch's prefix, as in '[rank1]: package.SomeError: message'.
+    # Lines that end a traceback, also behind torch's prefix, as in '[rank1]: package.SomeError:
+    # message'.
     errors = re.findall(
-        r"^\W*(?:\[?rank\W*\d+\]?:?\s*)?((?:\w+\.)*\w*(?:Error|Exception)): (.+)$", stderr, re.MULTILINE
+        r"^\W*(?:\[?rank\W*\d+\]?:?\s*)?((?:\w+\.)*\w*(?:Error|Exception)): (.+)$",
+        stderr,
+        re.MULTILINE,
     )
     # A RankError only repeats on one rank what another has raised, which is in the text too.
     package_errors = [
-        text for name, text in errors if name.startswith("lightning_distrec.errors.") and "RankError" not in name
+        text
+        for name, text in errors
+        if name.startswith("lightning_distrec.errors.") and "RankError" not in name
     ]
     if package_errors:
         return str(package_errors[0])
@@ -208,7 +241,9 @@ class Result:
     @property
     def samples_per_second(self) -> float | None:
         """Median of the rounds."""
-        numbers = [run.samples_per_second for run in self.runs if run.samples_per_second is not None]
+        numbers = [
+            run.samples_per_second for run in self.runs if run.samples_per_second is not None
+        ]
         # Of all rounds or of none, so that it goes with the time, which is over all rounds.
         return statistics.median(numbers) if len(numbers) == len(self.runs) else None
 
@@ -225,12 +260,14 @@ def run_rounds(
     log: Callable[[str], None],
     run_case: Callable[..., MeasuredRun] = run,
 ) -> list[Result]:
-    """Run all cases one after the other, `rounds` times: what slows the machine for a while slows all of them."""
+    """Run all cases one after the other, `rounds` times: what slows the machine for a while slows
+    all of them."""
     results = [Result(case) for case in cases]
     numbers = itertools.count()
     for number in range(rounds):
         for result in results:
-            run_number = next(numbers)  # counted alike on all ranks of a launcher, whatever has failed
+            # counted alike on all ranks of a launcher, whatever has failed
+            run_number = next(numbers)
             # It would fail again, perhaps after the whole timeout.
             if result.failure:
                 continue
@@ -243,15 +280,20 @@ def run_rounds(
 
 
 def efficiency(result: Result, results: Sequence[Result]) -> float | None:
-    """Return samples per second and device, relative to the same strategy on the smallest number of devices.
+    """Return samples per second and device, relative to the same strategy on the smallest number of
+    devices.
 
-    A strategy that was measured on one number alone, as a pipeline may be, is compared with the first one on fewer.
+    A strategy that was measured on one number alone, as a pipeline may be, is compared with the
+    first one on fewer.
     """
     measured = [r for r in results if not r.failure and r.samples_per_second]
     if result not in measured:
         return None
     # The smallest need not be one device, where the module may not fit.
-    first = min((r for r in measured if r.case.strategy == result.case.strategy), key=lambda r: r.case.devices)
+    first = min(
+        (r for r in measured if r.case.strategy == result.case.strategy),
+        key=lambda r: r.case.devices,
+    )
     if sum(r.case.strategy == result.case.strategy for r in measured) == 1:
         fewest = min(r.case.devices for r in measured)
         if fewest == result.case.devices:
@@ -303,7 +345,8 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
         ("strategy", "devices", "step, ms", "samples/s", "efficiency", "peak memory per rank"),
         ["strategy"],
         title=f"Medians over {quantity(steps, 'step')} and {quantity(rounds, 'round')}",
-        caption="In parentheses: fastest and slowest round. Memory on a CPU is that of the process, with libraries.",
+        caption="In parentheses: fastest and slowest round. Memory on a CPU is that of the "
+        "process, with libraries.",
     )
     for result in results:
         name, devices = result.case.strategy, str(result.case.devices)
@@ -333,9 +376,13 @@ def doubts(results: Sequence[Result], steps: int) -> list[str]:
     """Return why the figures may mislead: too few steps, or an efficiency that no machine has."""
     lines = []
     if problems := {run.problem for result in results for run in result.runs if run.problem}:
-        lines.append(f"{sorted(problems)[0]} Here: --samples-from.".replace("samples per", "Samples per", 1))
+        lines.append(
+            f"{sorted(problems)[0]} Here: --samples-from.".replace("samples per", "Samples per", 1)
+        )
     if steps < FEW_STEPS:
-        lines.append(f"A median of {quantity(steps, 'step')} says little: --steps {FEW_STEPS} or more.")
+        lines.append(
+            f"A median of {quantity(steps, 'step')} says little: --steps {FEW_STEPS} or more."
+        )
     # Another strategy may well be faster than one device.
     names = Counter(result.case.strategy for result in results if not result.failure)
     beyond = [
@@ -345,7 +392,8 @@ def doubts(results: Sequence[Result], steps: int) -> list[str]:
     ]
     if beyond:
         lines.append(
-            f"Efficiency above {MAX_EFFICIENCY:.0%}: {', '.join(beyond)}. Something slowed down the run on the fewest "
+            f"Efficiency above {MAX_EFFICIENCY:.0%}: {', '.join(beyond)}. Something slowed down "
+            "the run on the fewest "
             "devices, such as another program. Measure again with more --steps and --rounds."
         )
     return lines
@@ -366,13 +414,26 @@ def draw(results: Sequence[Result], file: Path) -> None:
     panels: list[tuple[str, Callable[[Result], Any]]] = [
         ("samples per second", lambda result: result.samples_per_second),
         ("peak memory per rank, MiB", lambda result: result.peak_bytes / 2**20),
-        ("efficiency, %", lambda result: None if (e := efficiency(result, results)) is None else 100 * e),
+        (
+            "efficiency, %",
+            lambda result: None if (e := efficiency(result, results)) is None else 100 * e,
+        ),
     ]
     labels = [f"{result.case.strategy} on {result.case.devices}" for result in measured]
-    colours = [f"C{sorted({r.case.devices for r in results}).index(result.case.devices)}" for result in measured]
-    for axes, (title, number) in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
+    colours = [
+        f"C{sorted({r.case.devices for r in results}).index(result.case.devices)}"
+        for result in measured
+    ]
+    for axes, (title, number) in zip(
+        figure.subplots(1, len(panels), sharey=True), panels, strict=True
+    ):
         bars = axes.barh(labels, [number(result) or 0 for result in measured], color=colours)
-        axes.bar_label(bars, [f"{value:,.0f}" if (value := number(r)) else "" for r in measured], padding=2, fontsize=8)
+        axes.bar_label(
+            bars,
+            [f"{value:,.0f}" if (value := number(r)) else "" for r in measured],
+            padding=2,
+            fontsize=8,
+        )
         axes.margins(x=0.15)
         axes.set_title(title)
     figure.savefig(file)

@@ -1,4 +1,5 @@
-"""Random ids for the embedding tables of any module, before there is data: `lightning-distrec bench --synthetic`."""
+"""Random ids for the embedding tables of any module, before there is data:
+`lightning-distrec bench --synthetic`."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -21,7 +22,8 @@ NUM_BATCHES = 8
 
 
 class SyntheticIds(pl.LightningDataModule):
-    """Replaces a module's training step by lookups in all of its tables; its other layers are frozen.
+    """Replaces a module's training step by lookups in all of its tables; its other layers are
+    frozen.
 
     Args:
         batch_size: examples per rank and step.
@@ -35,7 +37,8 @@ class SyntheticIds(pl.LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        module = self.trainer.lightning_module  # type: ignore[union-attr]  # the Trainer sets itself
+        # The Trainer sets itself.
+        module = self.trainer.lightning_module  # type: ignore[union-attr]
         configure_model = module.configure_model
 
         def configure_and_take_over() -> None:
@@ -48,7 +51,9 @@ class SyntheticIds(pl.LightningDataModule):
         for table in find_tables(module, Conversion("all")).tables:
             self._tables.setdefault(table.collection, []).append(table)
         if not self._tables:
-            raise ConfigError(f"--synthetic: {type(module).__name__} has no embedding tables to look ids up in.")
+            raise ConfigError(
+                f"--synthetic: {type(module).__name__} has no embedding tables to look ids up in."
+            )
         keys = {table.key for tables in self._tables.values() for table in tables}
         for name, parameter in module.named_parameters():
             if name not in keys:
@@ -77,7 +82,9 @@ class SyntheticIds(pl.LightningDataModule):
         lengths = torch.full((len(ids) * self.batch_size,), self._num_ids)
         values = torch.cat([feature_ids.flatten() for feature_ids in ids.values()])
         is_weighted = getattr(tables[0].module, "is_weighted", lambda: False)()
-        return KeyedJaggedTensor(list(ids), values, torch.ones(len(values)) if is_weighted else None, lengths)
+        return KeyedJaggedTensor(
+            list(ids), values, torch.ones(len(values)) if is_weighted else None, lengths
+        )
 
 
 class _Endless(IterableDataset[dict[str, Any]]):
@@ -90,7 +97,9 @@ class _Endless(IterableDataset[dict[str, Any]]):
 
 def look_up(module: nn.Module, batch: dict[str, Any], *_: Any) -> Tensor:
     """Return the sum of the means of what all tables return. batch: path -> input."""
-    return torch.stack([_mean(module.get_submodule(path)(ids)) for path, ids in batch.items()]).sum()
+    return torch.stack([
+        _mean(module.get_submodule(path)(ids)) for path, ids in batch.items()
+    ]).sum()
 
 
 def _mean(output: Any) -> Tensor:

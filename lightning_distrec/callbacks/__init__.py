@@ -1,1 +1,2 @@
-"""Callbacks: throughput, bytes sent, traces, plans, and learning rates scaled by the number of ranks."""
+"""Callbacks: throughput, bytes sent, traces, plans, and learning rates scaled by the number of
+ranks."""

@@ -37,15 +37,20 @@ RINGS = (
     *("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "broadcast"),
 )
-"""The bytes depend on the backend's algorithm; they are counted as those of a ring, from each rank to the next."""
+"""The bytes depend on the backend's algorithm; they are counted as those of a ring, from each rank
+to the next."""
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce", "other calls")
 """Each has the calls of torch's functions whose names begin so."""
 MEASURES = ("bytes", "bytes across nodes", *COLLECTIVES)
 """What is counted of each kind."""
 MAX_SHOWN_NODES = 16
-HOOKS = ("lightning_distrec.strategies.data_parallel", "torch.distributed.algorithms.ddp_comm_hooks")
+HOOKS = (
+    "lightning_distrec.strategies.data_parallel",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+)
 """The modules that exchange DDP's gradients in Python."""
-# The modules that gather parameters and scatter their gradients, and the one that averages those of stages' replicas.
+# The modules that gather parameters and scatter their gradients, and the one that averages those of
+# stages' replicas.
 FSDP, STAGE_REPLICAS = "torch.distributed.fsdp.", "lightning_distrec.strategies.stages.staged_chain"
 
 _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path")
@@ -53,7 +58,8 @@ _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.
 
 
 def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
-    """Return the kind of a call. caller: the module that makes it, which identifies torchrec's calls and ours."""
+    """Return the kind of a call. caller: the module that makes it, which identifies torchrec's
+    calls and ours."""
     # Modules are looked at before dtypes: control messages may be integers, as ids are.
     if caller.startswith("lightning_distrec.cluster."):
         return OTHER
@@ -61,10 +67,12 @@ def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
         return IDS  # including the weights of ids, which are floats
     if name in EXCHANGES and dtype in (torch.int32, torch.int64):
         return IDS
-    # Weights follow their ids in forward; in backward this module sends their gradients, with those of rows.
+    # Weights follow their ids in forward; in backward this module sends their gradients, with those
+    # of rows.
     if caller.endswith(".weights_exchange") and not in_backward():
         return IDS
-    # TorchRec sends rows in forward and their gradients in backward by the same calls: autograd alone shows which.
+    # TorchRec sends rows in forward and their gradients in backward by the same calls: autograd
+    # alone shows which.
     if name in EXCHANGES or caller.startswith(_OF_ROWS):
         return ROW_GRADIENTS if in_backward() else ROWS
     # FSDP2 reduces gradients by reduce-scatter, and between replicas (HSDP) by all-reduce.
@@ -73,18 +81,25 @@ def classify_call(name: str, dtype: torch.dtype, caller: str) -> str:
     if caller.startswith("lightning_distrec.sharding.replica_exchange"):
         return REPLICAS
     if caller == STAGE_REPLICAS:
-        return DENSE_GRADIENTS if dtype.is_floating_point else OTHER  # which parameters were used: integers
+        # which parameters were used: integers
+        return DENSE_GRADIENTS if dtype.is_floating_point else OTHER
     return DENSE_GRADIENTS if caller.startswith(HOOKS) else OTHER
 
 
-def sent_by_call(name: str, arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
+def sent_by_call(
+    name: str, arguments: dict[str, Any], ranks: list[int], rank: int
+) -> dict[int, float]:
     """Return the bytes that a call sends from `rank` to each other rank.
 
     arguments: of the collective, by name. ranks: the global ranks of the group.
     """
     if name in EXCHANGES:
         return exchanged_bytes(arguments, ranks, rank)
-    return rooted_bytes(name, arguments, ranks, rank) if name in ROOTED else ring_bytes(name, arguments, ranks, rank)
+    return (
+        rooted_bytes(name, arguments, ranks, rank)
+        if name in ROOTED
+        else ring_bytes(name, arguments, ranks, rank)
+    )
 
 
 def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
@@ -94,15 +109,20 @@ def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int) -> d
     else:
         sent = arguments["input"]
         splits = arguments.get("input_split_sizes")
-        # Splits count rows of dim 0. A rank may have none to send; 1 then only avoids the division by zero.
+        # Splits count rows of dim 0. A rank may have none to send; 1 then only avoids the division
+        # by zero.
         rows = len(sent) or 1
         # Without splits torch divides the rows equally among the group's ranks.
-        chunks = [_bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)]
+        chunks = [
+            _bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)
+        ]
     # The chunk of a rank for itself is copied, not sent.
     return {other: chunk for other, chunk in zip(ranks, chunks, strict=True) if other != rank}
 
 
-def rooted_bytes(name: str, arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
+def rooted_bytes(
+    name: str, arguments: dict[str, Any], ranks: list[int], rank: int
+) -> dict[int, float]:
     """Return what `sent_by_call` does, of a scatter or a gather."""
     side = "src" if name == "scatter" else "dst"
     root_in_group = arguments.get(f"group_{side}")
@@ -114,8 +134,11 @@ def rooted_bytes(name: str, arguments: dict[str, Any], ranks: list[int], rank: i
     return dict.fromkeys(receivers, float(_bytes(arguments["tensor"])))
 
 
-def ring_bytes(name: str, arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
-    """Return what `sent_by_call` does, of a ring, in which each rank sends to the next one of the group."""
+def ring_bytes(
+    name: str, arguments: dict[str, Any], ranks: list[int], rank: int
+) -> dict[int, float]:
+    """Return what `sent_by_call` does, of a ring, in which each rank sends to the next one of the
+    group."""
     num_others = len(ranks) - 1
     if name == "all_reduce":
         # A reduce-scatter, then an all-gather: each sends (W - 1) / W of the bytes.
@@ -161,24 +184,38 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def print_table(per_step: Tensor, nodes: Sequence[int], steps: int, console: Console | None = None) -> None:
+def print_table(
+    per_step: Tensor, nodes: Sequence[int], steps: int, console: Console | None = None
+) -> None:
     """Print the table. per_step: (ranks, kinds, measures). nodes: that of each rank."""
     with_total = torch.cat([per_step, per_step.sum(1, keepdim=True)], dim=1)
     by_kind = dict(zip((*KINDS, "total"), with_total.permute(1, 2, 0), strict=True))
     several_nodes = bool(by_kind["total"][1].any())
     used = [i for i, calls in enumerate(by_kind["total"][2:]) if calls.any()]
-    lines = ["All-to-alls and sends are counted exactly, other collectives as rings; gradients under DDP are computed."]
+    lines = [
+        "All-to-alls and sends are counted exactly, other collectives as rings; gradients "
+        "under DDP are computed."
+    ]
     if several_nodes:
         lines += _bytes_of_nodes(by_kind["total"], nodes)
     node_headings = ["across nodes"] if several_nodes else []
-    headings = ["kind", "mean", "max", "on rank", *node_headings, "source", *(COLLECTIVES[i] for i in used)]
+    headings = [
+        "kind",
+        "mean",
+        "max",
+        "on rank",
+        *node_headings,
+        "source",
+        *(COLLECTIVES[i] for i in used),
+    ]
     title = f"Bytes and calls per rank and step ({len(per_step)} ranks, {steps} steps)"
     text = text_table(headings, ["kind", "source"], title=title, caption="\n".join(lines))
     for kind, numbers in by_kind.items():
         sent, away, calls = numbers[0], numbers[1], numbers[2:]
         if kind in RARE_KINDS and not sent.any():
             continue
-        # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages are.
+        # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages
+        # are.
         source = "computed" if kind == DENSE_GRADIENTS and not calls.any() else "counted"
         text.add_row(
             kind,
@@ -199,7 +236,9 @@ def _bytes_of_nodes(numbers: Tensor, nodes: Sequence[int]) -> list[str]:
         ranks = [rank for rank, other in enumerate(nodes) if other == node]
         sent, away = numbers[:2, ranks].sum(1).tolist()
         to_others = f"{format_bytes(away)} of it to other nodes"
-        lines.append(f"node {node} (rank {format_ranks(ranks)}) sent {format_bytes(sent)}, {to_others}")
+        lines.append(
+            f"node {node} (rank {format_ranks(ranks)}) sent {format_bytes(sent)}, {to_others}"
+        )
     return lines
 
 
@@ -207,7 +246,9 @@ def _bytes_of_nodes(numbers: Tensor, nodes: Sequence[int]) -> list[str]:
 class SentTotals:
     """What this rank has sent, over steps."""
 
-    by_kind: dict[str, list[float]] = field(default_factory=lambda: {kind: [0.0] * len(MEASURES) for kind in KINDS})
+    by_kind: dict[str, list[float]] = field(
+        default_factory=lambda: {kind: [0.0] * len(MEASURES) for kind in KINDS}
+    )
     steps: int = 0
 
     def per_step(self) -> Tensor:
@@ -217,12 +258,14 @@ class SentTotals:
 
 
 class Communication(Stoppable):
-    """Logs the bytes and the number of a rank's exchanges, by kind, and prints a table at the end of a fit.
+    """Logs the bytes and the number of a rank's exchanges, by kind, and prints a table at the end
+    of a fit.
 
-    Calls of torch.distributed's collectives, and the sends between stages of pipeline_parallel, are counted while a fit
-    trains. Dense gradients under DDP are computed instead: DistributedDataParallel reduces them in C++, where calls are
-    not seen; a ring of W ranks sends 2 (W - 1) / W of their bytes. The loggers get the numbers of rank 0; the table has
-    the mean and the maximum over all ranks.
+    Calls of torch.distributed's collectives, and the sends between stages of pipeline_parallel, are
+    counted while a fit trains. Dense gradients under DDP are computed instead:
+    DistributedDataParallel reduces them in C++, where calls are not seen; a ring of W ranks sends 2
+    (W - 1) / W of their bytes. The loggers get the numbers of rank 0; the table has the mean and
+    the maximum over all ranks.
     """
 
     def __init__(self) -> None:
@@ -238,17 +281,24 @@ class Communication(Stoppable):
 
     @property
     def bytes_per_step(self) -> dict[str, float]:
-        """Bytes that this rank has sent per step of the fit, by kind: the mean over its steps so far."""
+        """Bytes that this rank has sent per step of the fit, by kind: the mean over its steps so
+        far."""
         return dict(zip(KINDS, self._fit.per_step()[:, 0].tolist(), strict=True))
 
     @property
     def mean_bytes_per_step(self) -> dict[str, float]:
-        """The mean over all ranks of what each sent per step of the fit, by kind; empty before its end."""
-        return {} if self._gathered is None else dict(zip(KINDS, self._gathered[..., 0].mean(0).tolist(), strict=True))
+        """The mean over all ranks of what each sent per step of the fit, by kind; empty before its
+        end."""
+        return (
+            {}
+            if self._gathered is None
+            else dict(zip(KINDS, self._gathered[..., 0].mean(0).tolist(), strict=True))
+        )
 
     @property
     def mean_exchanges_per_step(self) -> dict[str, float]:
-        """The mean over all ranks of exchanges per step, of the kinds that have any; empty before the fit's end."""
+        """The mean over all ranks of exchanges per step, of the kinds that have any; empty before
+        the fit's end."""
         if self._gathered is None:
             return {}
         calls = zip(KINDS, self._gathered[..., 2:].sum(2).mean(0).tolist(), strict=True)
@@ -263,20 +313,25 @@ class Communication(Stoppable):
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         self._nodes = find_nodes(trainer)
-        reducing = [ddp for ddp in find_ddps(trainer) if not has_comm_hook(ddp)]  # the calls of hooks are seen
+        # the calls of hooks are seen
+        reducing = [ddp for ddp in find_ddps(trainer) if not has_comm_hook(ddp)]
         self._reductions = [(ddp, reduced_bytes(ddp, trainer.global_rank)) for ddp in reducing]
-        # These replace functions of torch.distributed in this process: on_exception and teardown undo them too.
+        # These replace functions of torch.distributed in this process: on_exception and teardown
+        # undo them too.
         undo = ExitStack()
         undo.enter_context(watch_collectives((*EXCHANGES, *ROOTED, *RINGS), self._count_call))
         undo.enter_context(watch_sends(self._count_send))
         self._unwatch = undo.close
 
     @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        # Not on_after_backward: a callback that overrides it may read the tables' gradients, so that no table could be
-        # updated inside of backward.
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
+    ) -> None:
+        # Not on_after_backward: a callback that overrides it may read the tables' gradients, so
+        # that no table could be updated inside of backward.
         for ddp, sent in self._reductions:
-            # False while gradients accumulate: Lightning runs backward inside of DDP's no_sync then.
+            # False while gradients accumulate: Lightning runs backward inside of DDP's no_sync
+            # then.
             if ddp.require_backward_grad_sync:
                 self._count(DENSE_GRADIENTS, sent, None)  # DDP's calls are not seen
 
@@ -302,7 +357,8 @@ class Communication(Stoppable):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Gather the counts of all ranks."""
-        # Stopped first, so that the gather is not counted. All ranks make it, or none: each watches if not alone.
+        # Stopped first, so that the gather is not counted. All ranks make it, or none: each watches
+        # if not alone.
         watched = self._unwatch is not None
         self.stop()
         self._gathered = self._gather(trainer) if watched and self._fit.steps else None
@@ -327,7 +383,9 @@ class Communication(Stoppable):
             return
         # Global ranks, because nodes are numbered by them; a rank in a subgroup has another number.
         sent = sent_by_call(name, arguments, dist.get_process_group_ranks(group), dist.get_rank())
-        collective = next((begin for begin in COLLECTIVES if name.startswith(begin)), COLLECTIVES[-1])
+        collective = next(
+            (begin for begin in COLLECTIVES if name.startswith(begin)), COLLECTIVES[-1]
+        )
         self._count(classify_call(name, dtype_sent(arguments), caller), sent, collective)
 
     def _count_send(self, tensor: Tensor, to_rank: int, caller: str) -> None:
@@ -355,7 +413,9 @@ class Communication(Stoppable):
             if any(calls):
                 numbers[f"{name}_calls"] = sum(calls)
         numbers["communication/all_bytes"], across_nodes = per_step[:, :2].sum(0).tolist()
-        several_nodes = {"communication/across_nodes_bytes": across_nodes} if len(set(self._nodes)) > 1 else {}
+        several_nodes = (
+            {"communication/across_nodes_bytes": across_nodes} if len(set(self._nodes)) > 1 else {}
+        )
         return numbers | several_nodes
 
     def _gather(self, trainer: Trainer) -> Tensor:
@@ -364,7 +424,8 @@ class Communication(Stoppable):
 
 
 def find_nodes(trainer: Trainer) -> Sequence[int]:
-    """Return the node of each rank, as our strategies and torchrun know it; one for all where it is not known."""
+    """Return the node of each rank, as our strategies and torchrun know it; one for all where it is
+    not known."""
     if (session := getattr(trainer.strategy, "session", None)) is not None:
         return session.nodes.node_of_rank  # type: ignore[no-any-return]
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -373,11 +434,17 @@ def find_nodes(trainer: Trainer) -> Sequence[int]:
 
 
 def find_ddps(trainer: Trainer) -> list[DistributedDataParallel]:
-    """Return every DistributedDataParallel of the strategy, including those around data-parallel tables."""
+    """Return every DistributedDataParallel of the strategy, including those around data-parallel
+    tables."""
     model = trainer.strategy.model
-    ddps = [] if model is None else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    ddps = (
+        []
+        if model is None
+        else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    )
     tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
-    # TorchRec keeps the lookups that it wraps in DDP in a plain list, which `modules()` does not visit.
+    # TorchRec keeps the lookups that it wraps in DDP in a plain list, which `modules()` does not
+    # visit.
     for sharded in () if tables is None else tables.shards.sharded.values():
         ddps += ddp_of_data_parallel_tables(sharded)
     return ddps

@@ -22,8 +22,9 @@ MAX_FEATURES = 8
 class DataReport(Callback):
     """Prints a table of what each rank has read in the first batches of a fit, and logs it.
 
-    For each rank: its device, the samples of its first batch and of all batches that count, and for each feature (keys
-    of KeyedJaggedTensors, other tensors of integers) the smallest and the largest id. Nothing is waited for.
+    For each rank: its device, the samples of its first batch and of all batches that count, and for
+    each feature (keys of KeyedJaggedTensors, other tensors of integers) the smallest and the
+    largest id. Nothing is waited for.
 
     Args:
         num_batches: how many batches of each rank count.
@@ -39,8 +40,8 @@ class DataReport(Callback):
         self._ranges: dict[str, list[int]] = {}
         self._samples: list[int | None] = []
         self.rows: list[dict[str, Any]] = []
-        """What is in the table, on rank 0: rank, device, batch_size and samples (None: unknown), and ids, a list
-        [smallest, largest] by feature."""
+        """What is in the table, on rank 0: rank, device, batch_size and samples (None: unknown),
+        and ids, a list [smallest, largest] by feature."""
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -48,7 +49,9 @@ class DataReport(Callback):
         self._reports, self._ranges, self._samples, self.rows = RankReports(), {}, [], []
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._reports is None:
             return
         if len(self._samples) < self._num_batches:
@@ -81,7 +84,11 @@ class DataReport(Callback):
 
     def _put(self, trainer: Trainer) -> None:
         assert self._reports is not None
-        row = {"rank": trainer.global_rank, "device": str(trainer.strategy.root_device), "ids": self._ranges}
+        row = {
+            "rank": trainer.global_rank,
+            "device": str(trainer.strategy.root_device),
+            "ids": self._ranges,
+        }
         samples = None if None in self._samples else sum(filter(None, self._samples))
         self._reports.put(row | {"batch_size": self._samples[0], "samples": samples})
 
@@ -91,20 +98,34 @@ class DataReport(Callback):
             return
         self.rows, self._reports = rows, None
         for row in rows:
-            numbers = {name: row[name] for name in ("batch_size", "samples") if row[name] is not None}
+            numbers = {
+                name: row[name] for name in ("batch_size", "samples") if row[name] is not None
+            }
             for name, (low, high) in row["ids"].items():
                 numbers |= {f"{name}_min": low, f"{name}_max": high}
-            log(trainer, {f"data/rank_{row['rank']}/{name}": float(number) for name, number in numbers.items()})
+            log(
+                trainer,
+                {
+                    f"data/rank_{row['rank']}/{name}": float(number)
+                    for name, number in numbers.items()
+                },
+            )
         Console().print(_table(rows, self._num_batches))
 
 
 def _table(rows: list[dict[str, Any]], num_batches: int) -> Table:
-    """Return a line for each rank and feature: names of features may be longer than columns can be wide."""
-    title = f"Read in the first {num_batches} batches" if num_batches > 1 else "Read in the first batch"
+    """Return a line for each rank and feature: names of features may be longer than columns can be
+    wide."""
+    title = (
+        f"Read in the first {num_batches} batches" if num_batches > 1 else "Read in the first batch"
+    )
     headings = ("rank", "device", "batch size", "samples", "feature", "ids")
     table = text_table(headings, ["device", "feature"], title=title)
     for row in rows:
-        counts = ["unknown" if row[name] is None else f"{row[name]:,}" for name in ("batch_size", "samples")]
+        counts = [
+            "unknown" if row[name] is None else f"{row[name]:,}"
+            for name in ("batch_size", "samples")
+        ]
         cells = [str(row["rank"]), row["device"], *counts]
         for name, (low, high) in list(row["ids"].items())[:MAX_FEATURES]:
             table.add_row(*cells, name, f"{low:,} to {high:,}")

@@ -1,4 +1,5 @@
-"""Writes what `predict` returns as one Parquet file, in the order of the data, from any number of ranks."""
+"""Writes what `predict` returns as one Parquet file, in the order of the data, from any number of
+ranks."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,21 +22,26 @@ BUFFERED_ROWS = 65_536
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes a row for each example that is predicted: its index in the dataset, columns of its batch, predictions.
+    """Writes a row for each example that is predicted: its index in the dataset, columns of its
+    batch, predictions.
 
-    `predict_step` returns a tensor whose first dim is the number of examples (column "prediction"), or a dict or tuple
-    of these (columns by name, or "prediction_0", ...). Each rank writes a part next to the file, and rank 0 joins them
-    in its memory, in the order of the dataset. The columns `keep` of ColumnData are written, too.
+    `predict_step` returns a tensor whose first dim is the number of examples (column "prediction"),
+    or a dict or tuple of these (columns by name, or "prediction_0", ...). Each rank writes a part
+    next to the file, and rank 0 joins them in its memory, in the order of the dataset. The columns
+    `keep` of ColumnData are written, too.
 
     Args:
         path: the file, *.parquet, in a folder that all ranks share; one that exists is replaced.
-        columns: what of each batch is written too, as keys, positions or attributes joined by dots: "user", "0.item".
+        columns: what of each batch is written too, as keys, positions or attributes joined by dots:
+        "user", "0.item".
     """
 
     def __init__(self, path: str, columns: list[str] | None = None) -> None:
         super().__init__("batch")
         if not path.endswith(".parquet"):
-            raise ConfigError(f"predictions are written as Parquet, and '{path}' is not named *.parquet.")
+            raise ConfigError(
+                f"predictions are written as Parquet, and '{path}' is not named *.parquet."
+            )
         require("pyarrow", f"writing {path}")
         self._path, self._columns = Path(path), list(columns or [])
         self._tables: list[Any] = []
@@ -67,7 +73,8 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Keep the rows of a batch. Raises DataError: its examples are not known, or not those of the prediction."""
+        """Keep the rows of a batch. Raises DataError: its examples are not known, or not those of
+        the prediction."""
         if prediction is None:  # a rank of pipeline_parallel whose stage is not the last
             return
         import pyarrow
@@ -77,7 +84,9 @@ class PredictionWriter(BasePredictionWriter):
         loader = _loaders(trainer)[dataloader_idx]
         if hasattr(loader, "row_indices"):  # ColumnData's
             batch_indices = loader.row_indices(batch_idx)
-        columns = {INDEX: pyarrow.array(self._indices(trainer, batch_indices, num_rows, dataloader_idx))}
+        columns = {
+            INDEX: pyarrow.array(self._indices(trainer, batch_indices, num_rows, dataloader_idx))
+        }
         if trainer.num_predict_batches and len(trainer.num_predict_batches) > 1:
             columns[LOADER] = pyarrow.array([dataloader_idx] * num_rows)
         extra = {name: value_at(batch, name, "columns") for name in self._columns}
@@ -88,18 +97,23 @@ class PredictionWriter(BasePredictionWriter):
         if self._num_rows >= BUFFERED_ROWS:
             self._flush(trainer.global_rank)
 
-    def _indices(self, trainer: Trainer, indices: Sequence[int] | None, num_rows: int, loader: int) -> Sequence[int]:
+    def _indices(
+        self, trainer: Trainer, indices: Sequence[int] | None, num_rows: int, loader: int
+    ) -> Sequence[int]:
         if indices and len(indices) == num_rows:
             return indices
         if indices:
             raise DataError(
-                f"predict_step returned {num_rows} rows for a batch of {len(indices)} examples; predictions need one "
+                f"predict_step returned {num_rows} rows for a batch of {len(indices)} examples; "
+                "predictions need one "
                 "for each example, as the first dim."
             )
         if trainer.world_size > 1:
             raise DataError(
-                "predictions cannot be brought into the order of the data: over several ranks, that needs a DataLoader "
-                "of a dataset with a length. Predict on one rank (--trainer.devices=1), or return each row's id from "
+                "predictions cannot be brought into the order of the data: over several ranks, "
+                "that needs a DataLoader "
+                "of a dataset with a length. Predict on one rank (--trainer.devices=1), or return "
+                "each row's id from "
                 "predict_step and write the rows yourself, in a BasePredictionWriter."
             )
         begin = self._counts.get(loader, 0)
@@ -130,7 +144,8 @@ class PredictionWriter(BasePredictionWriter):
             num_parts = len(list(self._parts.glob("*.done")))
             if num_parts < trainer.world_size:
                 raise DataError(
-                    f"{self._parts} has the parts of {num_parts} of {trainer.world_size} ranks. Write to a folder that "
+                    f"{self._parts} has the parts of {num_parts} of {trainer.world_size} ranks. "
+                    "Write to a folder that "
                     "all nodes share."
                 )
             num_rows = self._join(_loaders(trainer)[0])
@@ -173,24 +188,34 @@ def _named(prediction: Any) -> dict[str, Any]:
     if isinstance(prediction, Mapping) and prediction:
         return {str(name): value for name, value in prediction.items()}
     if isinstance(prediction, (list, tuple)) and prediction:
-        names = getattr(prediction, "_fields", None) or [f"{PREDICTION}_{i}" for i in range(len(prediction))]
+        names = getattr(prediction, "_fields", None) or [
+            f"{PREDICTION}_{i}" for i in range(len(prediction))
+        ]
         return dict(zip(names, prediction, strict=True))
     raise DataError(
-        f"predict_step returned a {type(prediction).__name__}: predictions are written of a tensor, or of a dict or "
+        f"predict_step returned a {type(prediction).__name__}: predictions are written of a "
+        "tensor, or of a dict or "
         "tuple of tensors."
     )
 
 
 def _arrow(name: str, value: Any, num_rows: int) -> Any:
-    """Return a column, with lists for tensors of several dims. Raises DataError: it has not one entry for each row."""
+    """Return a column, with lists for tensors of several dims. Raises DataError: it has not one
+    entry for each row."""
     import pyarrow
 
     if isinstance(value, Tensor) and value.ndim and len(value) == num_rows:
         value = value.detach().cpu()
-        return _nested((value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy())
+        return _nested(
+            (value.float() if value.dtype == torch.bfloat16 else value).contiguous().numpy()
+        )
     if isinstance(value, (list, tuple)) and len(value) == num_rows:
         return pyarrow.array(value)
-    size = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    size = (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else f"a {type(value).__name__}"
+    )
     raise DataError(f"'{name}' is {size}, and not one entry for each of {num_rows} examples.")
 
 
@@ -199,4 +224,6 @@ def _nested(array: Any) -> Any:
 
     if array.ndim == 1:
         return pyarrow.array(array)
-    return pyarrow.FixedSizeListArray.from_arrays(_nested(array.reshape(-1, *array.shape[2:])), array.shape[1])
+    return pyarrow.FixedSizeListArray.from_arrays(
+        _nested(array.reshape(-1, *array.shape[2:])), array.shape[1]
+    )

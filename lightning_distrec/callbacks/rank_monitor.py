@@ -1,4 +1,5 @@
-"""Gathers what every rank does: step time, waits, CPU, memory; names stragglers, and sums a fit up."""
+"""Gathers what every rank does: step time, waits, CPU, memory; names stragglers, and sums a fit
+up."""
 
 import itertools
 import json
@@ -24,7 +25,13 @@ from lightning_distrec.callbacks.rank_records import (
     stragglers,
     summarize_ranks,
 )
-from lightning_distrec.callbacks.steps import Clocked, LogTimes, end_progress_bar, log, seconds_by_span
+from lightning_distrec.callbacks.steps import (
+    Clocked,
+    LogTimes,
+    end_progress_bar,
+    log,
+    seconds_by_span,
+)
 from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.gpu import DeviceTimes, gpu_use, is_gpu
@@ -36,19 +43,22 @@ WAIT_SECONDS = 60.0
 FILE = "run_summary.json"
 
 _fits = itertools.count()
-"""Numbers the fits of this process; all ranks count alike, so that records of different fits differ."""
+"""Numbers the fits of this process; all ranks count alike, so that records of different fits
+differ."""
 
 
 class RankMonitor(Clocked):
-    """Logs what all ranks do, warns of stragglers, and sums the fit up as a table and as run_summary.json.
+    """Logs what all ranks do, warns of stragglers, and sums the fit up as a table and as
+    run_summary.json.
 
-    Each rank measures its steps with the host's clock, and on a GPU forward and backward by events that are read later.
-    When Lightning logs, it leaves a record in the process group's store, and rank 0 logs the latest ones of all ranks:
-    no collective is added, and nothing waits for a GPU. With `Communication` among the callbacks the summary has the
-    bytes sent.
+    Each rank measures its steps with the host's clock, and on a GPU forward and backward by events
+    that are read later. When Lightning logs, it leaves a record in the process group's store, and
+    rank 0 logs the latest ones of all ranks: no collective is added, and nothing waits for a GPU.
+    With `Communication` among the callbacks the summary has the bytes sent.
 
     Args:
-        straggler_share: a rank is a straggler if its own time, without waits for ranks and without backward, is above
+        straggler_share: a rank is a straggler if its own time, without waits for ranks and without
+        backward, is above
             the ranks' median by more than this share of a step.
         samples_from: as in `Throughput`.
     """
@@ -90,7 +100,9 @@ class RankMonitor(Clocked):
             self._device_times.end(span.name)
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._device_times is not None:
             self._device_times.begin()
 
@@ -106,7 +118,8 @@ class RankMonitor(Clocked):
         span_seconds = seconds_by_span(step)
         loss = (outputs or {}).get("loss")
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            # It stays on the device: reading it would wait. Lightning has divided it by the accumulated batches.
+            # It stays on the device: reading it would wait. Lightning has divided it by the
+            # accumulated batches.
             self._loss_sum = self._loss_sum + loss.detach() * trainer.accumulate_grad_batches
             self._fit.losses += 1
         for totals in (self._latest, self._fit):
@@ -115,7 +128,8 @@ class RankMonitor(Clocked):
         if self._log_times.due(trainer):
             self._put(trainer, "latest")
             self._latest = Totals()
-            # Rank 0 takes the records that are there: of a rank that is behind, the one before. So nobody waits.
+            # Rank 0 takes the records that are there: of a rank that is behind, the one before. So
+            # nobody waits.
             if trainer.is_global_zero:
                 self._log(trainer, self._board.records("latest"))
 
@@ -128,11 +142,14 @@ class RankMonitor(Clocked):
         self._fit.loss_sum = float(self._loss_sum)
         self._put(trainer, "last")
         if trainer.is_global_zero:
-            # The store lives as long as the process group, which further fits use: what is read is removed.
+            # The store lives as long as the process group, which further fits use: what is read is
+            # removed.
             records = self._board.records("last", WAIT_SECONDS)
             divided_by = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
             readers = trainer.world_size // divided_by
-            self.summary = summarize_ranks(records, self._board.missing(records), self._share, readers)
+            self.summary = summarize_ranks(
+                records, self._board.missing(records), self._share, readers
+            )
             self._board.clear()
 
     @override
@@ -140,13 +157,15 @@ class RankMonitor(Clocked):
         """Print the summary and write it, on rank 0."""
         if not self.summary:
             return
-        # Communication has gathered in on_train_end, which is over for all callbacks, in whatever order they are.
+        # Communication has gathered in on_train_end, which is over for all callbacks, in whatever
+        # order they are.
         counts = [callback for callback in trainer.callbacks if isinstance(callback, Communication)]  # type: ignore[attr-defined]
         self.summary["bytes_sent_per_step"] = counts[0].mean_bytes_per_step if counts else {}
         self.summary["exchanges_per_step"] = counts[0].mean_exchanges_per_step if counts else {}
         end_progress_bar(trainer, pl_module)
         print_summary(self.summary)
-        trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
+        # Set where Lightning's types do not look.
+        trial = trainer.fast_dev_run  # type: ignore[attr-defined]
         # Loggers may write to remote storage, where Path would make a local folder named 's3:'.
         if self._folder and "://" not in self._folder and not trial:
             file = Path(self._folder, FILE)
@@ -179,12 +198,17 @@ class RankMonitor(Clocked):
 
     def _log(self, trainer: Trainer, records: list[RankRecord]) -> None:
         log(trainer, rank_numbers(records))
-        slow = [records[place].rank for place in stragglers([record.latest for record in records], self._share)]
+        slow = [
+            records[place].rank
+            for place in stragglers([record.latest for record in records], self._share)
+        ]
         # Once a fit for each rank: a slow host stays slow, and would fill the log.
         if new := sorted(set(slow) - self._named):
             self._named |= set(new)
             places = ", ".join(sorted({record.place for record in records if record.rank in new}))
             rank_zero_warn(
-                f"RankMonitor: rank {format_ranks(new)} on {places} took more time of its own than the others, by more "
-                f"than {self._share:.0%} of a step; they wait for it. Look at its dataloader, and what else runs there."
+                f"RankMonitor: rank {format_ranks(new)} on {places} took more time of its own "
+                "than the others, by more "
+                f"than {self._share:.0%} of a step; they wait for it. Look at its dataloader, and "
+                "what else runs there."
             )

@@ -1,4 +1,5 @@
-"""What each rank measures of itself, how rank 0 gets it without a collective, and what a fit came to over all ranks."""
+"""What each rank measures of itself, how rank 0 gets it without a collective, and what a fit came
+to over all ranks."""
 
 import json
 import os
@@ -15,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec._compat.torch import default_store
-from lightning_distrec.spans import BACKWARD, WAIT_CONTROL_MESSAGE, WAIT_DATA, WAIT_INPUT_DIST, WAIT_OUTPUT_DIST
+from lightning_distrec.spans import (
+    BACKWARD,
+    WAIT_CONTROL_MESSAGE,
+    WAIT_DATA,
+    WAIT_INPUT_DIST,
+    WAIT_OUTPUT_DIST,
+)
 from lightning_distrec.units import format_bytes, format_ranks, print_wide, text_table
 
 # What waits for other ranks. A wait for data is a rank's own time: its loader is slow.
@@ -46,7 +53,9 @@ class Totals:
         for phase, spent in seconds.items():
             self.device_seconds[phase] = self.device_seconds.get(phase, 0.0) + spent
 
-    def add(self, seconds: float, cpu_seconds: float, samples: int, seconds_by_span: dict[str, float]) -> None:
+    def add(
+        self, seconds: float, cpu_seconds: float, samples: int, seconds_by_span: dict[str, float]
+    ) -> None:
         """Add a step."""
         self.steps += 1
         self.seconds += seconds
@@ -62,7 +71,8 @@ class Totals:
 
     @property
     def active(self) -> float:
-        """Seconds that the rank spent by itself: without waits, and without backward, which waits for gradients."""
+        """Seconds that the rank spent by itself: without waits, and without backward, which waits
+        for gradients."""
         return self.seconds - self.waited - self.seconds_by_span.get(BACKWARD, 0.0)
 
     def ms(self, seconds: float) -> float:
@@ -71,8 +81,16 @@ class Totals:
 
     def times(self) -> dict[str, float]:
         """Return milliseconds per step by name."""
-        seconds = {"step": self.seconds, "own": self.active, "wait": self.waited, "host_cpu": self.cpu_seconds}
-        device = {f"device_{k}_ms": 1000 * spent / self.device_steps for k, spent in self.device_seconds.items()}
+        seconds = {
+            "step": self.seconds,
+            "own": self.active,
+            "wait": self.waited,
+            "host_cpu": self.cpu_seconds,
+        }
+        device = {
+            f"device_{k}_ms": 1000 * spent / self.device_steps
+            for k, spent in self.device_seconds.items()
+        }
         return {f"{name}_ms": self.ms(spent) for name, spent in seconds.items()} | device
 
 
@@ -105,14 +123,21 @@ class RankRecord:
     def read(cls, text: str | bytes) -> "RankRecord":
         """Return a record that was written as JSON."""
         fields: dict[str, Any] = json.loads(text)
-        return cls(**{**fields, "latest": Totals(**fields["latest"]), "fit": Totals(**fields["fit"])})
+        return cls(**{
+            **fields,
+            "latest": Totals(**fields["latest"]),
+            "fit": Totals(**fields["fit"]),
+        })
 
 
 def memory_of_rank(device: torch.device) -> dict[str, int]:
-    """Return bytes by name: of this process, and on a GPU those of torch's allocator. Nothing waits for the device."""
+    """Return bytes by name: of this process, and on a GPU those of torch's allocator. Nothing waits
+    for the device."""
     with open("/proc/self/statm") as file:
-        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # the second number: resident pages
-    # ru_maxrss is in KiB on Linux. The kernel's two counts are not exact, and the peak may read lower than the present.
+        # the second number: resident pages
+        resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    # ru_maxrss is in KiB on Linux. The kernel's two counts are not exact, and the peak may read
+    # lower than the present.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     memory = {"process": resident, "process_peak": max(peak, resident)}
     if device.type == "cuda":
@@ -123,7 +148,8 @@ def memory_of_rank(device: torch.device) -> dict[str, int]:
 
 
 class RecordBoard:
-    """Where ranks leave their latest record, and rank 0 reads them; in memory where there is one process."""
+    """Where ranks leave their latest record, and rank 0 reads them; in memory where there is one
+    process."""
 
     def __init__(self, name: str, rank: int) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -140,7 +166,8 @@ class RecordBoard:
         """Return the records that are there, after at most `wait_seconds` until all are."""
         keys = [self._key(kind, rank) for rank in range(self._num_ranks)]
         deadline = time.monotonic() + wait_seconds
-        # By `check`, because `get` of a key that is missing waits as long as the process group's timeout.
+        # By `check`, because `get` of a key that is missing waits as long as the process group's
+        # timeout.
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.01)
         return [RankRecord.read(self._store.get(key)) for key in keys if self._store.check([key])]
@@ -159,7 +186,8 @@ class RecordBoard:
 
 
 def stragglers(totals: Sequence[Totals], share: float) -> list[int]:
-    """Return the places of those whose own time is above the median by more than `share` of a step."""
+    """Return the places of those whose own time is above the median by more than `share` of a
+    step."""
     own_ms = [total.times()["own_ms"] for total in totals]
     step = mean(total.ms(total.seconds) for total in totals)
     # By the median, which one slow rank does not move.
@@ -168,7 +196,10 @@ def stragglers(totals: Sequence[Totals], share: float) -> list[int]:
 
 def rank_numbers(records: Sequence[RankRecord]) -> dict[str, float]:
     """Return name -> number for loggers, from the ranks' latest records."""
-    rows = [record.latest.times() | {f"{k}_bytes": float(v) for k, v in record.memory.items()} for record in records]
+    rows = [
+        record.latest.times() | {f"{k}_bytes": float(v) for k, v in record.memory.items()}
+        for record in records
+    ]
     for row, record in zip(rows, records, strict=True):
         row |= {} if record.gpu_use is None else {"gpu_use_percent": float(record.gpu_use)}
     numbers: dict[str, float] = {}
@@ -176,7 +207,9 @@ def rank_numbers(records: Sequence[RankRecord]) -> dict[str, float]:
         # The device of another rank may not have passed a step yet.
         values = [row[name] for row in rows if name in row]
         numbers |= {f"ranks/{name}_max": max(values), f"ranks/{name}_mean": mean(values)}
-    return numbers | {"ranks/slowest_rank": float(_slowest([record.latest for record in records], records))}
+    return numbers | {
+        "ranks/slowest_rank": float(_slowest([record.latest for record in records], records))
+    }
 
 
 def _slowest(totals: Sequence[Totals], records: Sequence[RankRecord]) -> int:
@@ -195,7 +228,9 @@ def summarize_ranks(
     fits = [record.fit for record in records]
     seconds = max(fit.seconds for fit in fits)
     spans = dict.fromkeys(name for fit in fits for name in fit.seconds_by_span)
-    span_ms = {name: mean(fit.ms(fit.seconds_by_span.get(name, 0.0)) for fit in fits) for name in spans}
+    span_ms = {
+        name: mean(fit.ms(fit.seconds_by_span.get(name, 0.0)) for fit in fits) for name in spans
+    }
     step = mean(fit.ms(fit.seconds) for fit in fits)
     nodes = sorted({record.node for record in records})
     losses = [fit.loss_sum / fit.losses for fit in fits if fit.losses]
@@ -204,16 +239,23 @@ def summarize_ranks(
         "ranks_without_record": list(missing),
         "steps": max(fit.steps for fit in fits),
         # All ranks' samples over the time of the slowest, for which the others wait.
-        "samples_per_second": sum(fit.samples for fit in fits) / readers / seconds if seconds else 0.0,
+        "samples_per_second": sum(fit.samples for fit in fits) / readers / seconds
+        if seconds
+        else 0.0,
         "step_ms": step,
         "mean_loss": mean(losses) if losses else None,
         "data_wait_share": span_ms.get(WAIT_DATA, 0.0) / step if span_ms else None,
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
         "slowest_rank": _slowest(fits, records),
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
-        "by_node": [_sum_up_node([record for record in records if record.node == node]) for node in nodes],
+        "by_node": [
+            _sum_up_node([record for record in records if record.node == node]) for node in nodes
+        ],
         "by_rank": [
-            {name: getattr(record, name) for name in ("rank", "host", "node", "local_rank", "device", "gpu_use")}
+            {
+                name: getattr(record, name)
+                for name in ("rank", "host", "node", "local_rank", "device", "gpu_use")
+            }
             | {"steps": record.fit.steps, "samples": record.fit.samples}
             | {**record.fit.times(), "memory_bytes": record.memory}
             for record in records
@@ -231,7 +273,10 @@ def _sum_up_node(records: Sequence[RankRecord]) -> dict[str, Any]:
         "ranks": [record.rank for record in records],
         "samples_per_second": sum(fit.samples for fit in fits) / seconds if seconds else 0.0,
         "own_ms": mean(fit.times()["own_ms"] for fit in fits),
-        "memory_bytes": {name: sum(record.memory.get(name, 0) for record in records) for name in records[0].memory},
+        "memory_bytes": {
+            name: sum(record.memory.get(name, 0) for record in records)
+            for name in records[0].memory
+        },
     }
 
 
@@ -247,23 +292,40 @@ def print_summary(summary: dict[str, Any]) -> None:
         *([f"ms per step, mean of ranks: {span_texts}"] if span_texts else []),
         *([f"{format_bytes(sent)} sent per rank and step"] if sent else []),
         f"most time of its own: rank {summary['slowest_rank']}"
-        + (f"; stragglers: rank {format_ranks(summary['stragglers'])}" if summary["stragglers"] else ""),
-        *([f"no record of rank {format_ranks(missing)}"] if (missing := summary["ranks_without_record"]) else []),
+        + (
+            f"; stragglers: rank {format_ranks(summary['stragglers'])}"
+            if summary["stragglers"]
+            else ""
+        ),
+        *(
+            [f"no record of rank {format_ranks(missing)}"]
+            if (missing := summary["ranks_without_record"])
+            else []
+        ),
     ]
     for node in summary["by_node"] if len(summary["by_node"]) > 1 else ():
         memory = format_bytes(node["memory_bytes"]["process"])
         speed = f"{node['samples_per_second']:,.0f} samples/s, {node['own_ms']:.1f} ms of their own"
-        lines.append(f"node {node['node']} ({node['host']}): rank {format_ranks(node['ranks'])}, {speed}, {memory}")
+        lines.append(
+            f"node {node['node']} ({node['host']}): rank {format_ranks(node['ranks'])}, "
+            f"{speed}, {memory}"
+        )
     rows = summary["by_rank"]
     if len(rows) > MAX_SHOWN_RANKS:
         rows = sorted(rows, key=lambda row: -row["own_ms"])[:MAX_SHOWN_RANKS]
-        lines.append(f"{MAX_SHOWN_RANKS} of {summary['ranks']} ranks are shown, those with most time of their own")
+        lines.append(
+            f"{MAX_SHOWN_RANKS} of {summary['ranks']} ranks are shown, those with most "
+            "time of their own"
+        )
     title = f"Fit over {summary['ranks']} ranks" if summary["ranks"] > 1 else "Fit"
     times = [name for name in rows[0] if name.endswith("_ms")]
     headings = [name.replace("_ms", " ms").replace("host_", "") for name in times]
     headings = ["rank", "host", "node", "local", "device", *headings, *rows[0]["memory_bytes"]]
     text = text_table(
-        [heading.replace("_", " ") for heading in headings], ["host", "device"], title=title, caption="\n".join(lines)
+        [heading.replace("_", " ") for heading in headings],
+        ["host", "device"],
+        title=title,
+        caption="\n".join(lines),
     )
     for row in rows:
         place = (str(row[name]) for name in ("rank", "host", "node", "local_rank", "device"))

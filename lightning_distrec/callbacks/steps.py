@@ -1,6 +1,7 @@
 """Measures the steps of a fit for callbacks: begin, end and spans of each, and when to log.
 
-A step is one batch. It begins at the end of the previous batch, so that it includes fetching; validation is excluded.
+A step is one batch. It begins at the end of the previous batch, so that it includes fetching;
+validation is excluded.
 """
 
 import time
@@ -48,7 +49,8 @@ class StepClock:
 
     def begin(self) -> None:
         """Begin a step now; the time since the end of the last one belongs to no step."""
-        # process_time counts CPU time of all threads: also those of autograd, gloo and data loading in this process.
+        # process_time counts CPU time of all threads: also those of autograd, gloo and data loading
+        # in this process.
         self._begin, self._cpu_begin = time.perf_counter(), time.process_time()
         self._paused_seconds, self._paused_at, self._spans = 0.0, None, []
 
@@ -60,13 +62,15 @@ class StepClock:
         """Continue after `pause`."""
         if self._paused_at is not None:
             self._paused_seconds += time.perf_counter() - self._paused_at
-            # A step's CPU time is one difference of two readings, so its begin moves on by what the pause took.
+            # A step's CPU time is one difference of two readings, so its begin moves on by what the
+            # pause took.
             self._cpu_begin += time.process_time() - self._cpu_paused
             self._paused_at = None
 
     def end(self) -> Step:
         """End the step and begin the next."""
-        # One reading of the clock ends a step and begins the next, so that no time is lost between them.
+        # One reading of the clock ends a step and begins the next, so that no time is lost between
+        # them.
         begin, paused, spans, cpu = self._begin, self._paused_seconds, self._spans, self._cpu_begin
         self.begin()
         return Step(begin, self._begin, self._begin - begin - paused, spans, self._cpu_begin - cpu)
@@ -98,7 +102,9 @@ class Stoppable(Callback):
         self.stop()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self.stop()
 
     @override
@@ -107,7 +113,8 @@ class Stoppable(Callback):
 
 
 class Clocked(Stoppable):
-    """A callback with a `clock` that pauses during validation and stops when training ends or fails."""
+    """A callback with a `clock` that pauses during validation and stops when training ends or
+    fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +139,8 @@ class Clocked(Stoppable):
 
 
 def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
-    """Split spans so that each moment belongs to one of them, the one that began last; in order of time.
+    """Split spans so that each moment belongs to one of them, the one that began last; in order of
+    time.
 
     A wait inside of forward is then not part of forward.
     """
@@ -153,7 +161,8 @@ def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
                 open_spans.pop()
         position = moment
 
-    # Spans arrive by their ends. Of two that begin together the longer one contains the other, so it opens first.
+    # Spans arrive by their ends. Of two that begin together the longer one contains the other, so
+    # it opens first.
     for span in sorted(spans, key=lambda s: (s.begin, -s.end)):
         until(span.begin)
         open_spans.append(span)
@@ -162,16 +171,20 @@ def exclusive_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def seconds_by_span(step: Step) -> dict[str, float]:
-    """Return name -> seconds of the step in spans of this name, without the spans nested in them."""
+    """Return name -> seconds of the step in spans of this name, without the spans nested in
+    them."""
     seconds: dict[str, float] = {}
     for span in exclusive_spans(step.spans):
         # A span counts in the step in which it ends, with its time in that step alone.
-        seconds[span.name] = seconds.get(span.name, 0.0) + max(span.end - max(span.begin, step.begin), 0.0)
+        seconds[span.name] = seconds.get(span.name, 0.0) + max(
+            span.end - max(span.begin, step.begin), 0.0
+        )
     return seconds
 
 
 class LogTimes:
-    """Decides when to log: every `Trainer(log_every_n_steps)` optimizer steps, as Lightning does."""
+    """Decides when to log: every `Trainer(log_every_n_steps)` optimizer steps, as Lightning
+    does."""
 
     def __init__(self) -> None:
         self.start()
@@ -181,10 +194,12 @@ class LogTimes:
         self._last = -1
 
     def due(self, trainer: Trainer) -> bool:
-        """Return whether to log at the end of this batch; once per step when gradients accumulate over batches."""
+        """Return whether to log at the end of this batch; once per step when gradients accumulate
+        over batches."""
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set at run time
         step = batches_that_stepped(trainer)
-        # Lightning raises the number after the batch that steps: batches of one accumulation have the same number.
+        # Lightning raises the number after the batch that steps: batches of one accumulation have
+        # the same number.
         if not every or step == self._last or (step + 1) % every:
             return False
         self._last = step
@@ -192,7 +207,8 @@ class LogTimes:
 
 
 def log(trainer: Trainer, numbers: dict[str, float]) -> None:
-    """Log `numbers` with every logger of the trainer, at the step at which Lightning logs this batch."""
+    """Log `numbers` with every logger of the trainer, at the step at which Lightning logs this
+    batch."""
     step = batches_that_stepped(trainer)
     for logger in trainer.loggers:
         logger.log_metrics(numbers, step=step)

@@ -1,4 +1,5 @@
-"""Callbacks for embedding tables: write their plan, log how mapped ids fill them, and keep their rows at a norm."""
+"""Callbacks for embedding tables: write their plan, log how mapped ids fill them, and keep their
+rows at a norm."""
 
 import importlib.util
 import io
@@ -18,11 +19,12 @@ from lightning_distrec.errors import ConfigError, missing_package
 
 
 class PlanLogger(Callback):
-    """Writes the sharding plan and its costs when a fit begins: plan.html, and figures for the loggers.
+    """Writes the sharding plan and its costs when a fit begins: plan.html, and figures for the
+    loggers.
 
-    Loggers that accept images (TensorBoard, Weights & Biases) get the figures; without such a logger they are files
-    next to the page. Rank 0 writes, which delays the first step by a few seconds. Figures need matplotlib; without it
-    the page has its tables only.
+    Loggers that accept images (TensorBoard, Weights & Biases) get the figures; without such a
+    logger they are files next to the page. Rank 0 writes, which delays the first step by a few
+    seconds. Figures need matplotlib; without it the page has its tables only.
 
     Args:
         path: the folder; None: that of the first logger, or the Trainer's default_root_dir.
@@ -35,38 +37,56 @@ class PlanLogger(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ConfigError on every rank if the folder is not a local one."""
-        folder = self._path or next((logger.save_dir for logger in trainer.loggers if logger.save_dir), None)
+        folder = self._path or next(
+            (logger.save_dir for logger in trainer.loggers if logger.save_dir), None
+        )
         folder = str(folder or trainer.default_root_dir)
         if "://" in folder:
-            raise ConfigError(f"PlanLogger: '{folder}' is not a local folder. Set PlanLogger(path=...).")
+            raise ConfigError(
+                f"PlanLogger: '{folder}' is not a local folder. Set PlanLogger(path=...)."
+            )
         if importlib.util.find_spec("matplotlib") is None:
-            rank_zero_warn(missing_package("matplotlib", "PlanLogger, for figures in plan.html and the loggers,"))
+            rank_zero_warn(
+                missing_package(
+                    "matplotlib", "PlanLogger, for figures in plan.html and the loggers,"
+                )
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the plan on rank 0. Raises ConfigError: the folder is not writable."""
-        trial = trainer.fast_dev_run  # type: ignore[attr-defined]  # set where Lightning's types do not look
+        # Set where Lightning's types do not look.
+        trial = trainer.fast_dev_run  # type: ignore[attr-defined]
         # Nothing below is a collective, so that other ranks may go on to the first step.
         if trial or not trainer.is_global_zero:
             return
         setup = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
         if setup is None:
-            rank_zero_warn("PlanLogger: no tables are sharded, so there is no plan. Use strategy='torchrec_sharded'.")
+            rank_zero_warn(
+                "PlanLogger: no tables are sharded, so there is no plan. Use "
+                "strategy='torchrec_sharded'."
+            )
             return
         loggers: list[Any] = trainer.loggers
         image_loggers = [
-            x for x in loggers if isinstance(x, TensorBoardLogger) or callable(getattr(x, "log_image", None))
+            x
+            for x in loggers
+            if isinstance(x, TensorBoardLogger) or callable(getattr(x, "log_image", None))
         ]
         folder = Path(self._path or _folder_of(trainer))
         try:
             pictures = setup.write_plan(folder, picture_files=not image_loggers)
         except OSError as error:
-            raise ConfigError(f"PlanLogger cannot write to '{folder}': {error}. Set another path.") from error
+            raise ConfigError(
+                f"PlanLogger cannot write to '{folder}': {error}. Set another path."
+            ) from error
         for logger in image_loggers:
             for name, data in pictures.items():
                 pixels, step = _pixels(data), trainer.global_step
                 if isinstance(logger, TensorBoardLogger):
-                    logger.experiment.add_image(f"plan/{name}", pixels, global_step=step, dataformats="HWC")
+                    logger.experiment.add_image(
+                        f"plan/{name}", pixels, global_step=step, dataformats="HWC"
+                    )
                 else:
                     logger.log_image(key=f"plan/{name}", images=[pixels])
         rank_zero_info(f"PlanLogger: wrote the sharding plan to {folder / 'plan.html'}.")
@@ -93,9 +113,10 @@ def _pixels(png: bytes) -> Any:
 class DynamicIds(Callback):
     """Logs, for each table that maps ids to rows, over all ranks:
 
-    `dynamic_ids/<table>/occupancy`, the share of rows that an id has for itself; `dynamic_ids/<table>/collisions`, the
-    share of the distinct ids that were looked up since the last entry and share a row; `dynamic_ids/<table>/evictions`,
-    the rows that were taken from an id since then.
+    `dynamic_ids/<table>/occupancy`, the share of rows that an id has for itself;
+    `dynamic_ids/<table>/collisions`, the share of the distinct ids that were looked up since the
+    last entry and share a row; `dynamic_ids/<table>/evictions`, the rows that were taken from an id
+    since then.
     """
 
     def __init__(self) -> None:
@@ -109,7 +130,8 @@ class DynamicIds(Callback):
         self._last_numbers = self._numbers(trainer)
         if not self._last_numbers:
             rank_zero_warn(
-                "DynamicIds: no table maps ids to rows, so there is nothing to log. Use strategy='torchrec_sharded' "
+                "DynamicIds: no table maps ids to rows, so there is nothing to log. Use "
+                "strategy='torchrec_sharded' "
                 "with tables={'<name>': {'ids': 'dynamic'}}, or remove the callback."
             )
 
@@ -117,8 +139,8 @@ class DynamicIds(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # The counts are a collective. All ranks have the same tables and number of steps, so all return here or none
-        # does.
+        # The counts are a collective. All ranks have the same tables and number of steps, so all
+        # return here or none does.
         if not self._last_numbers or not self._log_times.due(trainer):
             return
         # The mapping counts from its beginning on; an entry is about the time since the one before.
@@ -126,7 +148,9 @@ class DynamicIds(Callback):
         for table, (rows, occupied, looked_up, shared, evicted) in numbers.items():
             _, _, looked_up_before, shared_before, evicted_before = self._last_numbers[table]
             entry[f"dynamic_ids/{table}/occupancy"] = occupied / rows
-            entry[f"dynamic_ids/{table}/collisions"] = (shared - shared_before) / max(1, looked_up - looked_up_before)
+            entry[f"dynamic_ids/{table}/collisions"] = (shared - shared_before) / max(
+                1, looked_up - looked_up_before
+            )
             entry[f"dynamic_ids/{table}/evictions"] = float(evicted - evicted_before)
         self._last_numbers = numbers
         log(trainer, entry)
@@ -138,7 +162,8 @@ class DynamicIds(Callback):
 
 
 class NormalizeRows(Callback):
-    """Scales rows after every training batch, exactly also where tables are sharded, by rows or by columns.
+    """Scales rows after every training batch, exactly also where tables are sharded, by rows or by
+    columns.
 
     Args:
         parameters: names of weights in the module, such as ["items.weight"], each (num_rows, dim).
@@ -148,7 +173,9 @@ class NormalizeRows(Callback):
 
     def __init__(self, parameters: list[str], max_norm: float | None = None) -> None:
         if isinstance(parameters, str) or not parameters:
-            raise ConfigError(f"NormalizeRows: parameters={parameters!r}: a list of names of weights is needed.")
+            raise ConfigError(
+                f"NormalizeRows: parameters={parameters!r}: a list of names of weights is needed."
+            )
         if max_norm is not None and max_norm <= 0:
             raise ConfigError(f"NormalizeRows: max_norm={max_norm} must be above 0.")
         self._names, self._max_norm = parameters, max_norm
@@ -160,9 +187,11 @@ class NormalizeRows(Callback):
         for name in self._names:
             if name not in parameters:
                 raise ConfigError(
-                    f"NormalizeRows: the module has no parameter '{name}'; it has {', '.join(parameters)}."
+                    f"NormalizeRows: the module has no parameter '{name}'; it has "
+                    f"{', '.join(parameters)}."
                 )
-            # By attributes, since callbacks know no strategies: under ddp_tuned there is nothing to refuse.
+            # By attributes, since callbacks know no strategies: under ddp_tuned there is nothing to
+            # refuse.
             if refuse := getattr(trainer.strategy, "refuse_to_scale", None):
                 refuse(name, self._max_norm)
 
@@ -172,7 +201,8 @@ class NormalizeRows(Callback):
     ) -> None:
         scale_table = getattr(trainer.strategy, "scale_rows", None)
         for name in self._names:
-            # A sharded table's weight is not in the module as a tensor of all rows: the strategy scales its shards.
+            # A sharded table's weight is not in the module as a tensor of all rows: the strategy
+            # scales its shards.
             # False: it is no sharded table.
             if scale_table is None or not scale_table(name, self._max_norm):
                 scale_rows(pl_module.get_parameter(name).detach(), self._max_norm)
@@ -183,4 +213,6 @@ def scale_rows(weight: Tensor, max_norm: float | None) -> None:
     """Scale the rows of `weight`, (num_rows, dim), in place; see NormalizeRows."""
     # 1e-12 is the eps of torch.nn.functional.normalize: rows of zeros stay zeros.
     norms = torch.linalg.vector_norm(weight, dim=1, keepdim=True)
-    weight.mul_((max_norm / norms.clamp_min(1e-12)).clamp(max=1.0)) if max_norm else weight.div_(norms.clamp_min(1e-12))
+    weight.mul_((max_norm / norms.clamp_min(1e-12)).clamp(max=1.0)) if max_norm else weight.div_(
+        norms.clamp_min(1e-12)
+    )

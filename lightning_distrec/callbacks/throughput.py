@@ -19,7 +19,8 @@ from lightning_distrec.units import scaled
 class SampleCounter:
     """Counts the samples of one loader's batches.
 
-    path: see `Throughput.samples_from`. source: what counts, for the warning that a number is unknown.
+    path: see `Throughput.samples_from`. source: what counts, for the warning that a number is
+    unknown.
     """
 
     def __init__(self, path: str | None = None, source: str = "") -> None:
@@ -30,7 +31,8 @@ class SampleCounter:
         """Why the number is unknown; "" where it is not."""
 
     def start(self, loaders: Any, datamodule: Any = None) -> None:
-        """Begin with the first batch. loaders: those of a fit, in any nesting; datamodule: may have a `batch_size`."""
+        """Begin with the first batch. loaders: those of a fit, in any nesting; datamodule: may have
+        a `batch_size`."""
         sources = [*(loader for _, loader in named_leaves(loaders)), datamodule]
         sources += [getattr(source, "batch_sampler", None) for source in sources]
         sizes = {getattr(source, "batch_size", None) for source in sources}
@@ -45,14 +47,16 @@ class SampleCounter:
         value = batch if self._path is None else value_at(batch, self._path, "samples_from")
         leaves = [leaf for _, leaf in named_leaves(value)]
         for leaf in leaves:
-            # Where keys have strides of their own, none of them is known to be the number of samples.
+            # Where keys have strides of their own, none of them is known to be the number of
+            # samples.
             if is_keyed(leaf) and not leaf.variable_stride_per_key():
                 return int(leaf.stride())
         sizes = [int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
         if len(set(sizes)) == 1:
             return sizes[0]
-        # The last batch of an epoch is smaller than the loader's size: the place is that of the first batch. The last
-        # place that fits, since as many ids as examples may come by chance, and labels come after ids.
+        # The last batch of an epoch is smaller than the loader's size: the place is that of the
+        # first batch. The last place that fits, since as many ids as examples may come by chance,
+        # and labels come after ids.
         if self._place is None:
             places = [place for place, size in enumerate(sizes) if size in self._batch_sizes]
             self._place = places[-1] if places else None
@@ -66,9 +70,11 @@ class SampleCounter:
             return
         tensors = f"have different first dims, {sizes}, and none is the loader's batch size"
         self.problem = (
-            f"samples per second are not measured: the tensors of the batch ({description}) {tensors}. "
+            f"samples per second are not measured: the tensors of the batch ({description}) "
+            f"{tensors}. "
             if sizes
-            else f"samples per second are not measured: the batch ({description}) contains no tensor. "
+            else f"samples per second are not measured: the batch ({description}) contains no "
+            "tensor. "
         ) + "Set samples_from to a tensor whose first dim is the number of samples."
         if self._source:
             rank_zero_warn(f"{self._source}: {self.problem}")
@@ -92,14 +98,17 @@ def value_at(batch: Any, path: str, option: str) -> Any:
         except (KeyError, IndexError, AttributeError):
             keys = [str(key) for key in value] if isinstance(value, Mapping) else []
             raise ConfigError(
-                f"{option}='{path}': there is no '{name}' in {_describe(value)}{did_you_mean(name, keys)}"
+                f"{option}='{path}': there is no '{name}' in "
+                f"{_describe(value)}{did_you_mean(name, keys)}"
             ) from None
     return value
 
 
 def _describe(value: Any) -> str:
     content = ", ".join(map(str, value)) if isinstance(value, Mapping) else ""
-    content = f"{len(value)}: name a position from 0" if isinstance(value, (list, tuple)) else content
+    content = (
+        f"{len(value)}: name a position from 0" if isinstance(value, (list, tuple)) else content
+    )
     return f"a {type(value).__name__}" + (f" of {content}" if content else "")
 
 
@@ -110,16 +119,21 @@ WINDOW = 50
 
 
 class Throughput(Clocked):
-    """Shows samples per second in the progress bar, and logs them with the time that each phase of a step takes.
+    """Shows samples per second in the progress bar, and logs them with the time that each phase of
+    a step takes.
 
-    Only rank 0 measures, with the host's clock, without collectives and without waiting for the GPU. Samples per second
-    are those of rank 0 times the number of ranks. The phases are logged under strategies that emit spans.
+    Only rank 0 measures, with the host's clock, without collectives and without waiting for the
+    GPU. Samples per second are those of rank 0 times the number of ranks. The phases are logged
+    under strategies that emit spans.
 
     Args:
-        samples_from: where in the batch to count samples, as keys, positions or attributes joined by dots: "label",
-            "0.features". The number is the first dim of the tensor there, or the stride of the KeyedJaggedTensor.
-            None: the first KeyedJaggedTensor of the batch, else the one size of all tensors, else the tensor that is as
-            long as the loader's batch_size. Where none of these holds, samples per second are not measured.
+        samples_from: where in the batch to count samples, as keys, positions or attributes joined
+        by dots: "label",
+            "0.features". The number is the first dim of the tensor there, or the stride of the
+            KeyedJaggedTensor.
+            None: the first KeyedJaggedTensor of the batch, else the one size of all tensors, else
+            the tensor that is as long as the loader's batch_size. Where none of these holds,
+            samples per second are not measured.
     """
 
     def __init__(self, samples_from: str | None = None) -> None:
@@ -132,7 +146,8 @@ class Throughput(Clocked):
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The current numbers by their names in the loggers; empty before the first step, and on ranks other than 0."""
+        """The current numbers by their names in the loggers; empty before the first step, and on
+        ranks other than 0."""
         if not self._steps:
             return {}
         per_step_ms = 1000 / len(self._steps)
@@ -143,7 +158,10 @@ class Throughput(Clocked):
         if totals:
             # Exclusive spans can be added up: the rest of the step is in none of them.
             totals["other"] = seconds - sum(totals.values())
-        numbers = {f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms for name, total in totals.items()}
+        numbers = {
+            f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms
+            for name, total in totals.items()
+        }
         if (samples_per_second := self._samples_per_second()) is not None:
             numbers[SAMPLES_PER_SECOND] = samples_per_second
         return {STEP_MS: seconds * per_step_ms} | numbers
@@ -151,7 +169,11 @@ class Throughput(Clocked):
     def _samples_per_second(self) -> float | None:
         seconds = sum(step.seconds for step, _ in self._steps)
         samples = [number for _, number in self._steps if number is not None]
-        return sum(samples) * self._num_ranks / seconds if seconds and len(samples) == len(self._steps) else None
+        return (
+            sum(samples) * self._num_ranks / seconds
+            if seconds and len(samples) == len(self._steps)
+            else None
+        )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -169,14 +191,16 @@ class Throughput(Clocked):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Every rank counts the samples of its first batch: a wrong samples_from must fail on all of them.
+        # Every rank counts the samples of its first batch: a wrong samples_from must fail on all of
+        # them.
         first, self._counted = not self._counted, True
         samples = self._counter.count(batch) if first or self.clock.running else None
         if not self.clock.running:
             return
         self._steps.append((self.clock.end(), samples))
         if (samples_per_second := self._samples_per_second()) is not None:
-            # Not by self.log(prog_bar=True), which would make a tensor on the device and wait for it.
+            # Not by self.log(prog_bar=True), which would make a tensor on the device and wait for
+            # it.
             show_in_progress_bar(trainer, "samples/s", format_count(samples_per_second))
         if self._log_times.due(trainer):
             log(trainer, self.numbers)

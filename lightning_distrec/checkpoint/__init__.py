@@ -1,1 +1,2 @@
-"""A sharded module's checkpoints: written into folders by all ranks, and read on any number of ranks."""
+"""A sharded module's checkpoints: written into folders by all ranks, and read on any number of
+ranks."""

@@ -1,7 +1,8 @@
 """A checkpoint on disk, a folder or a file: under its final name only once it is complete.
 
-It is written in a folder of a temporary name next to it; the marker, which lists every file, is written last; then the
-folder, or the one file in it, is renamed. So whenever a process or machine stops, what has its name is complete.
+It is written in a folder of a temporary name next to it; the marker, which lists every file, is
+written last; then the folder, or the one file in it, is renamed. So whenever a process or machine
+stops, what has its name is complete.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from lightning_distrec.errors import CheckpointError
 
 MARKER = "complete.json"
 CHECKSUMS = "crc32"
-"""Key in the marker: name of each file -> its checksum; early ones have those of files alone that hold none."""
+"""Key in the marker: name of each file -> its checksum; early ones have those of files alone that
+hold none."""
 MARKER_CHECKSUM = "marker_crc32"
 """Key in the marker: the checksum of the rest of it."""
 FORMAT = 1
@@ -38,23 +40,30 @@ _LOCK = ".lock"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a complete checkpoint: a folder with its marker, or a file, whose name it gets in the end."""
+    """Whether `path` is a complete checkpoint: a folder with its marker, or a file, whose name it
+    gets in the end."""
     return path.is_file() or (path / MARKER).is_file()
 
 
 def read_marker(path: Path) -> dict[str, Any]:
-    """Return what the marker says. Raises CheckpointError: the folder is incomplete, damaged, or of a later format."""
+    """Return what the marker says. Raises CheckpointError: the folder is incomplete, damaged, or of
+    a later format."""
     try:
         if not (path / MARKER).is_file():
             raise OSError
         marker = json.loads((path / MARKER).read_text())
     except OSError:
         raise CheckpointError(
-            f"{path} is not a complete checkpoint: {MARKER}, which is written last, is missing. Use an earlier one."
+            f"{path} is not a complete checkpoint: {MARKER}, which is written last, is missing. "
+            "Use an earlier one."
         ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / MARKER} is damaged: {error}.") from None
-    if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict) or "format" not in marker:
+    if (
+        not isinstance(marker, dict)
+        or not isinstance(marker.get("files"), dict)
+        or "format" not in marker
+    ):
         raise CheckpointError(f"{path / MARKER} is damaged: it does not list the files.")
     check_format(path, marker["format"])
     if marker.pop(MARKER_CHECKSUM, None) not in (None, marker_crc32(marker)):
@@ -64,12 +73,16 @@ def read_marker(path: Path) -> dict[str, Any]:
         if type(size) is not int:
             raise CheckpointError(f"{path / MARKER} is damaged: it has no size for {name!r}.")
         try:
-            actual_size = (path / name).stat().st_size if _is_bare(name) and (path / name).is_file() else None
+            actual_size = (
+                (path / name).stat().st_size if _is_bare(name) and (path / name).is_file() else None
+            )
         except (OSError, ValueError):  # no name for a file
             actual_size = None
         if actual_size != size:
             problem = "is missing" if actual_size is None else f"has {actual_size:,} bytes"
-            raise CheckpointError(f"{path} is damaged: {name} {problem}, and should have {size:,} bytes.")
+            raise CheckpointError(
+                f"{path} is damaged: {name} {problem}, and should have {size:,} bytes."
+            )
     return marker
 
 
@@ -81,17 +94,27 @@ def marker_crc32(marker: dict[str, Any]) -> int:
 def check_format(path: Path, version: Any) -> None:
     """Raise CheckpointError: a checkpoint has another format than FORMAT."""
     if version != FORMAT:
-        problem = f"{path} has format {version}, and this version of lightning_distrec reads format {FORMAT}."
+        problem = (
+            f"{path} has format {version}, and this version of lightning_distrec reads "
+            f"format {FORMAT}."
+        )
         raise CheckpointError(f"{problem} Install the version that wrote it, or a later one.")
 
 
 def _is_bare(name: Any) -> bool:
-    # Names in a marker may be forged: none leads out of the folder, and the system's calls refuse NUL bytes.
-    return isinstance(name, str) and os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
+    # Names in a marker may be forged: none leads out of the folder, and the system's calls refuse
+    # NUL bytes.
+    return (
+        isinstance(name, str)
+        and os.path.basename(name) == name
+        and name not in ("", ".", "..")
+        and "\0" not in name
+    )
 
 
 class UnfinishedFolder:
-    """A folder that is being written under a temporary name; a lock, which ends with a process, shows its writer."""
+    """A folder that is being written under a temporary name; a lock, which ends with a process,
+    shows its writer."""
 
     def __init__(self, final: Path) -> None:
         self._final = final
@@ -103,7 +126,8 @@ class UnfinishedFolder:
         self._lock: int | None = None
         try:
             self._lock = os.open(new / _LOCK, os.O_CREAT | os.O_RDWR)
-            # The kernel releases it when the process dies, however it dies; a file with a process id would stay.
+            # The kernel releases it when the process dies, however it dies; a file with a process
+            # id would stay.
             with contextlib.suppress(OSError):  # file systems without locks: see _has_writer
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self.path)
@@ -113,35 +137,45 @@ class UnfinishedFolder:
             raise
 
     def complete(self, marker: dict[str, Any]) -> None:
-        """Write the marker, with the list of files, and rename the folder. A checkpoint of that name is replaced.
+        """Write the marker, with the list of files, and rename the folder. A checkpoint of that
+        name is replaced.
 
         marker: with the checksums of files that are known; the others are read.
         """
-        files = {file.name: file.stat().st_size for file in sorted(self.path.iterdir()) if file.name != _LOCK}
+        files = {
+            file.name: file.stat().st_size
+            for file in sorted(self.path.iterdir())
+            if file.name != _LOCK
+        }
         missing = files.keys() - marker.get(CHECKSUMS, {}).keys()
         crc32 = {name: read_crc32(self.path / name, 0, files[name]) for name in missing}
         content = {"format": FORMAT, "name": self._final.name, **marker, "files": files}
         content[CHECKSUMS] = {**marker.get(CHECKSUMS, {}), **crc32}
-        # The marker goes last: it lists files that are on disk already, and without it a folder is no checkpoint.
+        # The marker goes last: it lists files that are on disk already, and without it a folder is
+        # no checkpoint.
         signed = {**content, MARKER_CHECKSUM: marker_crc32(content)}
         write_file(self.path / MARKER, json.dumps(signed, indent=1).encode())
         fsync(self.path)
         # lexists: a broken link of that name is in the way, too.
         if os.path.lexists(self._final):
-            # Exchanged, not removed and renamed: at no moment is there neither the old checkpoint nor the new one.
+            # Exchanged, not removed and renamed: at no moment is there neither the old checkpoint
+            # nor the new one.
             _exchange(self.path, self._final)
             fsync(self._final.parent)
             remove(self.path)
         else:
             os.rename(self.path, self._final)
-            # A rename is on disk only with the folder that it is in: a crash might undo it otherwise.
+            # A rename is on disk only with the folder that it is in: a crash might undo it
+            # otherwise.
             fsync(self._final.parent)
-        # Only now: without its lock file, an unfinished folder would look abandoned to another job's clean_up.
+        # Only now: without its lock file, an unfinished folder would look abandoned to another
+        # job's clean_up.
         (self._final / _LOCK).unlink(missing_ok=True)
         self._unlock()
 
     def complete_as_file(self, name: str) -> None:
-        """Give the final name to a file of this folder, and remove the folder. What had that name is replaced."""
+        """Give the final name to a file of this folder, and remove the folder. What had that name
+        is replaced."""
         file = self.path / name
         fsync(file)
         if self._final.is_dir() and not self._final.is_symlink():
@@ -149,7 +183,8 @@ class UnfinishedFolder:
         else:
             os.replace(file, self._final)
         fsync(self._final.parent)
-        # An old checkpoint that was a folder has taken the file's place in here, and is removed along.
+        # An old checkpoint that was a folder has taken the file's place in here, and is removed
+        # along.
         self.abandon()
 
     def abandon(self) -> None:
@@ -164,28 +199,33 @@ class UnfinishedFolder:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: a folder, a file or a link. A folder is renamed first: a reader never finds half of one."""
+    """Remove a checkpoint: a folder, a file or a link. A folder is renamed first: a reader never
+    finds half of one."""
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
     if not path.exists():
         return
     if not path.name.startswith(UNFINISHED):
-        # The name goes first, in one step; deleting the files of a large checkpoint may take minutes.
+        # The name goes first, in one step; deleting the files of a large checkpoint may take
+        # minutes.
         path = path.rename(path.parent / f"{REMOVED}{uuid.uuid4().hex}")
-    # The marker first: after a crash in between, what is left does not count as a complete checkpoint.
+    # The marker first: after a crash in between, what is left does not count as a complete
+    # checkpoint.
     (path / MARKER).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
 
 def clean_up(parent: Path) -> list[Path]:
-    """Remove unfinished folders whose writers have died, and return their paths; complete ones get their name back."""
+    """Remove unfinished folders whose writers have died, and return their paths; complete ones get
+    their name back."""
     removed = []
     for path in parent.glob(f"{UNFINISHED}*") if parent.is_dir() else []:
         if _has_writer(path):
             continue
         final = _final_name(path)
-        # It died after the exchange or before the rename: all is on disk, and only the name is missing.
+        # It died after the exchange or before the rename: all is on disk, and only the name is
+        # missing.
         if final is not None and not os.path.lexists(parent / final):
             path.rename(parent / final)
             continue
@@ -200,7 +240,8 @@ def clean_up(parent: Path) -> list[Path]:
 
 
 def _final_name(leftover: Path) -> str | None:
-    """Return the name that a complete checkpoint should have; None for an incomplete or removed one."""
+    """Return the name that a complete checkpoint should have; None for an incomplete or removed
+    one."""
     if leftover.is_symlink() or leftover.name.startswith(REMOVED):
         return None
     try:
@@ -211,8 +252,8 @@ def _final_name(leftover: Path) -> str | None:
 
 
 def _has_writer(path: Path) -> bool:
-    # A folder that is complete, or being removed, has no lock file. Opened for writing as well: NFS turns flock into
-    # locks of byte ranges, and exclusive ones need that.
+    # A folder that is complete, or being removed, has no lock file. Opened for writing as well: NFS
+    # turns flock into locks of byte ranges, and exclusive ones need that.
     with contextlib.suppress(OSError), open(path / _LOCK, "r+b") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,7 +263,8 @@ def _has_writer(path: Path) -> bool:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Exchange two paths in one step, where the file system can; else there is a moment without `old`."""
+    """Exchange two paths in one step, where the file system can; else there is a moment without
+    `old`."""
     # Python has no function for it. Numbers of Linux: fcntl.h and linux/fs.h.
     AT_FDCWD, RENAME_EXCHANGE = -100, 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -231,7 +273,8 @@ def _exchange(new: Path, old: Path) -> None:
             return
         if ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(old))
-    # NFS and others cannot exchange. Killed in between, both folders are complete, and `clean_up` renames one back.
+    # NFS and others cannot exchange. Killed in between, both folders are complete, and `clean_up`
+    # renames one back.
     aside = old.parent / f"{UNFINISHED}{uuid.uuid4().hex}"
     os.rename(old, aside)
     os.rename(new, old)

@@ -1,6 +1,8 @@
-"""Checksums of a checkpoint's bytes: CRC-32 of whole files, and of the records that torch.save's archives are made of.
+"""Checksums of a checkpoint's bytes: CRC-32 of whole files, and of the records that torch.save's
+archives are made of.
 
-Bytes are read in blocks, each by one of the ranks, in a few threads; the checksums of blocks are combined.
+Bytes are read in blocks, each by one of the ranks, in a few threads; the checksums of blocks are
+combined.
 """
 
 import io
@@ -37,11 +39,15 @@ class ByteRange(NamedTuple):
 
 
 def changed_ranges(
-    ranges: Sequence[ByteRange], ranks: Ranks | None = None, on_progress: Callable[[int], None] = lambda size: None
+    ranges: Sequence[ByteRange],
+    ranks: Ranks | None = None,
+    on_progress: Callable[[int], None] = lambda size: None,
 ) -> set[str]:
-    """Collective, alone without `ranks`. Read the ranges, each rank some blocks; return the labels of what has changed.
+    """Collective, alone without `ranks`. Read the ranges, each rank some blocks; return the labels
+    of what has changed.
 
-    on_progress: called with numbers of bytes. Raises CheckpointError on every rank: they see other files.
+    on_progress: called with numbers of bytes. Raises CheckpointError on every rank: they see other
+    files.
     """
     blocks = [
         (number, start, min(BLOCK_BYTES, item.size - start))
@@ -51,23 +57,41 @@ def changed_ranges(
     local_crcs: list[int] = []
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         share = _share_of(blocks, *((ranks.rank, ranks.num_ranks) if ranks is not None else (0, 1)))
-        places = ((ranges[number].path, ranges[number].begin + start, size) for number, start, size in share)
-        for (*_, size), crc32 in zip(share, threads.map(lambda place: _readable_crc32(*place), places), strict=True):
+        places = (
+            (ranges[number].path, ranges[number].begin + start, size)
+            for number, start, size in share
+        )
+        for (*_, size), crc32 in zip(
+            share, threads.map(lambda place: _readable_crc32(*place), places), strict=True
+        ):
             local_crcs.append(crc32)
             on_progress(size)
     list_crc32 = zlib.crc32(repr([(item.label, *item[2:]) for item in ranges]).encode())
-    reports = ranks.all_gather([list_crc32, *local_crcs]) if ranks is not None else [[list_crc32, *local_crcs]]
+    reports = (
+        ranks.all_gather([list_crc32, *local_crcs])
+        if ranks is not None
+        else [[list_crc32, *local_crcs]]
+    )
     if any(report[0] != list_crc32 for report in reports):
-        raise CheckpointError(f"the ranks see different files in the place of {ranges[0].path if ranges else 'one'}.")
+        raise CheckpointError(
+            f"the ranks see different files in the place of {ranges[0].path if ranges else 'one'}."
+        )
     crcs = [0] * len(ranges)
-    for (number, _, size), crc32 in zip(blocks, (c for report in reports for c in report[1:]), strict=True):
+    for (number, _, size), crc32 in zip(
+        blocks, (c for report in reports for c in report[1:]), strict=True
+    ):
         # What cannot be read stays different from any checksum.
-        crcs[number] = -1 if crc32 < 0 or crcs[number] < 0 else combine_crc32(crcs[number], crc32, size)
+        crcs[number] = (
+            -1 if crc32 < 0 or crcs[number] < 0 else combine_crc32(crcs[number], crc32, size)
+        )
     return {item.label for item, crc32 in zip(ranges, crcs, strict=True) if item.crc32 != crc32}
 
 
-def _share_of(blocks: Sequence[tuple[int, int, int]], rank: int, num_ranks: int) -> list[tuple[int, int, int]]:
-    """Return blocks that follow each other: a rank's own file, where as many ranks load as have saved."""
+def _share_of(
+    blocks: Sequence[tuple[int, int, int]], rank: int, num_ranks: int
+) -> list[tuple[int, int, int]]:
+    """Return blocks that follow each other: a rank's own file, where as many ranks load as have
+    saved."""
     share, begin, total = [], 0, sum(size for *_, size in blocks)
     for block in blocks:
         if begin * num_ranks // total == rank:
@@ -98,7 +122,8 @@ def read_crc32(path: Path, begin: int, size: int) -> int:
 
 
 def combine_crc32(first: int, second: int, second_size: int) -> int:
-    """Return the checksum of bytes that are followed by `second_size` others. Source: zlib's crc32_combine."""
+    """Return the checksum of bytes that are followed by `second_size` others. Source: zlib's
+    crc32_combine."""
     return _multiply(_shift(second_size), first) ^ second
 
 
@@ -123,7 +148,8 @@ def _multiply(a: int, b: int) -> int:
 
 
 def read_archive(path: Path, begin: int = 0, size: int | None = None) -> list[ByteRange]:
-    """Return the records of an archive of torch.save that lies in a file, by their names, in the order of their places.
+    """Return the records of an archive of torch.save that lies in a file, by their names, in the
+    order of their places.
 
     size: None for all from `begin`. Raises CheckpointError: it is none, or its headers are damaged.
     """
@@ -133,7 +159,8 @@ def read_archive(path: Path, begin: int = 0, size: int | None = None) -> list[By
             with zipfile.ZipFile(io.BufferedReader(part)) as archive:
                 entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
                 records = [_record(path, part, entry) for entry in entries]
-    # Damaged headers may look encrypted (RuntimeError), or like a later version's (NotImplementedError, one as well).
+    # Damaged headers may look encrypted (RuntimeError), or like a later version's
+    # (NotImplementedError, one as well).
     except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path} is damaged: its archive cannot be read ({error}).") from None
     if len({record.label for record in records}) < len(records):
@@ -147,7 +174,10 @@ def _record(path: Path, part: "_Part", entry: zipfile.ZipInfo) -> ByteRange:
     header = part.read(30 + len(name))
     # torch takes a record's place from the header in front of it, and the rest from the directory.
     signature, method, name_size, extra_size = struct.unpack("<4s4xH16xHH", header[:30])
-    is_stored = method == entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+    is_stored = (
+        method == entry.compress_type == zipfile.ZIP_STORED
+        and entry.compress_size == entry.file_size
+    )
     begin = entry.header_offset + 30 + name_size + extra_size
     if signature != b"PK\3\4" or header[30:] != name or name_size != len(name) or not is_stored:
         raise zipfile.BadZipFile(f"the header of {entry.orig_filename!r} is not as it was written")
@@ -157,22 +187,28 @@ def _record(path: Path, part: "_Part", entry: zipfile.ZipInfo) -> ByteRange:
 
 
 def has_checksums(records: Sequence[ByteRange]) -> bool:
-    """Whether an archive was saved with checksums: torch.serialization.set_crc32_options(False) writes zeros."""
+    """Whether an archive was saved with checksums: torch.serialization.set_crc32_options(False)
+    writes zeros."""
     return any(record.crc32 for record in records)
 
 
 def archives_crc32(path: Path, places: Sequence[tuple[int, int]]) -> int:
-    """Return the checksum of a file of archives; of records it is taken from there, so that little is read.
+    """Return the checksum of a file of archives; of records it is taken from there, so that little
+    is read.
 
-    places: offset and length of each archive, which follow each other. Raises CheckpointError, OSError: unreadable.
+    places: offset and length of each archive, which follow each other. Raises CheckpointError,
+    OSError: unreadable.
     """
     crc32 = end = 0
     for offset, length in sorted(places):
         records = read_archive(path, offset, length)
-        # Of what lies between the records, headers and directories, and of records without a checksum.
+        # Of what lies between the records, headers and directories, and of records without a
+        # checksum.
         for record in records if has_checksums(records) else []:
             gap = record.begin - end
-            crc32 = combine_crc32(combine_crc32(crc32, read_crc32(path, end, gap), gap), record.crc32, record.size)
+            crc32 = combine_crc32(
+                combine_crc32(crc32, read_crc32(path, end, gap), gap), record.crc32, record.size
+            )
             end = record.begin + record.size
     remaining = path.stat().st_size - end
     return combine_crc32(crc32, read_crc32(path, end, remaining), remaining)
@@ -194,7 +230,9 @@ class _Part(io.RawIOBase):
 
     @override
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self.size}[whence])
+        self._place = max(
+            0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self.size}[whence]
+        )
         return self._place
 
     @override

@@ -1,4 +1,5 @@
-"""A checkpoint by difference: the rows of tables that have changed since a full checkpoint, laid over it when read."""
+"""A checkpoint by difference: the rows of tables that have changed since a full checkpoint, laid
+over it when read."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,12 @@ class Mark:
     series: str
     """What all checkpoints of one job say."""
     base_name: str = ""
-    """The folder of the full checkpoint that a difference is to be laid over, next to its own; "" for a full one."""
+    """The folder of the full checkpoint that a difference is to be laid over, next to its own; ""
+    for a full one."""
     base_id: str = ""
     changed: dict[str, int]
-    """Full name of a table -> rows that the difference has of it; the other tables are in it in full."""
+    """Full name of a table -> rows that the difference has of it; the other tables are in it in
+    full."""
     row_bits: int = 32
     """Bits a number of the rows; early versions wrote 8 as well, which was not exact."""
 
@@ -46,26 +49,38 @@ class Mark:
 
 
 def read_mark(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
-    """Return what a marker says, None for checkpoints of no series. Raises CheckpointError: it is damaged."""
+    """Return what a marker says, None for checkpoints of no series. Raises CheckpointError: it is
+    damaged."""
     fields = (marker or {}).get(INCREMENTAL)
     if fields is None:
         return None
     try:
         mark = Mark(**fields)
-        if not (mark.id and all(isinstance(t, str) for t in (mark.id, mark.series, mark.base_name, mark.base_id))):
+        if not (
+            mark.id
+            and all(
+                isinstance(t, str) for t in (mark.id, mark.series, mark.base_name, mark.base_id)
+            )
+        ):
             raise TypeError("no text")
-        # A marker is text that anyone may edit: its base must not lead out of the folder of the difference.
+        # A marker is text that anyone may edit: its base must not lead out of the folder of the
+        # difference.
         if os.path.basename(mark.base_name) != mark.base_name or not isinstance(mark.changed, dict):
             raise TypeError(f"a base {mark.base_name!r}")
     except TypeError as error:
-        raise CheckpointError(f"{path} is damaged: its marker says {fields!r} of its base ({error}).") from None
+        raise CheckpointError(
+            f"{path} is damaged: its marker says {fields!r} of its base ({error})."
+        ) from None
     if mark.row_bits != 32:
-        raise CheckpointError(f"{path} has its rows in {mark.row_bits!r} bits a number. Use the full checkpoint.")
+        raise CheckpointError(
+            f"{path} has its rows in {mark.row_bits!r} bits a number. Use the full checkpoint."
+        )
     return mark
 
 
 CHANGED = "__changed_rows__"
-"""Key of a dict in place of a tensor: the tensor's shards, of each where it lies, its changed rows, their numbers."""
+"""Key of a dict in place of a tensor: the tensor's shards, of each where it lies, its changed rows,
+their numbers."""
 ROW_IDS = "changed_row_ids"
 """Key in a difference: name -> numbers of the changed rows of a shard."""
 
@@ -93,9 +108,13 @@ class RowIds:
         """Return the numbers, (num_ids,). Raises CheckpointError: they are damaged."""
         ids = self._lazy.read().long()
         # First and last are enough, since the next check makes sure that the numbers ascend.
-        outside = ids.numel() and (int(ids[0]) < self._first or int(ids[-1]) >= self._first + self._count)
+        outside = ids.numel() and (
+            int(ids[0]) < self._first or int(ids[-1]) >= self._first + self._count
+        )
         if outside or bool((ids[1:] <= ids[:-1]).any()):
-            raise CheckpointError("a difference is damaged: the numbers of its rows are not as they were written.")
+            raise CheckpointError(
+                "a difference is damaged: the numbers of its rows are not as they were written."
+            )
         return ids
 
 
@@ -103,7 +122,12 @@ class PatchedTensor(LazyTensor):
     """A tensor of one checkpoint with rows of a later one in their places."""
 
     def __init__(self, base: LazyTensor, shards: Sequence[ShardRows]) -> None:
-        self._base, self._shards, self.shape, self.dtype = base, shards, tuple(base.shape), base.dtype
+        self._base, self._shards, self.shape, self.dtype = (
+            base,
+            shards,
+            tuple(base.shape),
+            base.dtype,
+        )
 
     @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
@@ -120,7 +144,8 @@ def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
     """Write the shard's rows into `target`, which lies in `box` of the tensor."""
     first, count = box[0][0], box[1][0]
     ids = shard.ids.numbers
-    # Ids ascend, see RowIds: those in a rectangle follow each other, and so do their rows in the file.
+    # Ids ascend, see RowIds: those in a rectangle follow each other, and so do their rows in the
+    # file.
     begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
     columns = shard.sizes[1:]
     for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):
@@ -134,7 +159,8 @@ def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
 
 
 class Difference(CheckpointFolder):
-    """A folder with the changed rows of tables, to be laid over the full checkpoint next to it that its mark names."""
+    """A folder with the changed rows of tables, to be laid over the full checkpoint next to it that
+    its mark names."""
 
     def __init__(self, path: Path, marker: dict[str, Any], mark: Mark) -> None:
         super().__init__(path, marker)
@@ -152,34 +178,44 @@ class Difference(CheckpointFolder):
     @override
     def ranges(self) -> list[ByteRange]:
         base = self._base()
-        base_ranges = [item._replace(label=f"{item.label} of its base {base.path.name}") for item in base.ranges()]
+        base_ranges = [
+            item._replace(label=f"{item.label} of its base {base.path.name}")
+            for item in base.ranges()
+        ]
         return [*super().ranges(), *base_ranges]
 
     def _base(self) -> CheckpointFolder:
         """Return the full checkpoint. Raises CheckpointError: it is not the one, or damaged."""
-        # Resolved, because last.ckpt may be a link into another folder, and the base lies next to its target.
+        # Resolved, because last.ckpt may be a link into another folder, and the base lies next to
+        # its target.
         path, base_path = self.path, self.path.resolve().parent / self._mark.base_name
         try:
             base = CheckpointFolder(base_path, read_marker(base_path))
             mark = read_mark(base_path, base.marker)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{path} is a difference, and its base {base_path} cannot be read: {error} Keep the two in one folder."
+                f"{path} is a difference, and its base {base_path} cannot be read: {error} Keep "
+                "the two in one folder."
             ) from error
         if mark is None or mark.id != self._mark.base_id:
             raise CheckpointError(
-                f"{path} is a difference, and {base_path} is not its base but another checkpoint of that name."
+                f"{path} is a difference, and {base_path} is not its base but another checkpoint "
+                "of that name."
             )
         return base
 
     def _lay_over_base(self, loaded: Loaded, pickles: bool) -> Loaded:
         """Return a checkpoint with tensors of its base where the difference has some rows only."""
         path, base = self.path, self._base()
-        # Handles of the base's large tensors: nothing of them is read before a rank asks for its rectangle.
+        # Handles of the base's large tensors: nothing of them is read before a rank asks for its
+        # rectangle.
         base_tensors = collect_tensors(base.contents(pickles).checkpoint)
         try:
-            ids = {name: as_lazy(value) for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items()}
-            # Weights and optimizer state of a shard have their ids in common; these are read once for all.
+            ids = {
+                name: as_lazy(value) for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items()
+            }
+            # Weights and optimizer state of a shard have their ids in common; these are read once
+            # for all.
             read_ids: dict[str, RowIds] = {}
 
             def patch(item: Any, place: str) -> Any:
@@ -187,20 +223,30 @@ class Difference(CheckpointFolder):
                     return map_nested(item, place, patch)
                 base_tensor = base_tensors.get(place)
                 if base_tensor is None or tuple(base_tensor.shape) != tuple(item["shape"]):
-                    raise CheckpointError(f"{path} is a difference of '{place}', which its base {base.path} has not.")
+                    raise CheckpointError(
+                        f"{path} is a difference of '{place}', which its base {base.path} has not."
+                    )
                 shards = [_shard_rows(shard, ids, read_ids) for shard in item[CHANGED]]
                 return PatchedTensor(base_tensor, shards)
 
             checkpoint: dict[str, Any] = patch(loaded.checkpoint, "")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: its rows are not as they were written ({error!r}).") from error
+            raise CheckpointError(
+                f"{path} is damaged: its rows are not as they were written ({error!r})."
+            ) from error
         return replace(loaded, checkpoint=checkpoint)
 
 
-def _shard_rows(shard: Mapping[str, Any], ids: Mapping[str, Any], read_ids: dict[str, RowIds]) -> ShardRows:
+def _shard_rows(
+    shard: Mapping[str, Any], ids: Mapping[str, Any], read_ids: dict[str, RowIds]
+) -> ShardRows:
     offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
     rows, numbers = as_lazy(shard["rows"]), ids[name]
-    if rows is None or tuple(rows.shape) != (*numbers.shape, *sizes[1:]) or len(offsets) != len(sizes):
+    if (
+        rows is None
+        or tuple(rows.shape) != (*numbers.shape, *sizes[1:])
+        or len(offsets) != len(sizes)
+    ):
         raise ValueError(f"rows of {offsets}")
     if name not in read_ids:
         read_ids[name] = RowIds(numbers, offsets[0], sizes[0])

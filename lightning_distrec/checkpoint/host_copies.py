@@ -1,7 +1,9 @@
-"""Copies of tensors on the host: full ones, gathered, and this rank's chunks, for a thread that writes them.
+"""Copies of tensors on the host: full ones, gathered, and this rank's chunks, for a thread that
+writes them.
 
-Chunks on a GPU go through a few slots of pinned memory into ordinary memory. torch rounds pinned memory up to powers of
-two and keeps it for ever, so that pinned shards would take up to twice their size. Not run on a GPU yet.
+Chunks on a GPU go through a few slots of pinned memory into ordinary memory. torch rounds pinned
+memory up to powers of two and keeps it for ever, so that pinned shards would take up to twice their
+size. Not run on a GPU yet.
 """
 
 import platform
@@ -31,7 +33,8 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTenso
 
     def copy(chunk: Chunk) -> Chunk:
         source = chunk.tensor.detach()
-        # Ordinary memory, as large as this rank's shards: pinned memory would never go back to the system.
+        # Ordinary memory, as large as this rank's shards: pinned memory would never go back to the
+        # system.
         host = torch.empty(source.shape, dtype=source.dtype)
         if gpu.is_on_gpu(source):
             ring.copy(source, host)
@@ -48,7 +51,8 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTenso
 
 
 class Ring:
-    """Slots of pinned memory that copies from a GPU go through: one is emptied on the host while others are filled."""
+    """Slots of pinned memory that copies from a GPU go through: one is emptied on the host while
+    others are filled."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         self._num_slots, self._slot_bytes = num_slots, slot_bytes
@@ -62,15 +66,21 @@ class Ring:
     def start(self, source: Tensor, target: Tensor) -> Any:
         """Start to copy bytes; return what `synchronize` of waits until they have arrived."""
         target.copy_(source, non_blocking=True)
-        # On the step's stream: kernels of the next step, which overwrite the source, wait in line behind the copy.
+        # On the step's stream: kernels of the next step, which overwrite the source, wait in line
+        # behind the copy.
         return torch.cuda.current_stream(source.device).record_event()
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy a tensor, which has all arrived after `finish` only. target: on the host, contiguous."""
+        """Copy a tensor, which has all arrived after `finish` only. target: on the host,
+        contiguous."""
         if not source.numel():
             return
-        source, target = (tensor.view(-1).view(torch.uint8) for tensor in (source.contiguous(), target))
-        for block, place in zip(source.split(self._slot_bytes), target.split(self._slot_bytes), strict=True):
+        source, target = (
+            tensor.view(-1).view(torch.uint8) for tensor in (source.contiguous(), target)
+        )
+        for block, place in zip(
+            source.split(self._slot_bytes), target.split(self._slot_bytes), strict=True
+        ):
             # New ones on first use: a rank with little to copy pins fewer slots.
             is_full = len(self._in_flight) == self._num_slots
             slot = self._empty() if is_full else self.new_slot(self._slot_bytes)
@@ -91,9 +101,11 @@ class Ring:
 
 
 def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: Any = None) -> Any:
-    """Collective. Return nested dicts and lists with full tensors in place of sharded ones, on the host of rank 0.
+    """Collective. Return nested dicts and lists with full tensors in place of sharded ones, on the
+    host of rank 0.
 
-    Other ranks get empty tensors in their place, but with `everywhere`. No device holds more than shards and a block.
+    Other ranks get empty tensors in their place, but with `everywhere`. No device holds more than
+    shards and a block.
     group: a gloo group to send them over, for a thread; None: the default group.
     Raises CheckpointError on every rank: a host has not enough free memory for those of its ranks.
     """
@@ -107,18 +119,26 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
 
     state = collect(state, "")
     host = platform.node()
-    # `everywhere` is the same on all ranks, so that all or none gather. Ranks of one host share its memory.
+    # `everywhere` is the same on all ranks, so that all or none gather. Ranks of one host share its
+    # memory.
     ranks_of_host = ranks.all_gather(host).count(host) if everywhere else int(ranks.rank == 0)
     needed = sum(map(num_bytes, sharded)) * ranks_of_host
 
     def check() -> None:
         if needed <= (free := free_host_bytes()):
             return
-        place, advice = "rank 0", "checkpoint={'distributed': True}, where each rank writes its own shards"
+        place, advice = (
+            "rank 0",
+            ("checkpoint={'distributed': True}, where each rank writes its own shards"),
+        )
         if everywhere:
-            place, advice = "every rank", "rank_0_only=True, or load a checkpoint into a new module in one process"
+            place, advice = (
+                "every rank",
+                ("rank_0_only=True, or load a checkpoint into a new module in one process"),
+            )
         raise CheckpointError(
-            f"full tensors on {place} need {needed:,} bytes of the host {host}, which has {free:,} free. Set {advice}."
+            f"full tensors on {place} need {needed:,} bytes of the host {host}, which has "
+            f"{free:,} free. Set {advice}."
         )
 
     # Before the first block: a rank that ran out of memory later would leave the others waiting.
@@ -126,7 +146,9 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
     boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in sharded])
     full = {
         # By identity: a ChunkedTensor of this list is what `collect` put into the state.
-        id(chunked): _send(chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, group, everywhere)
+        id(chunked): _send(
+            chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, group, everywhere
+        )
         for i, chunked in enumerate(sharded)
     }
 
@@ -134,14 +156,18 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
         return full[id(value)] if isinstance(value, ChunkedTensor) else map_nested(value, path, put)
 
     result = put(state, "")
-    # Functions that call themselves are in a cycle with what they use: tables would wait for the garbage collector.
+    # Functions that call themselves are in a cycle with what they use: tables would wait for the
+    # garbage collector.
     full.clear()
     sharded.clear()
     return result
 
 
-def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: Any, to_all: bool) -> Tensor:
-    """Collective. Return the full tensor, on rank 0's host or on all; an empty one on others. boxes: each rank's."""
+def _send(
+    chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: Any, to_all: bool
+) -> Tensor:
+    """Collective. Return the full tensor, on rank 0's host or on all; an empty one on others.
+    boxes: each rank's."""
     rank = ranks.rank
     receives = rank == 0 or to_all
     full = torch.empty(chunked.shape if receives else 0, dtype=chunked.dtype)
@@ -149,17 +175,25 @@ def _send(chunked: ChunkedTensor, boxes: list[list[Box]], ranks: Ranks, group: A
     local_chunks = {chunk.box: chunk.tensor for chunk in chunked.chunks}
     uses_gpu = ranks.num_ranks > 1 and group is None and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if uses_gpu else torch.device("cpu")
-    # All ranks walk the same boxes in the same order, so that sends, receives and broadcasts pair up.
+    # All ranks walk the same boxes in the same order, so that sends, receives and broadcasts pair
+    # up.
     for source, source_boxes in enumerate(boxes):
         for offsets, shape in source_boxes:
             for first, count in row_ranges(shape, chunked.dtype.itemsize):
                 box = (offsets[0] + first, *offsets[1:]), (count, *shape[1:])
-                block = local_chunks[offsets, shape][first : first + count] if source == rank else None
-                # Sends go from one rank to rank 0: the others take no part. With `to_all` every rank receives.
+                block = (
+                    local_chunks[offsets, shape][first : first + count] if source == rank else None
+                )
+                # Sends go from one rank to rank 0: the others take no part. With `to_all` every
+                # rank receives.
                 if block is None and not receives:
                     continue
                 # NCCL sends no tensors on the host.
-                rows = torch.empty(box[1], dtype=chunked.dtype, device=device) if block is None else block.to(device)
+                rows = (
+                    torch.empty(box[1], dtype=chunked.dtype, device=device)
+                    if block is None
+                    else block.to(device)
+                )
                 rows = rows.contiguous()
                 if to_all and ranks.num_ranks > 1:
                     dist.broadcast(rows, src=source, group=group)

@@ -1,7 +1,8 @@
 """Hyperparameters of any type: saved as Lightning saves them, and read without running code.
 
-A checkpoint is read by torch's reader of plain types, to which some harmless types are added. Objects of others become
-an `Unread`, which takes part in nothing, and may stand among hyperparameters alone.
+A checkpoint is read by torch's reader of plain types, to which some harmless types are added.
+Objects of others become an `Unread`, which takes part in nothing, and may stand among
+hyperparameters alone.
 """
 
 import io
@@ -19,11 +20,15 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_distrec.errors import CheckpointError
 
 EXTRA = "lightning_distrec"
-"""Key of what a file holds besides what Lightning writes: "format", "num_ranks", "versions", "plan", "files" (name ->
-content), "optimizers" (class and parameters' names of each) and "rank_states", one for each rank."""
+"""Key of what a file holds besides what Lightning writes: "format", "num_ranks", "versions",
+"plan", "files" (name -> content), "optimizers" (class and parameters' names of each) and
+"rank_states", one for each rank."""
 KINDS = (LightningModule, LightningDataModule)
-HYPERPARAMETERS = {kind.CHECKPOINT_HYPER_PARAMS_KEY: kind.CHECKPOINT_HYPER_PARAMS_TYPE for kind in KINDS}
-"""The keys of hyperparameters in a checkpoint, and of their type where that is one of OmegaConf's."""
+HYPERPARAMETERS = {
+    kind.CHECKPOINT_HYPER_PARAMS_KEY: kind.CHECKPOINT_HYPER_PARAMS_TYPE for kind in KINDS
+}
+"""The keys of hyperparameters in a checkpoint, and of their type where that is one of
+OmegaConf's."""
 HARMLESS = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
@@ -34,7 +39,15 @@ HARMLESS = {
     "omegaconf.dictconfig": ("DictConfig",),
     "omegaconf.listconfig": ("ListConfig",),
     "omegaconf.base": ("ContainerMetadata", "Metadata", "SCMode"),
-    "omegaconf.nodes": ("AnyNode", "StringNode", "IntegerNode", "FloatNode", "BooleanNode", "PathNode", "EnumNode"),
+    "omegaconf.nodes": (
+        "AnyNode",
+        "StringNode",
+        "IntegerNode",
+        "FloatNode",
+        "BooleanNode",
+        "PathNode",
+        "EnumNode",
+    ),
 }
 """Types whose objects are built from plain values, by module."""
 ATTRIBUTE_DICT = "lightning.fabric.utilities.data.AttributeDict"
@@ -59,7 +72,8 @@ class Unread:
 
 
 def left_out(type_name: str) -> Unread:
-    """Return what stands for an object of this type; checkpoints hold it where an object cannot be saved."""
+    """Return what stands for an object of this type; checkpoints hold it where an object cannot be
+    saved."""
     return _unread_type(type_name)()
 
 
@@ -68,7 +82,8 @@ def _unread_type(type_name: str) -> type[Unread]:
 
 
 def _known_type(name: str) -> Any:
-    """Return what stands for a global of a checkpoint: a harmless type itself, or a kind of `Unread`."""
+    """Return what stands for a global of a checkpoint: a harmless type itself, or a kind of
+    `Unread`."""
     module, _, attribute = name.rpartition(".")
     if name == ATTRIBUTE_DICT:
         return dict
@@ -78,12 +93,18 @@ def _known_type(name: str) -> Any:
         return _member
     if attribute in HARMLESS.get(module, ()):
         package = module.partition(".")[0]
-        return getattr(import_module(module), attribute) if find_spec(package) else _unread_type(name)
+        return (
+            getattr(import_module(module), attribute) if find_spec(package) else _unread_type(name)
+        )
     # Of a module that the program has imported: nothing of the checkpoint's choice is imported.
     resolved: Any = sys.modules.get(module)
     for part in attribute.split("."):
         resolved = getattr(resolved, part, None)
-    return resolved if isinstance(resolved, type) and issubclass(resolved, Enum) else _unread_type(name)
+    return (
+        resolved
+        if isinstance(resolved, type) and issubclass(resolved, Enum)
+        else _unread_type(name)
+    )
 
 
 def _member(kind: Any, name: Any) -> Any:
@@ -94,10 +115,11 @@ def _member(kind: Any, name: Any) -> Any:
 
 
 def load_safely(file: Any, load: Callable[..., Any] = torch.load, **options: Any) -> Any:
-    """Return what a file of torch.save holds, and `Unread` for hyperparameters whose types are not known.
+    """Return what a file of torch.save holds, and `Unread` for hyperparameters whose types are not
+    known.
 
-    file: a path or a file. load: as torch.load. Raises what torch.load(weights_only=True) raises: it holds something
-    else of another type, or is no such file.
+    file: a path or a file. load: as torch.load. Raises what torch.load(weights_only=True) raises:
+    it holds something else of another type, or is no such file.
     """
     try:
         return load(file, weights_only=True, **options)
@@ -119,10 +141,12 @@ def load_safely(file: Any, load: Callable[..., Any] = torch.load, **options: Any
 
 
 def read_file(path: Any, load: Callable[..., Any], **options: Any) -> Any:
-    """Return a checkpoint of ours that `load` has refused for its types, as `load_safely`; others raise as before."""
+    """Return a checkpoint of ours that `load` has refused for its types, as `load_safely`; others
+    raise as before."""
     content = load_safely(path, load, **options)
     if EXTRA not in content:
-        return load(path, weights_only=True, **options)  # of another program: as without this package
+        # of another program: as without this package
+        return load(path, weights_only=True, **options)
     return content
 
 
@@ -149,15 +173,21 @@ def unread_in(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def saved_form(name: str, value: Any) -> tuple[Any, str]:
-    """Return a hyperparameter as it is saved, and "" or why `load_from_checkpoint` does not give it back by itself."""
+    """Return a hyperparameter as it is saved, and "" or why `load_from_checkpoint` does not give it
+    back by itself."""
     buffer = io.BytesIO()
     type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     try:
         torch.save({"value": value}, buffer)
         with _allowed_types(buffer):
-            names = [kind for _, kind in unread_in(torch.load(buffer, weights_only=True, map_location="meta"))]
+            names = [
+                kind
+                for _, kind in unread_in(torch.load(buffer, weights_only=True, map_location="meta"))
+            ]
     except Exception as error:  # whatever pickling a user's object raises
-        return left_out(type_name), f"'{name}', a {type_name}, cannot be saved ({str(error).splitlines()[0]})"
+        return left_out(type_name), (
+            f"'{name}', a {type_name}, cannot be saved ({str(error).splitlines()[0]})"
+        )
     return value, f"'{name}' has {', '.join(dict.fromkeys(names))}" if names else ""
 
 
@@ -165,12 +195,16 @@ class CompleteOnly(dict[str, Any]):
     """Hyperparameters that Lightning may update, and read once none of them is an `Unread`."""
 
     def _check(self) -> None:
-        missing = {place.partition(".")[0]: kind for place, kind in unread_in(dict(super().items()))}
+        missing = {
+            place.partition(".")[0]: kind for place, kind in unread_in(dict(super().items()))
+        }
         if missing:
             described = ", ".join(f"'{name}' ({kind})" for name, kind in missing.items())
             raise CheckpointError(
-                f"the hyperparameters {described} are objects, and reading them would run code. Pass each by its name, "
-                f"load_from_checkpoint(path, {next(iter(missing))}=...); or, if you trust the checkpoint, all with "
+                f"the hyperparameters {described} are objects, and reading them would run code. "
+                "Pass each by its name, "
+                f"load_from_checkpoint(path, {next(iter(missing))}=...); or, if you trust the "
+                "checkpoint, all with "
                 "load_from_checkpoint(path, weights_only=False)."
             )
 
@@ -184,7 +218,8 @@ class CompleteOnly(dict[str, Any]):
 
 
 def with_complete_only(checkpoint: Any) -> Any:
-    """Return a checkpoint for load_from_checkpoint, which fails by name where hyperparameters are missing."""
+    """Return a checkpoint for load_from_checkpoint, which fails by name where hyperparameters are
+    missing."""
     for key in HYPERPARAMETERS:
         if isinstance(checkpoint, dict) and type(checkpoint.get(key)) is dict:
             checkpoint[key] = CompleteOnly(checkpoint[key])

@@ -1,4 +1,5 @@
-"""Handles of a checkpoint's tensors: what a rank needs of a tensor is read from the file, by the rectangle."""
+"""Handles of a checkpoint's tensors: what a rank needs of a tensor is read from the file, by the
+rectangle."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ class SafetensorsTensor(LazyTensor):
     def read_into(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             # A table that has grown asks for more rows than the file has: those stay as they are.
-            ends = [min(o + s, n) for o, s, n in zip(chunk.offsets, chunk.tensor.shape, self.shape, strict=True)]
+            ends = [
+                min(o + s, n)
+                for o, s, n in zip(chunk.offsets, chunk.tensor.shape, self.shape, strict=True)
+            ]
             box = tuple(slice(first, end) for first, end in zip(chunk.offsets, ends, strict=True))
             if all(s.stop > s.start for s in box):
                 values = self._slices[box]
@@ -73,15 +77,38 @@ class SafetensorsTensor(LazyTensor):
 
 
 DESCRIBES = frozenset({
-    *("shape", "dtype", "ndim", "layout", "requires_grad", "is_leaf", "is_sparse", "is_quantized", "is_nested", "grad"),
-    *("nbytes", "itemsize", "is_cuda", "size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous"),
+    *(
+        "shape",
+        "dtype",
+        "ndim",
+        "layout",
+        "requires_grad",
+        "is_leaf",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "grad",
+    ),
+    *(
+        "nbytes",
+        "itemsize",
+        "is_cuda",
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "stride",
+        "element_size",
+        "is_contiguous",
+    ),
     *("is_floating_point", "is_complex", "__len__", "__hash__"),
 })
 """Attributes and methods that read no values."""
 
 
 class UnreadTensor(Tensor):
-    """A tensor in a file: what copies all of it reads it into the copy; anything else reads it in full, once."""
+    """A tensor in a file: what copies all of it reads it into the copy; anything else reads it in
+    full, once."""
 
     lazy: LazyTensor
     full: Tensor | None
@@ -89,7 +116,9 @@ class UnreadTensor(Tensor):
     @staticmethod
     def of_lazy(lazy: LazyTensor) -> "UnreadTensor":
         """Return what stands for a handle."""
-        unread: Any = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta").as_subclass(UnreadTensor)
+        unread: Any = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta").as_subclass(
+            UnreadTensor
+        )
         unread.lazy, unread.full = lazy, None
         return unread  # type: ignore[no-any-return]
 
@@ -102,14 +131,24 @@ class UnreadTensor(Tensor):
                 return func(*args, **(kwargs or {}))
             if name in ("device", "is_meta", "is_cpu"):
                 return {"device": torch.device("cpu"), "is_meta": False, "is_cpu": True}[name]
-            if name == "copy_" and len(args) == 2 and not kwargs and isinstance(args[1], cls) and _is_read_into(*args):
+            if (
+                name == "copy_"
+                and len(args) == 2
+                and not kwargs
+                and isinstance(args[1], cls)
+                and _is_read_into(*args)
+            ):
                 return args[0]
             args, kwargs = apply_to_collection((args, kwargs or {}), cls, _full)
             return func(*args, **kwargs)
 
 
 def _is_read_into(target: Tensor, unread: UnreadTensor) -> bool:
-    is_same = target.shape == unread.shape and target.dtype == unread.dtype and target.device.type == "cpu"
+    is_same = (
+        target.shape == unread.shape
+        and target.dtype == unread.dtype
+        and target.device.type == "cpu"
+    )
     if unread.full is not None or not is_same or type(target) not in (Tensor, nn.Parameter):
         return False
     unread.lazy.read_into([Chunk((0,) * target.dim(), target.detach())])
@@ -123,7 +162,8 @@ def _full(unread: UnreadTensor) -> Tensor:
 
 
 def as_lazy(value: Any) -> LazyTensor | None:
-    """Return what can be read of `value` by the rectangle: a handle, or a tensor in memory; None for others."""
+    """Return what can be read of `value` by the rectangle: a handle, or a tensor in memory; None
+    for others."""
     if isinstance(value, Tensor):
         return MappedTensor(value)
     return value if isinstance(value, LazyTensor) else None
@@ -149,24 +189,29 @@ def materialized(value: Any) -> Any:
 
 
 def materialized_as(value: Any, parameter: Any) -> Any:
-    """Return the tensor of a handle: this rank's shard where `parameter` is a DTensor of its shape, else replicated."""
+    """Return the tensor of a handle: this rank's shard where `parameter` is a DTensor of its shape,
+    else replicated."""
     # A DTensor is an instance of Tensor too, but has its placements already.
     lazy = None if isinstance(value, DTensor) else as_lazy(value)
     if lazy is None or not isinstance(parameter, DTensor) or not lazy.shape:
         return materialized(value)
     mesh = parameter.device_mesh
     if tuple(lazy.shape) != tuple(parameter.shape):
-        return DTensor.from_local(lazy.read().to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim)
+        return DTensor.from_local(
+            lazy.read().to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim
+        )
     local = torch.empty_like(parameter.to_local(), dtype=lazy.dtype)
     if local.numel():
         lazy.read_into([Chunk(local_offsets(parameter), local)])
-    # from_local infers the shape from equal shards, and the last rank's may be smaller: hence shape and stride.
+    # from_local infers the shape from equal shards, and the last rank's may be smaller: hence shape
+    # and stride.
     placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 
 def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:
-    """Yield a tensor's rows in order, on the host, BLOCK_BYTES or a row at a time; each block overwrites the last."""
+    """Yield a tensor's rows in order, on the host, BLOCK_BYTES or a row at a time; each block
+    overwrites the last."""
     shape = tuple(lazy.shape)
     if not shape:
         number = torch.empty((), dtype=lazy.dtype)

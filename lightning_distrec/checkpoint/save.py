@@ -1,4 +1,5 @@
-"""Saves checkpoints, at once or in a thread; and says which ones threads of this process are writing."""
+"""Saves checkpoints, at once or in a thread; and says which ones threads of this process are
+writing."""
 
 import contextlib
 import math
@@ -15,7 +16,13 @@ from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 from lightning_distrec.atomic_files import UNLIMITED, Pace, write_file
-from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, UnfinishedFolder, clean_up, is_checkpoint, remove
+from lightning_distrec.checkpoint.atomic_folder import (
+    CHECKSUMS,
+    UnfinishedFolder,
+    clean_up,
+    is_checkpoint,
+    remove,
+)
 from lightning_distrec.checkpoint.host_copies import copy_to_host
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
 from lightning_distrec.checkpoint.storage import write_tensors
@@ -25,12 +32,14 @@ from lightning_distrec.host_memory import release_free_memory
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.units import format_bytes
 
-# Of the process, not of one Saver: loggers know a checkpoint's path, and not the strategy that writes it.
+# Of the process, not of one Saver: loggers know a checkpoint's path, and not the strategy that
+# writes it.
 writing: dict[Path, Thread] = {}
 
 
 def wait_for_checkpoint(path: Path) -> bool:
-    """Return whether there is a complete checkpoint, a file or a folder; where one is being written, once it is."""
+    """Return whether there is a complete checkpoint, a file or a folder; where one is being
+    written, once it is."""
     if (thread := writing.get(path.absolute())) is not None:
         thread.join()
     # A write that failed ends its thread as well, so the disk is asked in any case.
@@ -40,7 +49,8 @@ def wait_for_checkpoint(path: Path) -> bool:
 T = TypeVar("T")
 
 WRITER_NICENESS, MAX_NICENESS = 10, 19
-"""By how much a thread that writes yields to steps: a tenth of a core that both need (sched(7)), so that it ends."""
+"""By how much a thread that writes yields to steps: a tenth of a core that both need (sched(7)), so
+that it ends."""
 
 STATE_FILE = "state.pt"
 PLAN_FILE = "plan.json"
@@ -53,7 +63,8 @@ def rank_file(rank: int) -> str:
 
 
 class RanksOfThread(Ranks, Protocol):
-    """What saving needs of the ranks: a process group that nothing else uses, since a thread may call it."""
+    """What saving needs of the ranks: a process group that nothing else uses, since a thread may
+    call it."""
 
     @property
     def group(self) -> Any:
@@ -71,7 +82,8 @@ class Snapshot(Protocol):
         """Return a copy whose tensors share no memory with the module and its optimizers."""
 
     def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
-        """Collective. Write it; until it is complete, or if a rank fails and all raise, what was there stays."""
+        """Collective. Write it; until it is complete, or if a rank fails and all raise, what was
+        there stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,18 +122,26 @@ class FolderSnapshot:
         def write_other_files() -> dict[str, int]:
             for name, content in self.files.items():
                 write_file(folder / name, content)
-            return {**read_checksums(), **{name: zlib.crc32(content) for name, content in self.files.items()}}
+            return {
+                **read_checksums(),
+                **{name: zlib.crc32(content) for name, content in self.files.items()},
+            }
 
         def complete() -> None:
             if unfinished is not None:
-                crc32 = {name: checksum for local_crc32 in per_rank_crc32 for name, checksum in local_crc32.items()}
+                crc32 = {
+                    name: checksum
+                    for local_crc32 in per_rank_crc32
+                    for name, checksum in local_crc32.items()
+                }
                 unfinished.complete({**self.marker, CHECKSUMS: crc32})
 
-        # Each part ends with an agreement: a rank that cannot write makes all ranks raise, and none is left in a
-        # collective that it never reaches.
+        # Each part ends with an agreement: a rank that cannot write makes all ranks raise, and none
+        # is left in a collective that it never reaches.
         with unfinished_on_rank_0(ranks, self.path) as unfinished:
             name = unfinished.path.name if unfinished is not None else ""
-            # Rank 0 draws the name, and the others must see the folder: it may be on a disk of rank 0 alone.
+            # Rank 0 draws the name, and the others must see the folder: it may be on a disk of rank
+            # 0 alone.
             folder = self.path.parent / ranks.all_gather(name)[0]
             on_all_ranks(ranks, self.path, lambda: _must_see(folder))
             read_checksums = write_tensors(folder, self.tensors, ranks.group, self.path, pace)
@@ -130,32 +150,45 @@ class FolderSnapshot:
 
 
 def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSnapshot:
-    """Collective. Return what this rank writes. Raises CheckpointError on every rank: something is no plain type."""
+    """Collective. Return what this rank writes. Raises CheckpointError on every rank: something is
+    no plain type."""
     checkpoint, pickles = content.checkpoint, content.pickles
-    # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for writing.
+    # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for
+    # writing.
     per_rank_tensors = [set(tensors) for tensors in ranks.all_gather(large_tensors(checkpoint))]
     on_all = {path for path, _, _ in set.intersection(*per_rank_tensors)}
     plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks, pickles)
-    # Into bytes now: training may change these values while a thread writes them. A value of no plain type stops all
-    # ranks before any of them makes a file.
+    # Into bytes now: training may change these values while a thread writes them. A value of no
+    # plain type stops all ranks before any of them makes a file.
     state, rank_state = ranks.all_or_none(
         "saving a checkpoint",
-        lambda: (to_bytes(plain, pickles) if ranks.rank == 0 else None, to_bytes(dict(content.rank_state))),
+        lambda: (
+            to_bytes(plain, pickles) if ranks.rank == 0 else None,
+            to_bytes(dict(content.rank_state)),
+        ),
     )
     extra_files = dict(content.extra_files) if ranks.rank == 0 else {}
     marker = {
         "num_ranks": ranks.num_ranks,
         **{key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint},
         **content.facts,
-        "tensors": {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()},
+        "tensors": {
+            name: [list(t.shape), str(t.dtype).removeprefix("torch.")]
+            for name, t in tensors.items()
+        },
     }
-    files = {rank_file(ranks.rank): rank_state, **({} if state is None else {STATE_FILE: state}), **extra_files}
+    files = {
+        rank_file(ranks.rank): rank_state,
+        **({} if state is None else {STATE_FILE: state}),
+        **extra_files,
+    }
     return FolderSnapshot(content.path, tensors, files, marker)
 
 
 @contextlib.contextmanager
 def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[UnfinishedFolder | None]:
-    """Collective. Yield a folder to write a checkpoint in, on rank 0; it is gone afterwards if it is not completed."""
+    """Collective. Yield a folder to write a checkpoint in, on rank 0; it is gone afterwards if it
+    is not completed."""
 
     def begin() -> UnfinishedFolder | None:
         if ranks.rank:
@@ -176,13 +209,15 @@ def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[Unfinishe
 def _must_see(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"rank 0 made the folder {folder}, which this rank does not see. Set default_root_dir, or the dirpath of "
+            f"rank 0 made the folder {folder}, which this rank does not see. Set "
+            "default_root_dir, or the dirpath of "
             "ModelCheckpoint, to a folder that all ranks share."
         )
 
 
 def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T:
-    """Collective. Run a part of writing on every rank. Raises CheckpointError on all: it has failed on one of them."""
+    """Collective. Run a part of writing on every rank. Raises CheckpointError on all: it has failed
+    on one of them."""
 
     def checked() -> T:
         try:
@@ -191,7 +226,8 @@ def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T
             existing = next(folder for folder in path.absolute().parents if folder.exists())
             free = format_bytes(shutil.disk_usage(existing).free)
             raise CheckpointError(
-                f"the checkpoint {path} cannot be written: {error}. {free} are free there. Earlier checkpoints are "
+                f"the checkpoint {path} cannot be written: {error}. {free} are free there. "
+                "Earlier checkpoints are "
                 "unchanged."
             ) from error
 
@@ -219,19 +255,24 @@ class Saver:
         self._to_remove: list[Path] = []
 
     def save(self, snapshot: Snapshot) -> None:
-        """Collective. Write the checkpoint, or start to, after an earlier one. Raises on all ranks: one has failed."""
-        # One at a time: two writes would meet in one process group, and need two copies on the host.
+        """Collective. Write the checkpoint, or start to, after an earlier one. Raises on all ranks:
+        one has failed."""
+        # One at a time: two writes would meet in one process group, and need two copies on the
+        # host.
         self.finish()
         if not self._is_async:
             snapshot.write(self._ranks, self._pace)
             release_free_memory()
             return
-        # The copy is made here, before the next step changes the tables; only writing it is left to the thread.
+        # The copy is made here, before the next step changes the tables; only writing it is left to
+        # the thread.
         on_host = [snapshot.on_host()]
         self.in_flight = snapshot.path
         self._pace.begin()
         # A daemon: a run that gives up on a hanging file system can still exit.
-        self._thread = threading.Thread(target=self._write, args=(on_host,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(on_host,), name="checkpoint", daemon=True
+        )
         # Loggers look for checkpoints by path from the main thread: see wait_for_checkpoint.
         writing[snapshot.path] = self._thread
         self._note_writing(True)
@@ -244,15 +285,18 @@ class Saver:
         try:
             # Taken out, so that nothing holds the copy once it is written.
             on_host.pop().write(self._ranks, self._pace)
-        # A thread's exception would be printed and lost: `finish` raises it, on all ranks at the same step.
+        # A thread's exception would be printed and lost: `finish` raises it, on all ranks at the
+        # same step.
         except BaseException as failure:
             self._failure = failure
         self._note_writing(False)
         release_free_memory()
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint; while one is being written, after that is complete, and not at all if it fails."""
-        # ModelCheckpoint removes the old checkpoint right after it has asked for the new one, here still in flight.
+        """Remove a checkpoint; while one is being written, after that is complete, and not at all
+        if it fails."""
+        # ModelCheckpoint removes the old checkpoint right after it has asked for the new one, here
+        # still in flight.
         if self._thread is not None:
             self._to_remove.append(path)
         elif self._ranks.rank == 0:  # all ranks come here, but the files are shared
@@ -264,7 +308,8 @@ class Saver:
         return self._failure is not None
 
     def finish(self, timeout_seconds: float | None = None) -> None:
-        """Collective. Wait for a write in flight, then remove what is to go. Raises on all ranks: it failed."""
+        """Collective. Wait for a write in flight, then remove what is to go. Raises on all ranks:
+        it failed."""
         if self._thread is None:
             return
         began = time.monotonic()
@@ -273,12 +318,16 @@ class Saver:
         # A thread cannot be stopped from outside: it may be in a collective or a system call.
         if self._thread.is_alive():
             seconds = time.monotonic() - began
-            raise CheckpointError(f"giving up on a checkpoint that is still being written after {seconds:.0f} s.")
+            raise CheckpointError(
+                f"giving up on a checkpoint that is still being written after {seconds:.0f} s."
+            )
         if self.in_flight is not None:
             writing.pop(self.in_flight, None)
-        # Before anything is raised, so that the next `finish` returns at once instead of raising it again.
+        # Before anything is raised, so that the next `finish` returns at once instead of raising it
+        # again.
         self._thread = self.in_flight = None
-        # Old checkpoints are removed only after the new one is complete, and not at all where it failed.
+        # Old checkpoints are removed only after the new one is complete, and not at all where it
+        # failed.
         failure, self._failure = self._failure, None
         to_remove, self._to_remove = self._to_remove, []
         if failure is not None:

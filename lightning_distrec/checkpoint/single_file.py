@@ -1,7 +1,9 @@
-"""A checkpoint as one file: the one that stock Lightning writes and reads, with what only we need under a key of ours.
+"""A checkpoint as one file: the one that stock Lightning writes and reads, with what only we need
+under a key of ours.
 
-torch.load(weights_only=True), `load_from_checkpoint` and any Trainer read it. Sharded tensors are gathered on rank 0,
-optimizers' parameters have numbers as torch gives them, and `EXTRA` has their names, and what each rank alone has.
+torch.load(weights_only=True), `load_from_checkpoint` and any Trainer read it. Sharded tensors are
+gathered on rank 0, optimizers' parameters have numbers as torch gives them, and `EXTRA` has their
+names, and what each rank alone has.
 """
 
 import copy
@@ -17,7 +19,12 @@ from torch import Tensor
 from lightning_distrec.atomic_files import UNLIMITED, Pace
 from lightning_distrec.checkpoint.atomic_folder import FORMAT, check_format
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
-from lightning_distrec.checkpoint.host_copies import copy_to_host, free_host_bytes, gather_full, num_bytes
+from lightning_distrec.checkpoint.host_copies import (
+    copy_to_host,
+    free_host_bytes,
+    gather_full,
+    num_bytes,
+)
 from lightning_distrec.checkpoint.hyperparameters import EXTRA
 from lightning_distrec.checkpoint.plain_state import (
     STORED,
@@ -33,16 +40,25 @@ from lightning_distrec.checkpoint.plain_state import (
     to_bytes,
     without_hyperparameters,
 )
-from lightning_distrec.checkpoint.save import PLAN_FILE, RankContent, RanksOfThread, on_all_ranks, unfinished_on_rank_0
+from lightning_distrec.checkpoint.save import (
+    PLAN_FILE,
+    RankContent,
+    RanksOfThread,
+    on_all_ranks,
+    unfinished_on_rank_0,
+)
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.ranks import Ranks
 
 SINGLE_FILE_BYTES = 2 * 2**30
-"""A checkpoint with sharded tensors is one file if all of its tensors take less, unless the options choose a form."""
+"""A checkpoint with sharded tensors is one file if all of its tensors take less, unless the options
+choose a form."""
 
 
-def fits_in_one_file(checkpoint: Mapping[str, Any], options: CheckpointOptions, ranks: Ranks) -> bool:
+def fits_in_one_file(
+    checkpoint: Mapping[str, Any], options: CheckpointOptions, ranks: Ranks
+) -> bool:
     """Collective. Return whether a checkpoint is written as one file; rank 0 decides."""
     # Options are the same on all ranks: none of them reaches the all_gather below.
     if options.distributed is not None:
@@ -86,7 +102,8 @@ class FileSnapshot:
         def copied(value: Any, path: str) -> Any:
             if isinstance(value, Tensor):
                 return value.detach().to("cpu", copy=True)
-            # map_nested returns what it does not walk into as it is: user objects, which training may change.
+            # map_nested returns what it does not walk into as it is: user objects, which training
+            # may change.
             nested = map_nested(value, path, copied)
             return copy.deepcopy(value) if nested is value else nested
 
@@ -103,7 +120,11 @@ class FileSnapshot:
         if named := content.get("optimizer_states", []):
             # What torch does not keep of an optimizer: its class, its parameters' names, and marks.
             for state in named:
-                entries = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+                entries = {
+                    key: value
+                    for key, value in state.items()
+                    if key not in ("state", "param_groups")
+                }
                 optimizers.append({**entries, "names": numbered_names(state)})
             content["optimizer_states"] = [plain_optimizer_state(state) for state in named]
         content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
@@ -130,8 +151,8 @@ class FileSnapshot:
 def _save(content: dict[str, Any], path: Path, pace: Pace) -> None:
     """Write a file of torch. Raises OSError: it cannot be written."""
     try:
-        # Through Python's file, because torch's own says nothing of a full disk. When closing its archive, torch still
-        # raises a RuntimeError on top of what the file raised.
+        # Through Python's file, because torch's own says nothing of a full disk. When closing its
+        # archive, torch still raises a RuntimeError on top of what the file raised.
         with pace.open(path) as file:
             torch.save(content, file)
     except RuntimeError as error:
@@ -145,22 +166,34 @@ def _save(content: dict[str, Any], path: Path, pace: Pace) -> None:
 def take_file_snapshot(
     content: RankContent, ranks: Ranks, save: Callable[[dict[str, Any]], None] | None = None
 ) -> FileSnapshot:
-    """Collective. Return what this rank has of a file, of plain types. save: writes it, where it is no local file."""
-    # No paths to divide among ranks: rank 0 writes the file, and keeps replicated tensors in the state.
-    state, tensors = extract_tensors(content.checkpoint, (), ranks.rank, ranks.num_ranks, content.pickles)
+    """Collective. Return what this rank has of a file, of plain types. save: writes it, where it is
+    no local file."""
+    # No paths to divide among ranks: rank 0 writes the file, and keeps replicated tensors in the
+    # state.
+    state, tensors = extract_tensors(
+        content.checkpoint, (), ranks.rank, ranks.num_ranks, content.pickles
+    )
 
     def check() -> bytes:
         # Only rank 0's state is written; other ranks may have what it has not.
-        refuse_not_plain(without_hyperparameters(state) if ranks.rank == 0 and not content.pickles else {})
+        refuse_not_plain(
+            without_hyperparameters(state) if ranks.rank == 0 and not content.pickles else {}
+        )
         return to_bytes(dict(content.rank_state))
 
     rank_state = ranks.all_or_none("saving a checkpoint", check)
-    extra = {"format": FORMAT, "num_ranks": ranks.num_ranks, **content.facts, "files": dict(content.extra_files)}
+    extra = {
+        "format": FORMAT,
+        "num_ranks": ranks.num_ranks,
+        **content.facts,
+        "files": dict(content.extra_files),
+    }
     return FileSnapshot(content.path, state, tensors, rank_state, extra, save)
 
 
 def read_plan(path: Path) -> bytes:
-    """Return the plan that a checkpoint's file holds; the content of a file that is no checkpoint of ours."""
+    """Return the plan that a checkpoint's file holds; the content of a file that is no checkpoint
+    of ours."""
     if zipfile.is_zipfile(path):
         content = read_plain(path)
         files = content.get(EXTRA, {}).get("files", {}) if isinstance(content, Mapping) else {}
@@ -169,8 +202,11 @@ def read_plan(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def split_extra(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return a file's checkpoint as our folders have it, and its `EXTRA`; None for a file of another program."""
+def split_extra(
+    path: Path, content: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return a file's checkpoint as our folders have it, and its `EXTRA`; None for a file of
+    another program."""
     extra = content.get(EXTRA)
     if extra is None:
         return content, None
@@ -181,12 +217,23 @@ def split_extra(path: Path, content: dict[str, Any]) -> tuple[dict[str, Any], di
             checkpoint["optimizer_states"] = [
                 {key: value for key, value in named.items() if key != "names"}
                 | named_optimizer_state(state, named["names"])
-                for state, named in zip(checkpoint["optimizer_states"], extra["optimizers"], strict=True)
+                for state, named in zip(
+                    checkpoint["optimizer_states"], extra["optimizers"], strict=True
+                )
             ]
         if fit_loop := checkpoint.get("loops", {}).get("fit_loop"):
             # For stock Lightning; ours are in "rank_states".
-            state = {key: value for key, value in fit_loop["state_dict"].items() if key != "combined_loader"}
-            checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}}
+            state = {
+                key: value
+                for key, value in fit_loop["state_dict"].items()
+                if key != "combined_loader"
+            }
+            checkpoint["loops"] = {
+                **checkpoint["loops"],
+                "fit_loop": {**fit_loop, "state_dict": state},
+            }
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: its '{EXTRA}' is not as it was written ({error!r}).") from error
+        raise CheckpointError(
+            f"{path} is damaged: its '{EXTRA}' is not as it was written ({error!r})."
+        ) from error
     return checkpoint, extra

@@ -1,4 +1,5 @@
-"""The commands `advise` and `plan`: which strategy suits the module of a recipe's YAML, and a dry run of its tables.
+"""The commands `advise` and `plan`: which strategy suits the module of a recipe's YAML, and a dry
+run of its tables.
 
 `advise` runs one batch; `plan` builds the module on the meta device. Nothing is trained."""
 
@@ -23,7 +24,14 @@ from lightning_distrec.advice.dry_job import (
     with_counts,
 )
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, Link, advise, print_advice, read_options
+from lightning_distrec.advice.strategy_advice import (
+    Advice,
+    ChosenOptions,
+    Link,
+    advise,
+    print_advice,
+    read_options,
+)
 from lightning_distrec.callbacks.throughput import SampleCounter
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console
 from lightning_distrec.cli.lightning_cli import (
@@ -73,9 +81,16 @@ def advise_on(options: Namespace) -> Advice:
     num_nodes = options.nodes or int(settings.num_nodes)
     ranks_per_node = options.devices or count_devices(settings.devices, device)
     if memory is None and device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("advise: this machine has no GPU to read the memory from. Set --device-memory 80GB.")
+        raise ConfigError(
+            "advise: this machine has no GPU to read the memory from. Set --device-memory 80GB."
+        )
     memory_bytes = memory_bytes_per_rank(torch.device(device), ranks_per_node, memory)
-    job = Job(num_ranks=num_nodes * ranks_per_node, num_nodes=num_nodes, memory_bytes=memory_bytes, precision=precision)
+    job = Job(
+        num_ranks=num_nodes * ranks_per_node,
+        num_nodes=num_nodes,
+        memory_bytes=memory_bytes,
+        precision=precision,
+    )
     strategy_options = read_options(settings.strategy)
     if options.no_batch:
         profile = StepProfile(notes=("no batch was read (--no-batch)",))
@@ -83,13 +98,18 @@ def advise_on(options: Namespace) -> Advice:
         profile = _profile_first_batch(recipe, precision, strategy_options)
     name = "cross_node" if num_nodes > 1 else "intra_node"
     if unused := bandwidths.keys() - {name}:
-        raise ConfigError(f"--bandwidth {min(unused)}: of {quantity(num_nodes, 'node')}, advise takes {name}.")
+        raise ConfigError(
+            f"--bandwidth {min(unused)}: of {quantity(num_nodes, 'node')}, advise takes {name}."
+        )
     link = Link(name, bandwidths[name].bytes_per_second) if bandwidths else None
     return advise(recipe.model, job, settings, device, profile, options=strategy_options, link=link)
 
 
-def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenOptions) -> StepProfile:
-    """Run a step with the first training batch on the CPU. Where that fails, the profile has the reason."""
+def _profile_first_batch(
+    recipe: RecipeBuilder, precision: str, options: ChosenOptions
+) -> StepProfile:
+    """Run a step with the first training batch on the CPU. Where that fails, the profile has the
+    reason."""
     module = recipe.model
     try:
         loaders = training_loaders(module, recipe.datamodule)
@@ -102,7 +122,9 @@ def _profile_first_batch(recipe: RecipeBuilder, precision: str, options: ChosenO
     # Of any kind, as the user's code runs here: the advice is then without activations.
     except Exception as error:
         reason = describe_error(error)
-        return StepProfile(notes=(f"the first batch could not be read ({reason}), so activations are left out",))
+        return StepProfile(
+            notes=(f"the first batch could not be read ({reason}), so activations are left out",)
+        )
     return profile_step(module, batch, counter.count(batch), precision, layers=layers)
 
 
@@ -119,7 +141,8 @@ def run_plan(options: Namespace) -> int:
 
 
 class PlanRecipeBuilder(MetaRecipeBuilder):
-    """Builds the strategy too, if the YAML gives it options, and no data unless it is to be looked at."""
+    """Builds the strategy too, if the YAML gives it options, and no data unless it is to be looked
+    at."""
 
     reads_data = False
 
@@ -130,8 +153,11 @@ class PlanRecipeBuilder(MetaRecipeBuilder):
         # Building the data may download it, or need its folder.
         if not self.reads_data:
             config.data = None
-        # A strategy with options is built for them; one that is a name alone could be any of Lightning's, for GPUs say.
-        if isinstance(self.settings.strategy, Namespace) and self.settings.strategy.get("class_path"):
+        # A strategy with options is built for them; one that is a name alone could be any of
+        # Lightning's, for GPUs say.
+        if isinstance(self.settings.strategy, Namespace) and self.settings.strategy.get(
+            "class_path"
+        ):
             config.trainer.strategy = self.settings.strategy
 
     def instantiate_classes(self) -> None:
@@ -164,14 +190,21 @@ def plan_ahead(options: Namespace) -> DryRun:
     # All options are checked before the module is built, which may take long.
     bandwidths = _parse_bandwidths(options.bandwidth or [])
     check_options(options, "plan", nodes=1, devices=1, batch_size=1, from_data=1)
-    host_bytes, memory = _parse_memory(options, "host_memory"), _parse_memory(options, "device_memory")
+    host_bytes, memory = (
+        _parse_memory(options, "host_memory"),
+        _parse_memory(options, "device_memory"),
+    )
     hide_upstream_deprecations()
-    recipe = _build_on_meta(options.config, PlanRecipeBuilder if options.from_data is None else DataRecipeBuilder)
+    recipe = _build_on_meta(
+        options.config, PlanRecipeBuilder if options.from_data is None else DataRecipeBuilder
+    )
     trainer, assumed = recipe.settings, []
     trainer.precision = full_precision_name(trainer.precision)
     device = options.accelerator or ("cuda" if is_on_gpu(trainer.accelerator) else "cpu")
     if options.accelerator is None and trainer.accelerator == "auto":
-        assumed.append(f"accelerator: auto is {device}, which this machine has; set --accelerator for another")
+        assumed.append(
+            f"accelerator: auto is {device}, which this machine has; set --accelerator for another"
+        )
     if trainer.precision == "16-mixed" and device == "cpu":
         trainer.precision = "bf16-mixed"  # as Lightning does
     strategy, notes = _choose_strategy(trainer)
@@ -181,13 +214,17 @@ def plan_ahead(options: Namespace) -> DryRun:
     origin = "--device-memory" if memory is not None else "memory_bytes_per_rank"
     if memory is None and settings.memory_bytes_per_rank is None:
         if device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("plan: this machine has no GPU to ask for its memory. Give it: --device-memory 80GB.")
+            raise ConfigError(
+                "plan: this machine has no GPU to ask for its memory. Give it: "
+                "--device-memory 80GB."
+            )
         origin = "this machine's"
     job = DryJob(
         num_nodes=num_nodes,
         ranks_on_node=on_node,
         device=torch.device(device),
-        memory_bytes=memory or memory_bytes_per_rank(torch.device(device), on_node, settings.memory_bytes_per_rank),
+        memory_bytes=memory
+        or memory_bytes_per_rank(torch.device(device), on_node, settings.memory_bytes_per_rank),
         memory_origin=origin,
         host_bytes=host_bytes or 0,
         bandwidths=bandwidths,
@@ -196,7 +233,9 @@ def plan_ahead(options: Namespace) -> DryRun:
     )
     dry = dry_module(recipe.model, trainer, settings, job.device)
     if options.from_data is not None:
-        dry = with_counts(dry, *count_ids_in_data(recipe.model, recipe.datamodule, options.from_data))
+        dry = with_counts(
+            dry, *count_ids_in_data(recipe.model, recipe.datamodule, options.from_data)
+        )
     outcome = dry_run(dry, job, quick=options.quick)
     outcome = replace(outcome, assumed=[*notes, *assumed, *outcome.assumed])
     if outcome.plan is not None and options.html is not None:
@@ -218,7 +257,9 @@ def _parse_bandwidths(texts: Sequence[str]) -> dict[str, Bandwidth]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"--bandwidth {text}: a name and a value are needed, such as cross_node=25GB/s.")
+            raise ConfigError(
+                f"--bandwidth {text}: a name and a value are needed, such as cross_node=25GB/s."
+            )
         check_choice("--bandwidth", name, NAMES)
         number = parse_bandwidth(value, f"--bandwidth {text}")
         bandwidths[name] = Bandwidth(bytes_per_second=number, origin="--bandwidth")
@@ -229,13 +270,15 @@ def _build_on_meta(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> 
     try:
         return build_recipe(configs, builder)
     except Exception as error:
-        cause = error  # below jsonargparse's own error, which lists all types that a value might have had
+        # below jsonargparse's own error, which lists all types that a value might have had
+        cause = error
         while isinstance(cause.__cause__, Exception) and not locate_error(cause):
             cause = cause.__cause__
         if not (place := locate_error(cause)):
             raise
         raise ConfigError(
-            f"plan: the module cannot be built on the meta device, where it takes no memory: {place}"
+            "plan: the module cannot be built on the meta device, where it takes no memory: "
+            f"{place}"
             f"{describe_error(cause)}. Give tensors whose values are read there "
             "device='cpu', or build them in a hook that runs later."
         ) from error
@@ -250,15 +293,27 @@ def _choose_strategy(trainer: Any) -> tuple[TorchRecShardedStrategy, list[str]]:
     if trainer.strategy == name:
         return TorchRecShardedStrategy(), []
     kind = trainer.strategy if isinstance(trainer.strategy, str) else type(built).__name__
-    return TorchRecShardedStrategy(), [f"the strategy is {kind}: the plan is for {name} with its defaults"]
+    return TorchRecShardedStrategy(), [
+        f"the strategy is {kind}: the plan is for {name} with its defaults"
+    ]
 
 
-def _override_settings(settings: TableSettings, options: Namespace, yaml_batch_size: int | None) -> TableSettings:
+def _override_settings(
+    settings: TableSettings, options: Namespace, yaml_batch_size: int | None
+) -> TableSettings:
     """Return the strategy's settings, overridden by the command line."""
-    planning = {name: options[name] for name in ("reserve", "plan_file") if options[name] is not None}
+    planning = {
+        name: options[name] for name in ("reserve", "plan_file") if options[name] is not None
+    }
     settings = replace(settings, planning=replace(settings.planning, **planning))
     if options.batch_size:
-        return replace(settings, batch_size_per_rank=options.batch_size, batch_size_origin="--batch-size")
+        return replace(
+            settings, batch_size_per_rank=options.batch_size, batch_size_origin="--batch-size"
+        )
     if settings.batch_size_per_rank is None and yaml_batch_size is not None:
-        return replace(settings, batch_size_per_rank=yaml_batch_size, batch_size_origin="batch_size of the YAML")
+        return replace(
+            settings,
+            batch_size_per_rank=yaml_batch_size,
+            batch_size_origin="batch_size of the YAML",
+        )
     return settings

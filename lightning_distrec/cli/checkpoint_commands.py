@@ -1,4 +1,5 @@
-"""The commands `checkpoint inspect`, `checkpoint merge` and `export`, by one process and without torchrec."""
+"""The commands `checkpoint inspect`, `checkpoint merge` and `export`, by one process and without
+torchrec."""
 
 import json
 import sys
@@ -6,12 +7,24 @@ from pathlib import Path
 
 from jsonargparse import Namespace
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.tools.describe import describe, print_description
 from lightning_distrec.checkpoint.tools.export_checkpoint import export, merge
-from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK, FOLDER_FORMATS, console, exit_on_sigterm
+from lightning_distrec.cli.command_line import (
+    EXIT_ERROR,
+    EXIT_OK,
+    FOLDER_FORMATS,
+    console,
+    exit_on_sigterm,
+)
 from lightning_distrec.errors import ConfigError, require
 from lightning_distrec.units import format_bytes
 
@@ -47,14 +60,21 @@ def run_export(options: Namespace) -> int:
     """Run the command and return its exit code."""
     is_folder = options.format in FOLDER_FORMATS
     if not is_folder and (options.config or options.bits):
-        raise ConfigError("export: --config and --bits are for --format torch.export and quantized.")
+        raise ConfigError(
+            "export: --config and --bits are for --format torch.export and quantized."
+        )
     if options.format == "safetensors" and not options.out.endswith(".safetensors"):
-        raise ConfigError(f"export: --format safetensors writes a file, and {options.out} is not named *.safetensors.")
+        raise ConfigError(
+            f"export: --format safetensors writes a file, and {options.out} is not "
+            "named *.safetensors."
+        )
     stderr = Console(stderr=True)  # what is printed for programs goes to stdout
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with (
         exit_on_sigterm(),
-        Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as progress,
+        Progress(
+            *columns, console=stderr, transient=True, disable=not stderr.is_terminal
+        ) as progress,
     ):
         # For a file the total comes with the first report; for a folder it stays unknown.
         task = progress.add_task("", total=None)
@@ -69,7 +89,9 @@ def run_export(options: Namespace) -> int:
                 Path(options.out),
                 overwrite=options.overwrite,
                 pickles=options.pickles,
-                on_progress=lambda written, total: progress.update(task, completed=written, total=total),
+                on_progress=lambda written, total: progress.update(
+                    task, completed=written, total=total
+                ),
             )
     if not is_folder:
         print(f"Wrote {options.out}, {format_bytes(Path(options.out).stat().st_size)}.")

@@ -1,4 +1,5 @@
-"""Exports the module of a recipe's YAML for serving; it is built without rows, and nothing is trained."""
+"""Exports the module of a recipe's YAML for serving; it is built without rows, and nothing is
+trained."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,10 +31,12 @@ class ServingBuilder(RecipeBuilder):
 
 
 def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> None:
-    """Write the folder that the options describe, and print what it is. Raises as `export_for_serving`."""
+    """Write the folder that the options describe, and print what it is. Raises as
+    `export_for_serving`."""
     if not options.config:
         raise ConfigError(
-            f"export: --format {options.format} needs the module's code and an example of its data: name the YAML that "
+            f"export: --format {options.format} needs the module's code and an example of its "
+            "data: name the YAML that "
             "`fit` was given, --config recipe.yaml."
         )
     bits = None if options.format == "torch.export" else options.bits or 8
@@ -43,12 +46,17 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     checkpoint = read_contents(Path(options.checkpoint), options.pickles).checkpoint
     state = checkpoint.get("state_dict")
     if not isinstance(state, dict):
-        raise CheckpointError(f"{options.checkpoint} holds no state_dict; there is nothing to export.")
+        raise CheckpointError(
+            f"{options.checkpoint} holds no state_dict; there is nothing to export."
+        )
     hide_upstream_deprecations()
     recipe = build_recipe(options.config, ServingBuilder)
     module: LightningModule = recipe.model
     if not is_overridden("predict_step", module) and not is_overridden("forward", module):
-        raise ConfigError(f"export: {type(module).__name__} has neither predict_step nor forward. Write one of them.")
+        raise ConfigError(
+            f"export: {type(module).__name__} has neither predict_step nor forward. "
+            "Write one of them."
+        )
     # A Trainer would call this hook, where tables may be made as well as in __init__.
     with tables_on_meta():
         module.configure_model()
@@ -70,7 +78,8 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
 def _example_batches(
     module: LightningModule, data: LightningDataModule | None, checkpoint: Mapping[str, Any]
 ) -> tuple[Any, Any, RawRows | None]:
-    """Return a batch for predict_step, one of a single example, and the raw rows of the first, where data has these.
+    """Return a batch for predict_step, one of a single example, and the raw rows of the first,
+    where data has these.
 
     Raises ConfigError: there is no batch.
     """
@@ -88,7 +97,9 @@ def _example_batches(
         # Lightning allows several for each stage.
         loader = loader[0] if isinstance(loader, (list, tuple)) else loader
         return next(iter(loader)), _batch_of_one(loader), None
-    raise ConfigError(f"export: no example of a batch: there is none of {', '.join(LOADERS.values())}.")
+    raise ConfigError(
+        f"export: no example of a batch: there is none of {', '.join(LOADERS.values())}."
+    )
 
 
 def _batches_of_columns(data: Any, checkpoint: Mapping[str, Any]) -> tuple[Any, Any, RawRows]:
@@ -97,11 +108,16 @@ def _batches_of_columns(data: Any, checkpoint: Mapping[str, Any]) -> tuple[Any, 
         data.load_state_dict(state)
     rows = data.raw_rows()
     single_row = data.columns({column: [value] for column, value in rows[0].items()})
-    return next(iter(data.predict_dataloader())), single_row, RawRows(mapping=data.columns.to_plain(), rows=rows)
+    return (
+        next(iter(data.predict_dataloader())),
+        single_row,
+        RawRows(mapping=data.columns.to_plain(), rows=rows),
+    )
 
 
 def _batch_of_one(loader: Any) -> Any:
-    # Without a batch sampler the dataset makes the batches itself, and cannot make one of a single example.
+    # Without a batch sampler the dataset makes the batches itself, and cannot make one of a single
+    # example.
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return None
     dataset: Any = loader.dataset
@@ -119,20 +135,25 @@ def _print_served(served: Served, options: Namespace) -> None:
     print(f"{options.out}: {quantity(served.num_tables, 'table')}, {size}.")
     if served.largest_answer or not served.integers:
         print(
-            f"Answers to {quantity(served.num_examples, 'example')} differ from the trained module's by at most "
-            f"{served.largest_difference:.3g}, {served.mean_difference:.3g} on average; the largest is "
+            f"Answers to {quantity(served.num_examples, 'example')} differ from the trained "
+            "module's by at most "
+            f"{served.largest_difference:.3g}, {served.mean_difference:.3g} on average; the "
+            "largest is "
             f"{served.largest_answer:.3g}."
         )
     if served.integers:
         print(
-            f"Of {served.integers:,} integers in answers to {quantity(served.num_examples, 'example')}, "
+            f"Of {served.integers:,} integers in answers to "
+            f"{quantity(served.num_examples, 'example')}, "
             f"{served.other_integers:,} differ from the trained module's."
         )
     if served.only_this_size:
         print(
-            f"The program takes batches of {served.num_examples} examples alone: predict_step makes a number of the "
+            f"The program takes batches of {served.num_examples} examples alone: predict_step "
+            "makes a number of the "
             "size. There len(tensor) is a fixed number; tensor.shape[0] stays free."
         )
     print(
-        f"It needs {', '.join(['torch', 'numpy', 'safetensors', *served.needs])}. Ask it: python {options.out}/serve.py"
+        f"It needs {', '.join(['torch', 'numpy', 'safetensors', *served.needs])}. Ask it: python "
+        f"{options.out}/serve.py"
     )

@@ -1,4 +1,5 @@
-"""`fit`, `validate`, `test` and `predict`: a LightningCLI whose complaints are one block, and say what to do."""
+"""`fit`, `validate`, `test` and `predict`: a LightningCLI whose complaints are one block, and say
+what to do."""
 
 import importlib.util
 import os
@@ -55,18 +56,23 @@ CHECKPOINT_KEYWORDS = ("best", "last", "hpc", "registry")
 SMALLEST = {
     **dict.fromkeys(("max_epochs", "max_steps", "num_sanity_val_steps"), -1),
     **dict.fromkeys(("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
-    **dict.fromkeys(("min_epochs", "min_steps", "log_every_n_steps", "gradient_clip_val", "overfit_batches"), 0),
+    **dict.fromkeys(
+        ("min_epochs", "min_steps", "log_every_n_steps", "gradient_clip_val", "overfit_batches"), 0
+    ),
 }
-"""Arguments of the Trainer -> the smallest number that they can be; -1 is for all, or without end."""
+"""Arguments of the Trainer -> the smallest number that they can be; -1 is for all, or without
+end."""
 
 
 SECONDS_FOR_PRINTING = 30.0
-"""How long a rank whose command line is refused waits for the one of its node that prints the reason."""
+"""How long a rank whose command line is refused waits for the one of its node that prints the
+reason."""
 
 
 @reads_hyperparameters
 class FitCLI(LightningCLI):
-    """Runs one of Lightning's commands; options can come from the environment too (PL_FIT__TRAINER__MAX_EPOCHS).
+    """Runs one of Lightning's commands; options can come from the environment too
+    (PL_FIT__TRAINER__MAX_EPOCHS).
 
     args: the command line; without a command, all commands are parsed.
     """
@@ -78,7 +84,8 @@ class FitCLI(LightningCLI):
         super().__init__(
             subclass_mode_model=True,
             subclass_mode_data=True,
-            # Lightning refuses to write its config twice into one folder; running a recipe twice must work.
+            # Lightning refuses to write its config twice into one folder; running a recipe twice
+            # must work.
             save_config_kwargs={"overwrite": True},
             parser_kwargs={"default_env": True, "allow_abbrev": False},
             parser_class=OneBlockParser,
@@ -86,10 +93,13 @@ class FitCLI(LightningCLI):
         )
 
     @override
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning calls it on the instance
+    # Lightning calls it on the instance.
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         every = super().subcommands()
         # A parser takes as long for each command.
-        return {name: skipped for name, skipped in every.items() if [name] == self._args[:1]} or every
+        return {
+            name: skipped for name, skipped in every.items() if [name] == self._args[:1]
+        } or every
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -100,8 +110,12 @@ class FitCLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         if self._args[:1] == ["predict"]:
-            parser.add_argument("--out", type=str | None, help="Write the predictions to this file, *.parquet.")
-            parser.add_argument("--columns", type=str, default="", help="Columns of the batches to write, too: a,b.")
+            parser.add_argument(
+                "--out", type=str | None, help="Write the predictions to this file, *.parquet."
+            )
+            parser.add_argument(
+                "--columns", type=str, default="", help="Columns of the batches to write, too: a,b."
+            )
 
     def read_hyperparameters(self, checkpoint: Any) -> None:
         """Take what a checkpoint, a path or None, says of the module."""
@@ -126,18 +140,32 @@ class FitCLI(LightningCLI):
         if model is None:
             init_args = stored
         else:
-            init_args = {name: stored[name] for name in stored if name in arguments and name not in explicit}
-        init_args = {name: value for name, value in init_args.items() if model is None or arguments.get(name) != value}
+            init_args = {
+                name: stored[name] for name in stored if name in arguments and name not in explicit
+            }
+        init_args = {
+            name: value
+            for name, value in init_args.items()
+            if model is None or arguments.get(name) != value
+        }
         if init_args or model is None:
             class_path = path if model is None else model.class_path
             update = {"model": {"class_path": class_path, "init_args": init_args}}
             self.config = self.parser.parse_object({self.config.subcommand: update}, self.config)
-        differing = {name: stored[name] for name in stored if name in explicit and explicit[name] != stored[name]}
-        _log_hyperparameters(checkpoint, init_args, {name: (explicit[name], differing[name]) for name in differing})
+        differing = {
+            name: stored[name]
+            for name in stored
+            if name in explicit and explicit[name] != stored[name]
+        }
+        _log_hyperparameters(
+            checkpoint, init_args, {name: (explicit[name], differing[name]) for name in differing}
+        )
 
     def _explicit_arguments(self) -> dict[str, Any]:
         """Return the module's arguments that files, options or the environment set."""
-        model = self.parser.parse_args(self._args, defaults=False)[self.config.subcommand].get("model")
+        model = self.parser.parse_args(self._args, defaults=False)[self.config.subcommand].get(
+            "model"
+        )
         return dict(vars((model.get("init_args") if model is not None else None) or Namespace()))
 
     @override
@@ -150,7 +178,8 @@ class FitCLI(LightningCLI):
         names = [*StrategyRegistry.available_strategies(), "auto"]
         if isinstance(strategy, str) and strategy not in names:
             raise CommandLineError(
-                f"trainer.strategy: there is no strategy '{strategy}'{did_you_mean(strategy, names)} Those of "
+                "trainer.strategy: there is no strategy "
+                f"'{strategy}'{did_you_mean(strategy, names)} Those of "
                 f"lightning_distrec are {', '.join(STRATEGIES)}."
             )
         _check_numbers(config.trainer)
@@ -167,7 +196,8 @@ class FitCLI(LightningCLI):
                 super().instantiate_classes()
             except DistRecError:
                 raise
-            # By the Trainer, or by jsonargparse around what a constructor has raised; it ends with all options.
+            # By the Trainer, or by jsonargparse around what a constructor has raised; it ends with
+            # all options.
             except (TypeError, ValueError) as error:
                 raise ConfigError(str(error).partition("Given value type:")[0].rstrip()) from error
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -175,16 +205,25 @@ class FitCLI(LightningCLI):
         if config.get("out") is not None:
             columns = [name.strip() for name in config.columns.split(",") if name.strip()]
             callbacks.append(PredictionWriter(config.out, columns))
-        elif self.subcommand == "predict" and not any(isinstance(c, BasePredictionWriter) for c in callbacks):
-            rank_zero_info("Predictions are not kept. Name a file for them: --out predictions.parquet.")
+        elif self.subcommand == "predict" and not any(
+            isinstance(c, BasePredictionWriter) for c in callbacks
+        ):
+            rank_zero_info(
+                "Predictions are not kept. Name a file for them: --out predictions.parquet."
+            )
 
 
-def _log_hyperparameters(checkpoint: str, init_args: dict[str, Any], differing: dict[str, tuple[Any, Any]]) -> None:
+def _log_hyperparameters(
+    checkpoint: str, init_args: dict[str, Any], differing: dict[str, tuple[Any, Any]]
+) -> None:
     if init_args:
         values = ", ".join(f"model.{name}={value!r}" for name, value in init_args.items())
         rank_zero_info(f"From {checkpoint}, as the command line does not set them: {values}.")
     if differing:
-        values = ", ".join(f"model.{name}={value!r} (there {other!r})" for name, (value, other) in differing.items())
+        values = ", ".join(
+            f"model.{name}={value!r} (there {other!r})"
+            for name, (value, other) in differing.items()
+        )
         rank_zero_info(f"Set here, and different in {checkpoint}: {values}.")
 
 
@@ -200,14 +239,16 @@ def tables_context(strategy: Any) -> AbstractContextManager[None]:
     name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
     if short_name(name) != "torchrec_sharded":
         return nullcontext()
-    from lightning_distrec.sharding.meta_tables import meta_tables  # torchrec loads where it is needed only
+    # torchrec loads where it is needed only
+    from lightning_distrec.sharding.meta_tables import meta_tables
 
     options = getattr(strategy, "init_args", None) or Namespace()
     return meta_tables(options.get("convert_embeddings", "auto"), options.get("min_rows", 100_000))
 
 
 def missing_logger(logger: Any) -> str:
-    """Return what is wrong with `trainer.logger`, as parsed: one, a list of them, a bool or None; "" if nothing is."""
+    """Return what is wrong with `trainer.logger`, as parsed: one, a list of them, a bool or None;
+    "" if nothing is."""
     for config in logger if isinstance(logger, list) else [logger]:
         name = getattr(config, "class_path", "").rpartition(".")[2]
         packages = LOGGER_PACKAGES.get(name, ())
@@ -231,24 +272,28 @@ def complaint(error: Exception) -> Exception | None:
     """Return the error to print without its traceback; None: a bug, or of the user's code."""
     if isinstance(error, MisconfigurationException) and "`batch_size=...`" in str(error):
         return DataError(
-            "Lightning replaces the sampler of a predict_dataloader, and cannot where batch_size has no name. Write "
+            "Lightning replaces the sampler of a predict_dataloader, and cannot where batch_size "
+            "has no name. Write "
             "DataLoader(dataset, batch_size=16)."
         )
     return error if isinstance(error, (DistRecError, MisconfigurationException)) else None
 
 
 def leave_after_failure(error: Exception) -> None:
-    """Let the exit wait for no other rank: it takes an exception that nobody has caught for a failure."""
+    """Let the exit wait for no other rank: it takes an exception that nobody has caught for a
+    failure."""
     from lightning_distrec.strategies.run.process_runs import PROCESS
 
     PROCESS.has_failed = True
     if isinstance(error, CommandLineError) and not speaks(error):
-        # torchrun ends all ranks when one has failed: the one that prints has to be first. It ends this sleep, too.
+        # torchrun ends all ranks when one has failed: the one that prints has to be first. It ends
+        # this sleep, too.
         time.sleep(SECONDS_FOR_PRINTING)
 
 
 def speaks(error: Exception) -> bool:
-    """Return whether this rank prints the error: one of a node does, or one whose message may be on no other."""
+    """Return whether this rank prints the error: one of a node does, or one whose message may be on
+    no other."""
     from lightning_distrec.strategies.run.process_runs import PROCESS
 
     rank_of_node = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"

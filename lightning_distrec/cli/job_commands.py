@@ -1,4 +1,5 @@
-"""The commands around a job: `bench` measures recipes, `doctor` checks ranks and machines, `slurm` writes a script."""
+"""The commands around a job: `bench` measures recipes, `doctor` checks ranks and machines, `slurm`
+writes a script."""
 
 import json
 import sys
@@ -18,7 +19,13 @@ from lightning_distrec.bench.results import (
     print_results,
     run_rounds,
 )
-from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console, exit_on_sigterm
+from lightning_distrec.cli.command_line import (
+    EXIT_NEGATIVE,
+    EXIT_OK,
+    check_options,
+    console,
+    exit_on_sigterm,
+)
 from lightning_distrec.cluster.slurm import BatchJob, batch_script
 from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.registration import STRATEGIES
@@ -61,7 +68,8 @@ def run_bench(options: Namespace) -> int:
 def bench(options: Namespace, launched: "Launched | None" = None) -> list[Result]:
     """Run all cases that the options ask for. Raises ConfigError, before the first run.
 
-    launched: this process's place among ranks that a launcher has started; then each of these benches.
+    launched: this process's place among ranks that a launcher has started; then each of these
+    benches.
     """
     check_options(options, "bench", steps=1, warmup=0, rounds=1, synthetic=1, synthetic_ids=1)
     for config in options.config:
@@ -77,14 +85,24 @@ def bench(options: Namespace, launched: "Launched | None" = None) -> list[Result
         samples_from=options.samples_from,
         synthetic=options.synthetic,
         synthetic_ids=options.synthetic_ids,
-        devices_by_node=None if launched is None else (launched.local_num_ranks, launched.num_nodes),
+        devices_by_node=None
+        if launched is None
+        else (launched.local_num_ranks, launched.num_nodes),
     )
-    strategies, devices = parse_strategies(options.strategies), parse_devices(options.devices or "1,2")
+    strategies, devices = (
+        parse_strategies(options.strategies),
+        parse_devices(options.devices or "1,2"),
+    )
     if launched is not None:
         if launched.launcher != "torchrun" and not launched.is_step:
-            raise ConfigError(f"bench: start it by srun, by torchrun or alone, not by {launched.launcher}.")
+            raise ConfigError(
+                f"bench: start it by srun, by torchrun or alone, not by {launched.launcher}."
+            )
         if options.devices:
-            raise ConfigError(f"--devices {options.devices}: {launched.launcher} has started the ranks. Leave it out.")
+            raise ConfigError(
+                f"--devices {options.devices}: {launched.launcher} has started the "
+                "ranks. Leave it out."
+            )
         devices = [launched.num_ranks]
     cases = [
         Case(Path(name).stem, number, name) if name.endswith(YAML) else Case(name, number)
@@ -104,7 +122,8 @@ def parse_strategies(text: str) -> list[str]:
         if name not in NAMES and not name.endswith(YAML):
             raise ConfigError(
                 f"--strategies {text}: unknown strategy {name!r}{did_you_mean(name, NAMES)} "
-                f"Use some of {', '.join(NAMES)}, or YAML files to lay over the job's, separated by commas."
+                f"Use some of {', '.join(NAMES)}, or YAML files to lay over the job's, separated "
+                "by commas."
             )
     if not names:
         raise ConfigError(f"--strategies {text!r}: name at least one strategy.")
@@ -115,7 +134,9 @@ def parse_devices(text: str) -> list[int]:
     """Return the numbers in "1,2". Raises ConfigError: one is not a number above 0."""
     numbers = [number.strip() for number in text.split(",") if number.strip()]
     if not numbers or any(not number.isdecimal() or not int(number) for number in numbers):
-        raise ConfigError(f"--devices {text!r}: give numbers above 0, separated by commas, such as 1,2.")
+        raise ConfigError(
+            f"--devices {text!r}: give numbers above 0, separated by commas, such as 1,2."
+        )
     return sorted({int(number) for number in numbers})
 
 

@@ -1,6 +1,8 @@
-"""Builds the module of a YAML by LightningCLI, without a Trainer, for `advise`, `plan` and `export`.
+"""Builds the module of a YAML by LightningCLI, without a Trainer, for `advise`, `plan` and
+`export`.
 
-What jsonargparse says of a wrong value is the message of an error, which the console prints in one block.
+What jsonargparse says of a wrong value is the message of an error, which the console prints in one
+block.
 """
 
 import warnings
@@ -30,11 +32,13 @@ class OneBlockParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        # Parsers that jsonargparse makes for the arguments of a class; it adds the class to what they raise.
+        # Parsers that jsonargparse makes for the arguments of a class; it adds the class to what
+        # they raise.
         if not self.exit_on_error:
             super().error(message, ex)
         installed = find_installed()
-        # A class_path whose module imports torchrec is refused as a wrong value, without what to install.
+        # A class_path whose module imports torchrec is refused as a wrong value, without what to
+        # install.
         if not installed.torchrec or not installed.fbgemms:
             raise MissingPackageError(str(problem_with(installed))) from ex
         raise CommandLineError(message) from ex
@@ -53,7 +57,8 @@ class RecipeBuilder(LightningCLI):
         trainer = self.config.fit.trainer
         # A copy, from before the changes below.
         self.settings = SimpleNamespace(**vars(trainer))
-        # A logger or a strategy may need packages, GPUs or a launcher that this machine does not have.
+        # A logger or a strategy may need packages, GPUs or a launcher that this machine does not
+        # have.
         trainer.logger, trainer.strategy = False, "auto"
 
     def instantiate_classes(self) -> None:
@@ -61,7 +66,8 @@ class RecipeBuilder(LightningCLI):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **_: Any) -> Any:
-        # A Trainer would choose devices and start loggers; LightningCLI calls nothing but its `fit`.
+        # A Trainer would choose devices and start loggers; LightningCLI calls nothing but its
+        # `fit`.
         self.settings.callbacks = self.config_init.fit.trainer.callbacks or []
         return SimpleNamespace(fit=lambda **_: None)
 
@@ -76,7 +82,8 @@ Builder = TypeVar("Builder", bound=RecipeBuilder)
 
 
 def build_recipe(configs: Sequence[str], builder: type[Builder]) -> Builder:
-    """Return a builder that has built what the YAML files describe. Raises ConfigError: they are rejected."""
+    """Return a builder that has built what the YAML files describe. Raises ConfigError: they are
+    rejected."""
     arguments = [argument for config in configs for argument in ("--config", config)]
     with warnings.catch_warnings():
         # It warns of arguments next to those of sys.argv, which are another command's here.
@@ -106,7 +113,8 @@ def is_on_gpu(accelerator: Any) -> bool:
 
 
 def count_devices(devices: Any, device: str) -> int:
-    """Return the number of devices per node that `Trainer(devices=)` selects. Raises ConfigError: no GPU."""
+    """Return the number of devices per node that `Trainer(devices=)` selects. Raises ConfigError:
+    no GPU."""
     if isinstance(devices, list):
         return len(devices)
     if str(devices).isdecimal() and int(devices):
@@ -117,5 +125,8 @@ def count_devices(devices: Any, device: str) -> int:
     if device == "cpu":
         return 1
     if not torch.cuda.is_available():
-        raise ConfigError(f"trainer.devices={devices!r}: there is no GPU on this machine to count. Set --devices 8.")
+        raise ConfigError(
+            f"trainer.devices={devices!r}: there is no GPU on this machine to "
+            "count. Set --devices 8."
+        )
     return torch.cuda.device_count()

@@ -18,7 +18,8 @@ from lightning_distrec.versions import find_installed, problem_with
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code. args: the command line; None: that of the process.
 
-    Errors that users can act on are printed in one line. Raises SystemExit: the command line asks for help or is wrong.
+    Errors that users can act on are printed in one line. Raises SystemExit: the command line asks
+    for help or is wrong.
     """
     args = sys.argv[1:] if args is None else list(args)
     _make_working_directory_importable()
@@ -27,7 +28,8 @@ def main(args: Sequence[str] | None = None) -> int:
     name = _find_command(args)
     options = COMMANDS[name].parser(name).parse_args(args[1:])
     try:
-        # Only this command's file is imported: torchrec takes seconds to load, and most commands do not need it.
+        # Only this command's file is imported: torchrec takes seconds to load, and most commands do
+        # not need it.
         commands = import_module(f"lightning_distrec.cli.{COMMANDS[name].file}")
         code: int = getattr(commands, f"run_{name}")(options)
         return code
@@ -40,7 +42,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run_lightning(args: list[str]) -> int:
-    """Run one of Lightning's commands; an error of ours is its message, on one rank, unless --debug asks for more."""
+    """Run one of Lightning's commands; an error of ours is its message, on one rank, unless --debug
+    asks for more."""
     args, debug = [argument for argument in args if argument != "--debug"], "--debug" in args
     fit_cli = import_module("lightning_distrec.cli.fit_cli")
     try:
@@ -65,7 +68,9 @@ def _is_for_lightning(args: Sequence[str]) -> bool:
         # With default_env, LightningCLI takes its command from there.
         return "PL_SUBCOMMAND" in os.environ
     package_options = ("-h", "--help", "--version")
-    return args[0] in LIGHTNING_COMMANDS or (args[0].startswith("-") and args[0] not in package_options)
+    return args[0] in LIGHTNING_COMMANDS or (
+        args[0].startswith("-") and args[0] not in package_options
+    )
 
 
 def _find_command(args: Sequence[str]) -> str:
@@ -75,13 +80,17 @@ def _find_command(args: Sequence[str]) -> str:
     parser = argparse.ArgumentParser(
         prog="lightning-distrec",
         usage="lightning-distrec COMMAND ...",
-        description="Train recommendation models with sharded embedding tables; examine plans and checkpoints.",
-        epilog=f"commands:\n{commands}\n\nPrint the options of a command: lightning-distrec COMMAND --help.",
+        description="Train recommendation models with sharded embedding tables; examine plans and "
+        "checkpoints.",
+        epilog=f"commands:\n{commands}\n\nPrint the options of a command: lightning-distrec "
+        "COMMAND --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
     parser.add_argument("-h", "--help", action="help", help="Print this help.")
-    parser.add_argument("--version", action="store_true", help="Print the versions of the package and what it uses.")
+    parser.add_argument(
+        "--version", action="store_true", help="Print the versions of the package and what it uses."
+    )
     if not args:
         parser.print_help(sys.stderr)
         raise SystemExit(EXIT_ERROR)
@@ -93,13 +102,22 @@ def _find_command(args: Sequence[str]) -> str:
         raise SystemExit(0)
     if args[0] not in COMMANDS:
         near = did_you_mean(args[0], [*LIGHTNING_COMMANDS, *COMMANDS])
-        parser.error(f"unknown command '{args[0]}'{near} List all commands: lightning-distrec --help.")
+        parser.error(
+            f"unknown command '{args[0]}'{near} List all commands: lightning-distrec --help."
+        )
     return args[0]
 
 
 def _versions() -> str:
     lines = []
-    for name in ("lightning-distrec", "torch", "lightning", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
+    for name in (
+        "lightning-distrec",
+        "torch",
+        "lightning",
+        "torchrec",
+        "fbgemm-gpu",
+        "fbgemm-gpu-cpu",
+    ):
         with suppress(PackageNotFoundError):
             lines.append(f"{name} {version(name)}")
     lines.append(f"Python {platform.python_version()}")
@@ -109,7 +127,8 @@ def _versions() -> str:
 
 
 def _make_working_directory_importable() -> None:
-    """Let `class_path: recipes.movielens_dlrm.model.ClickModel` be found from the folder that the command runs in."""
+    """Let `class_path: recipes.movielens_dlrm.model.ClickModel` be found from the folder that the
+    command runs in."""
     # A console script has its own folder on the path, and not this one.
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)

@@ -1,4 +1,5 @@
-"""The command `recipes`: lists the jobs that come with the package, and copies one to start from."""
+"""The command `recipes`: lists the jobs that come with the package, and copies one to start
+from."""
 
 import ast
 import filecmp
@@ -39,11 +40,14 @@ def run_recipes(options: "Namespace") -> int:
 
 
 def recipes_folder() -> Path:
-    """Return the folder of all recipes: inside of the package in a wheel, beside it in a clone. Raises ConfigError."""
+    """Return the folder of all recipes: inside of the package in a wheel, beside it in a clone.
+    Raises ConfigError."""
     for folder in (PACKAGE / "recipes", PACKAGE.parent / "recipes"):
         if (folder / "__init__.py").is_file():
             return folder
-    raise ConfigError("recipes: this installation has none. Install the wheel again, or clone the repository.")
+    raise ConfigError(
+        "recipes: this installation has none. Install the wheel again, or clone the repository."
+    )
 
 
 def recipe_names(folder: Path) -> list[str]:
@@ -52,7 +56,8 @@ def recipe_names(folder: Path) -> list[str]:
 
 
 def find_parts(folder: Path, name: str) -> list[str]:
-    """Return what a recipe needs, as names in `folder`: itself first, then what its files name, and so on."""
+    """Return what a recipe needs, as names in `folder`: itself first, then what its files name, and
+    so on."""
     parts = [name]
     # The list grows meanwhile: what is appended is searched in its turn.
     for part in parts:
@@ -71,7 +76,9 @@ def _print_list(folder: Path) -> None:
     text = text_table(headings, headings, title="Copy one: lightning-distrec recipes copy NAME")
     for name in recipe_names(folder):
         # Not imported: a recipe may need packages that are not installed.
-        description = ast.get_docstring(ast.parse((folder / name / "__init__.py").read_text("utf-8"))) or ""
+        description = (
+            ast.get_docstring(ast.parse((folder / name / "__init__.py").read_text("utf-8"))) or ""
+        )
         text.add_row(name, _strategy(folder / name / "cpu.yaml"), description.splitlines()[0])
     console().print(text)
 
@@ -85,17 +92,22 @@ def _copy(folder: Path, name: str, into: Path) -> None:
     names = recipe_names(folder)
     if name not in names:
         raise ConfigError(
-            f"recipes copy {name}: there is none{did_you_mean(name, names)} There are {', '.join(names)}."
+            f"recipes copy {name}: there is none{did_you_mean(name, names)} There are "
+            f"{', '.join(names)}."
         )
     target = into / "recipes"
     if (target / name).exists():
-        raise ConfigError(f"recipes copy {name}: {target / name} exists already. Remove it, or set --into FOLDER.")
+        raise ConfigError(
+            f"recipes copy {name}: {target / name} exists already. Remove it, or set --into FOLDER."
+        )
     target.mkdir(parents=True, exist_ok=True)
     for part in ["__init__.py", STRATEGIES, *find_parts(folder, name)]:
         # What several recipes share may have been changed since an earlier copy.
         if (target / part).exists():
             if changed := sorted(_changed_files(folder / part, target / part)):
-                print(f"Kept, though they differ from the package's: {', '.join(map(str, changed))}")
+                print(
+                    f"Kept, though they differ from the package's: {', '.join(map(str, changed))}"
+                )
         elif (folder / part).is_dir():
             shutil.copytree(folder / part, target / part, ignore=LEFT_OUT)
         else:
@@ -103,7 +115,10 @@ def _copy(folder: Path, name: str, into: Path) -> None:
     for readme in target.glob("*/README.md"):
         text = readme.read_text("utf-8")
         readme.write_text(LINK.sub(r"\1 (lightning_distrec: \2)", text), "utf-8")
-    print(f"Copied to {target / name}. Read its README.md, or run it{'' if into == Path() else f' in {into}'}:")
+    print(
+        f"Copied to {target / name}. Read its README.md, or run "
+        f"it{'' if into == Path() else f' in {into}'}:"
+    )
     print(f"  lightning-distrec fit --config recipes/{name}/cpu.yaml")
 
 

@@ -1,7 +1,8 @@
 """Collectives on Python values, and the decisions that all ranks take together.
 
-Every rank calls the same method in the same order, so that no rank goes on alone. The messages travel over gloo groups
-of their own, so that they neither queue behind gradients nor make a GPU wait.
+Every rank calls the same method in the same order, so that no rank goes on alone. The messages
+travel over gloo groups of their own, so that they neither queue behind gradients nor make a GPU
+wait.
 """
 
 import traceback
@@ -26,15 +27,19 @@ class Consensus:
     """Collectives among the ranks of one job. Collective: making one makes a process group.
 
     flags: sent along with every min all-reduce; one object for all consensuses of a process.
-    members: the ranks that take part, of which this is one; `rank` and `num_ranks` count these only. None: all.
+    members: the ranks that take part, of which this is one; `rank` and `num_ranks` count these
+    only. None: all.
     """
 
-    def __init__(self, timeout_seconds: float, flags: "RankFlags", members: list[int] | None = None) -> None:
+    def __init__(
+        self, timeout_seconds: float, flags: "RankFlags", members: list[int] | None = None
+    ) -> None:
         self.rank = dist.get_rank() if members is None else members.index(dist.get_rank())
         self.num_ranks = dist.get_world_size() if members is None else len(members)
         self.flags = flags
         self.timeout = timedelta(seconds=timeout_seconds)
-        # Ranks outside of `members` do not come here; without local synchronization new_group would wait for them.
+        # Ranks outside of `members` do not come here; without local synchronization new_group would
+        # wait for them.
         local = members is not None
         self._group = dist.new_group(members, self.timeout, "gloo", use_local_synchronization=local)
         self._ids: Any = None
@@ -45,11 +50,15 @@ class Consensus:
         return None if self.num_ranks == 1 else self._group
 
     def start_all_reduce_min(self, *values: int) -> "PendingMin":
-        """Collective. Start a min all-reduce of each of `values`, and of the flags; see `PendingMin.wait`."""
+        """Collective. Start a min all-reduce of each of `values`, and of the flags; see
+        `PendingMin.wait`."""
         return PendingMin(values, self.flags, self.group)
 
-    def start_min_and_exchange(self, values: tuple[int, ...], to_ranks: list[list[int]]) -> "PendingMin":
-        """Collective. As `start_all_reduce_min`; each rank also gets its entry of `to_ranks`: `PendingMin.received`."""
+    def start_min_and_exchange(
+        self, values: tuple[int, ...], to_ranks: list[list[int]]
+    ) -> "PendingMin":
+        """Collective. As `start_all_reduce_min`; each rank also gets its entry of `to_ranks`:
+        `PendingMin.received`."""
         return PendingMin(values, self.flags, self.group, to_ranks)
 
     def all_reduce_min(self, value: int) -> int:
@@ -57,9 +66,11 @@ class Consensus:
         return self.start_all_reduce_min(value).wait()[0]
 
     def ids_group(self) -> Any:
-        """Collective. Return a process group for ids that are sent ahead; None where they share the tables' group.
+        """Collective. Return a process group for ids that are sent ahead; None where they share the
+        tables' group.
 
-        gloo runs groups side by side. NCCL's would wait for each other on the device in an order of its own.
+        gloo runs groups side by side. NCCL's would wait for each other on the device in an order of
+        its own.
         """
         # The backend is the same on all ranks, so that all make the group, or none does.
         if self._ids is None and self.num_ranks > 1 and dist.get_backend() == "gloo":
@@ -68,26 +79,34 @@ class Consensus:
         return self._ids
 
     def with_flags(self, *values: int) -> tuple[int, ...]:
-        """Return `values` followed by this rank's flags, for a caller that sends them by an exchange of its own."""
+        """Return `values` followed by this rank's flags, for a caller that sends them by an
+        exchange of its own."""
         return (*values, *self.flags.to_send())
 
     def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
-        """Return each rank's values without the flags that `with_flags` appended; the flags are taken over."""
-        self.flags.receive(*(min(flag) for flag in zip(*(values[-NUM_FLAGS:] for values in gathered), strict=True)))
+        """Return each rank's values without the flags that `with_flags` appended; the flags are
+        taken over."""
+        self.flags.receive(
+            *(min(flag) for flag in zip(*(values[-NUM_FLAGS:] for values in gathered), strict=True))
+        )
         return [values[:-NUM_FLAGS] for values in gathered]
 
     def all_gather(self, value: Any, activity: str = "") -> list[Any]:
-        """Collective. Return every rank's `value`, in rank order: plain values, tensors and dataclasses of ours.
+        """Collective. Return every rank's `value`, in rank order: plain values, tensors and
+        dataclasses of ours.
 
-        Raises RankError on every rank: one rank's value is none of these, or another rank is in `all_or_none`.
+        Raises RankError on every rank: one rank's value is none of these, or another rank is in
+        `all_or_none`.
         """
         return [value] if self.num_ranks == 1 else all_gather_plain(value, self._group, activity)
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
-        """Collective. Run `action` on every rank and return its result; when it fails on one rank, all raise.
+        """Collective. Run `action` on every rank and return its result; when it fails on one rank,
+        all raise.
 
-        The rank that failed raises its own exception, the others the same one with the same message, or RankError where
-        it was not one of ours. `action` itself must not leave a collective half way.
+        The rank that failed raises its own exception, the others the same one with the same
+        message, or RankError where it was not one of ours. `action` itself must not leave a
+        collective half way.
         """
         result, failure = None, None
         try:
@@ -95,7 +114,9 @@ class Consensus:
         except Exception as error:
             failure = error
         # Also where nothing has failed: a rank does not know of the others.
-        reports = self.all_gather(None if failure is None else (type(failure).__name__, str(failure)), activity)
+        reports = self.all_gather(
+            None if failure is None else (type(failure).__name__, str(failure)), activity
+        )
         if failure is not None:
             raise failure
         for rank, report in enumerate(reports):
@@ -113,7 +134,8 @@ LENGTH_BYTES = 8
 
 
 def all_gather_plain(value: Any, group: Any = None, activity: str = "") -> list[Any]:
-    """Collective. Return every rank's `value`, in rank order. Raises as `Consensus.all_gather`. group: of gloo.
+    """Collective. Return every rank's `value`, in rank order. Raises as `Consensus.all_gather`.
+    group: of gloo.
 
     activity: what it is for, alike on all ranks.
     """
@@ -121,7 +143,8 @@ def all_gather_plain(value: Any, group: Any = None, activity: str = "") -> list[
         data = b"+" + to_bytes([activity, value])
     except TypeError as error:
         data = b"-" + str(error).encode()
-    # Ranks do not know how long the others' values are. All send messages of one size first, and rests where one needs
+    # Ranks do not know how long the others' values are. All send messages of one size first, and
+    # rests where one needs
     # that: the lengths that decide it are known to all by then.
     message = len(data).to_bytes(LENGTH_BYTES, "little") + data
     num_ranks, size = dist.get_world_size(group), FIRST_BYTES
@@ -130,7 +153,9 @@ def all_gather_plain(value: Any, group: Any = None, activity: str = "") -> list[
     if max(lengths) > size:
         ends = _all_gather_bytes(message[size:], max(lengths) - size, num_ranks, group)
         messages = [first + end for first, end in zip(messages, ends, strict=True)]
-    contents = [received[LENGTH_BYTES:length] for received, length in zip(messages, lengths, strict=True)]
+    contents = [
+        received[LENGTH_BYTES:length] for received, length in zip(messages, lengths, strict=True)
+    ]
     for rank, content in enumerate(contents):
         if not content.startswith(b"+"):
             raise errors.RankError(f"rank {rank}: {content[1:].decode(errors='replace')}")
@@ -140,19 +165,27 @@ def all_gather_plain(value: Any, group: Any = None, activity: str = "") -> list[
         places = all_gather_plain(find_location(traceback.walk_stack(None)), group)
         lines = [f"rank {rank}: {place}" for rank, place in enumerate(places)]
         raise errors.RankError(
-            "ranks exchange messages in different places:\n" + "\n".join(lines) + "\nProbably one of them has caught "
-            "an exception that all ranks raise, of a lookup or a collective, and has gone on. Do not catch it."
+            "ranks exchange messages in different places:\n"
+            + "\n".join(lines)
+            + "\nProbably one of them has caught "
+            "an exception that all ranks raise, of a lookup or a collective, and has gone on. Do "
+            "not catch it."
         )
     return [value for _, value in pairs]
 
 
 def _all_gather_bytes(data: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:
-    sent, received = torch.zeros(size, dtype=torch.uint8), torch.empty(num_ranks * size, dtype=torch.uint8)
+    sent, received = (
+        torch.zeros(size, dtype=torch.uint8),
+        torch.empty(num_ranks * size, dtype=torch.uint8),
+    )
     if data:
         # torch warns of read-only bytes, and frombuffer takes no empty buffer.
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.all_gather_into_tensor(received, sent, group=group)
-    return [received[rank * size : (rank + 1) * size].numpy().tobytes() for rank in range(num_ranks)]
+    return [
+        received[rank * size : (rank + 1) * size].numpy().tobytes() for rank in range(num_ranks)
+    ]
 
 
 NUM_FLAGS = 5
@@ -164,8 +197,9 @@ REQUEUE, STOP, CONTINUE = range(3)
 class RankFlags:
     """What a rank reports to the others along with its next message, whatever that is about.
 
-    A stop request or a failed write must reach all ranks at the same step, but is too rare for a message of its own at
-    each step: a few numbers more in a message that is sent anyway cost nothing.
+    A stop request or a failed write must reach all ranks at the same step, but is too rare for a
+    message of its own at each step: a few numbers more in a message that is sent anyway cost
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -178,7 +212,8 @@ class RankFlags:
         """Whether all ranks know that background work has failed on one."""
         self._look: Callable[[], bool] | None = None
         self.was_seen = False
-        """Whether any rank has seen what it watches for, and the number of messages so far without that."""
+        """Whether any rank has seen what it watches for, and the number of messages so far without
+        that."""
         self.num_unseen = 0
         self.compared = 0
         """A number that must be alike on all ranks, and whether all ranks know that it was not."""
@@ -193,12 +228,14 @@ class RankFlags:
         self._look = look
 
     def watch_failures(self, has_failed: Callable[[], bool] | None) -> None:
-        """Call `has_failed` for each message: whether work in the background of this rank's steps has failed."""
+        """Call `has_failed` for each message: whether work in the background of this rank's steps
+        has failed."""
         self._has_failed = has_failed
         self.has_failed = False
 
     def reset(self) -> None:
-        """Start another run. A stop request that came too late to reach the others stays requested."""
+        """Start another run. A stop request that came too late to reach the others stays
+        requested."""
         self.requested = self.requested if self.agreed == CONTINUE else CONTINUE
         self.agreed = CONTINUE
         self.was_seen, self.num_unseen, self._look = False, 0, None
@@ -211,7 +248,9 @@ class RankFlags:
         unseen = self._look is None or not self._look()
         return self.requested, int(unseen), int(not failed), self.compared, -self.compared
 
-    def receive(self, requested: int, unseen: int, no_failure: int, compared: int, negated: int) -> None:
+    def receive(
+        self, requested: int, unseen: int, no_failure: int, compared: int, negated: int
+    ) -> None:
         """Take over the flags of all ranks: the smallest of each."""
         self.agreed = min(self.agreed, requested)
         self.has_failed |= not no_failure
@@ -221,10 +260,15 @@ class RankFlags:
 
 
 class PendingMin:
-    """A min all-reduce in flight; with `to_ranks` an all-to-all, of which the smallest values are taken here."""
+    """A min all-reduce in flight; with `to_ranks` an all-to-all, of which the smallest values are
+    taken here."""
 
     def __init__(
-        self, values: tuple[int, ...], flags: RankFlags, group: Any, to_ranks: list[list[int]] | None = None
+        self,
+        values: tuple[int, ...],
+        flags: RankFlags,
+        group: Any,
+        to_ranks: list[list[int]] | None = None,
     ) -> None:
         self._flags = flags
         flagged = (*values, *flags.to_send())
@@ -232,13 +276,15 @@ class PendingMin:
         self._result: list[int] | None = None
         self.received: list[list[int]] = to_ranks or []
         """What each rank has sent to this one by `to_ranks`, after `wait`."""
-        # Values, flags and what single ranks get travel as one message: each one costs the network's latency.
+        # Values, flags and what single ranks get travel as one message: each one costs the
+        # network's latency.
         self._values = sent = torch.tensor([(*flagged, *numbers) for numbers in to_ranks or ((),)])
         self._work = None
         if group is not None and to_ranks is None:
             self._work = dist.all_reduce(sent, dist.ReduceOp.MIN, group=group, async_op=True)
         elif group is not None:
-            # Row i goes to rank i. Its first columns are alike in all rows: `wait` takes their minimum.
+            # Row i goes to rank i. Its first columns are alike in all rows: `wait` takes their
+            # minimum.
             self._values = torch.empty_like(sent)
             self._work = dist.all_to_all_single(self._values, sent, group=group, async_op=True)
 
@@ -259,7 +305,8 @@ class PendingMin:
         return self._result
 
     def wait_up_to(self, seconds: float) -> bool:
-        """Wait for the other ranks for at most `seconds`; return whether they have arrived. `wait` may follow."""
+        """Wait for the other ranks for at most `seconds`; return whether they have arrived. `wait`
+        may follow."""
         if self._work is not None:
             try:
                 self._work.wait(timedelta(seconds=seconds))
@@ -270,20 +317,25 @@ class PendingMin:
 
 @dataclass(frozen=True)
 class JobConsensus:
-    """The consensuses of one default process group. They share their flags; each has a process group of its own."""
+    """The consensuses of one default process group. They share their flags; each has a process
+    group of its own."""
 
     world: Any
     general: Consensus
-    """For everything that is agreed on now and then, and for checkpoints that the main thread writes."""
+    """For everything that is agreed on now and then, and for checkpoints that the main thread
+    writes."""
     steps: Consensus
-    """For the one message of every step. A rank whose step fails reports that here while others may be in the middle of
-    a collective of `general`: gloo aborts a process whose messages meet others of another size."""
+    """For the one message of every step. A rank whose step fails reports that here while others may
+    be in the middle of a collective of `general`: gloo aborts a process whose messages meet others
+    of another size."""
 
     @cached_property
     def writing_thread(self) -> Consensus:
-        """Collective, the first time. For the thread that writes checkpoints: no two threads may use a group at once.
+        """Collective, the first time. For the thread that writes checkpoints: no two threads may
+        use a group at once.
 
-        It sends no flags. Made where checkpoints are written so: each group of gloo's has three threads, and connects.
+        It sends no flags. Made where checkpoints are written so: each group of gloo's has three
+        threads, and connects.
         """
         return Consensus(self.general.timeout.total_seconds(), self.general.flags)
 
@@ -292,11 +344,12 @@ _latest: JobConsensus | None = None
 
 
 def job_consensus(timeout_seconds: float) -> JobConsensus:
-    """Collective. Return the consensuses of the default process group, made on the first call for each group."""
+    """Collective. Return the consensuses of the default process group, made on the first call for
+    each group."""
     global _latest
     world = dist.group.WORLD
-    # Groups are made in the same order on all ranks, as torch names them by counting. A later process group, after the
-    # first was destroyed, gets its own.
+    # Groups are made in the same order on all ranks, as torch names them by counting. A later
+    # process group, after the first was destroyed, gets its own.
     if _latest is None or _latest.world is not world:
         flags = RankFlags()
         general = Consensus(timeout_seconds, flags)

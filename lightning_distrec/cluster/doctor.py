@@ -1,4 +1,5 @@
-"""Examines the ranks, nodes and links that a job would get, and prints the problems before a training meets them."""
+"""Examines the ranks, nodes and links that a job would get, and prints the problems before a
+training meets them."""
 
 import itertools
 import os
@@ -83,18 +84,26 @@ def examine(folder: Path, timeout_seconds: float, log: Callable[[str], None]) ->
     """Collective. Return the findings of all ranks that a launcher has started, or of this process.
 
     folder: all ranks should see it. log: called with what a rank waits for.
-    Raises RendezvousError: not all ranks arrive; ConfigError: the launcher's variables do not fit together; OSError:
-    rank 0 cannot write into the folder.
+    Raises RendezvousError: not all ranks arrive; ConfigError: the launcher's variables do not fit
+    together; OSError: rank 0 cannot write into the folder.
     """
-    launched = find_launched() or Launched("no launcher", 0, 1, 0, 1, 0, 1, MeetingPoint("", (), ""))
+    launched = find_launched() or Launched(
+        "no launcher", 0, 1, 0, 1, 0, 1, MeetingPoint("", (), "")
+    )
     if launched.num_ranks > 1:
-        store = meet(launched.point, launched.rank, launched.num_ranks, timeout_seconds, log, launched.nodes)
+        store = meet(
+            launched.point, launched.rank, launched.num_ranks, timeout_seconds, log, launched.nodes
+        )
         launched = complete_launched(launched, store)
         timeout = timedelta(seconds=timeout_seconds)
-        dist.init_process_group("gloo", store=store, rank=launched.rank, world_size=launched.num_ranks, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=launched.rank, world_size=launched.num_ranks, timeout=timeout
+        )
     try:
         ranks = tuple(_gather(_examine_rank(launched, folder)))
-        links = tuple(_measure_link(first, second, launched, ranks) for first, second in _choose_pairs(ranks))
+        links = tuple(
+            _measure_link(first, second, launched, ranks) for first, second in _choose_pairs(ranks)
+        )
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -115,7 +124,9 @@ def _examine_rank(launched: Launched, folder: Path) -> Rank:
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=host_memory_bytes(),
         open_files=open_files_limit(),
-        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0,
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free
+        if os.path.isdir(SHARED_MEMORY)
+        else 0,
         sees_folder=_sees_folder(folder, launched),
     )
 
@@ -134,7 +145,8 @@ def _sees_folder(folder: Path, launched: Launched) -> bool:
             token.write_text(launched.point.identity)
         except OSError as error:
             problem = str(error)
-    # All ranks raise what rank 0 met, and none of them looks before it has written, or after it has removed the file.
+    # All ranks raise what rank 0 met, and none of them looks before it has written, or after it has
+    # removed the file.
     if problem := _gather(problem)[0]:
         raise OSError(f"rank 0 cannot write into {folder}: {problem}")
     try:
@@ -148,11 +160,15 @@ def _sees_folder(folder: Path, launched: Launched) -> bool:
 
 
 def _by_node(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
-    return [[rank for rank in ranks if rank.node == node] for node in sorted({rank.node for rank in ranks})]
+    return [
+        [rank for rank in ranks if rank.node == node]
+        for node in sorted({rank.node for rank in ranks})
+    ]
 
 
 def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
-    """Return the pairs to measure: two ranks on each node, and the first ranks of neighboring nodes."""
+    """Return the pairs to measure: two ranks on each node, and the first ranks of neighboring
+    nodes."""
     nodes = [[rank.rank for rank in node_ranks] for node_ranks in _by_node(ranks)]
     within = [(node_ranks[0], node_ranks[1]) for node_ranks in nodes if len(node_ranks) > 1]
     around = [(a[0], b[0]) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
@@ -166,7 +182,9 @@ def _measure_link(first: int, second: int, launched: Launched, ranks: tuple[Rank
     if launched.rank in (first, second):
         peer, begins = (second, True) if launched.rank == first else (first, False)
         latency = statistics.median(_round_trip(peer, begins, 8) for _ in range(PINGS)) / 2
-        seconds = statistics.median(_round_trip(peer, begins, TRANSFER_BYTES) for _ in range(TRANSFERS))
+        seconds = statistics.median(
+            _round_trip(peer, begins, TRANSFER_BYTES) for _ in range(TRANSFERS)
+        )
         # The acknowledgement takes a latency of its own; a coarse clock may leave nothing.
         measured = (latency, TRANSFER_BYTES / max(seconds - latency, 1e-9))
     # It also keeps the other ranks from the next pair, whose transfer would share the network.
@@ -206,19 +224,28 @@ def find_problems(findings: Findings) -> list[Problem]:
     """Return the problems, errors first."""
     parts = (_version_problems, _folder_problems, _machine_problems, _link_problems)
     # "error" is before "warning" in the alphabet, and sorted keeps the order of equal kinds.
-    return sorted(itertools.chain.from_iterable(part(findings) for part in parts), key=lambda problem: problem.kind)
+    return sorted(
+        itertools.chain.from_iterable(part(findings) for part in parts),
+        key=lambda problem: problem.kind,
+    )
 
 
 def _version_problems(findings: Findings) -> Iterable[Problem]:
     ranks = findings.ranks
     for problem in dict.fromkeys(rank.versions_problem for rank in ranks if rank.versions_problem):
         affected = _list_ranks(rank for rank in ranks if rank.versions_problem == problem)
-        yield Problem("error", f"{affected}: {problem}", "Install matching versions: docs/installing.md.")
+        yield Problem(
+            "error", f"{affected}: {problem}", "Install matching versions: docs/installing.md."
+        )
     # Micro versions of Python may differ: 3.11.4 works with 3.11.9.
     versions = {(rank.versions, rank.python.rpartition(".")[0]) for rank in ranks}
     if len(versions) > 1:
         different = "; ".join(sorted(f"{having}, Python {python}" for having, python in versions))
-        yield Problem("error", f"ranks have different versions: {different}.", "Use one environment on all nodes.")
+        yield Problem(
+            "error",
+            f"ranks have different versions: {different}.",
+            "Use one environment on all nodes.",
+        )
 
 
 def _folder_problems(findings: Findings) -> Iterable[Problem]:
@@ -226,36 +253,52 @@ def _folder_problems(findings: Findings) -> Iterable[Problem]:
         yield Problem(
             "error",
             f"{_list_ranks(blind)} do not see what rank 0 wrote into {findings.folder}.",
-            "Checkpoints need a file system that all ranks share: set --folder, and default_root_dir in training.",
+            "Checkpoints need a file system that all ranks share: set --folder, and "
+            "default_root_dir in training.",
         )
 
 
 def _machine_problems(findings: Findings) -> Iterable[Problem]:
     ranks = findings.ranks
     for node_ranks in _by_node(ranks):
-        devices, cpus = max(len(rank.devices) for rank in node_ranks), max(rank.cpus for rank in node_ranks)
+        devices, cpus = (
+            max(len(rank.devices) for rank in node_ranks),
+            max(rank.cpus for rank in node_ranks),
+        )
         num_ranks, host = len(node_ranks), node_ranks[0].host
-        # A rank that was bound to one GPU or CPU sees only this one: ranks that see the same ones share them.
+        # A rank that was bound to one GPU or CPU sees only this one: ranks that see the same ones
+        # share them.
         if devices and num_ranks > sum(len(rank.devices) for rank in node_ranks):
-            yield Problem("error", f"{host} has {num_ranks} ranks and {devices} GPUs.", "Start one per GPU.")
+            yield Problem(
+                "error", f"{host} has {num_ranks} ranks and {devices} GPUs.", "Start one per GPU."
+            )
         if cpus < num_ranks and all(rank.cpus == cpus for rank in node_ranks):
-            yield Problem("warning", f"{host} has {num_ranks} ranks on {cpus} CPUs.", "Ask for more: --cpus-per-task.")
-    needed = HostNeeds(len(ranks), 1, "nccl" if all(rank.devices for rank in ranks) else "gloo").open_files
+            yield Problem(
+                "warning",
+                f"{host} has {num_ranks} ranks on {cpus} CPUs.",
+                "Ask for more: --cpus-per-task.",
+            )
+    needed = HostNeeds(
+        len(ranks), 1, "nccl" if all(rank.devices for rank in ranks) else "gloo"
+    ).open_files
     lowest = min(rank.open_files for rank in ranks)
     minimum = needed if lowest < needed else MIN_OPEN_FILES
     if lowest < minimum:
+        is_fatal = lowest < needed
+        user = "Ranks connect to each other" if is_fatal else "Workers of dataloaders need many"
         yield Problem(
-            "error" if lowest < needed else "warning",
-            f"{_list_ranks(rank for rank in ranks if rank.open_files < minimum)} may have {lowest} files open.",
-            f"{'Ranks connect to each other' if lowest < needed else 'Workers of dataloaders need many'}: "
-            f"ulimit -n {minimum}.",
+            "error" if is_fatal else "warning",
+            f"{_list_ranks(rank for rank in ranks if rank.open_files < minimum)} may have "
+            f"{lowest} files open.",
+            f"{user}: ulimit -n {minimum}.",
         )
     if full := [rank for rank in ranks if rank.shared_memory_bytes < MIN_SHARED_MEMORY_BYTES]:
         lowest = min(rank.shared_memory_bytes for rank in full)
         yield Problem(
             "warning",
             f"{_list_ranks(full)} have {decimal(lowest)} free in {SHARED_MEMORY}.",
-            "Workers of dataloaders put batches there: enlarge it (docker run --shm-size), or use num_workers=0.",
+            "Workers of dataloaders put batches there: enlarge it (docker run --shm-size), or use "
+            "num_workers=0.",
         )
 
 
@@ -264,9 +307,14 @@ def _link_problems(findings: Findings) -> Iterable[Problem]:
         if link.across_nodes and link.bytes_per_second < MIN_CROSS_NODE_SPEED:
             first_rank, second_rank = findings.ranks[link.first], findings.ranks[link.second]
             description = (
-                f"{_format_speed(link)} between {first_rank.host} and {second_rank.host}, less than a gigabit link."
+                f"{_format_speed(link)} between {first_rank.host} and {second_rank.host}, less "
+                "than a gigabit link."
             )
-            yield Problem("warning", description, "Set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, to the fast network.")
+            yield Problem(
+                "warning",
+                description,
+                "Set GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME, to the fast network.",
+            )
 
 
 def as_json(findings: Findings, problems: list[Problem]) -> dict[str, Any]:
@@ -307,7 +355,8 @@ def _describe_slowest(links: list[Link], across: bool) -> str:
     latency = max(link.latency_seconds for link in links)
     place = "across nodes" if across else "within a node"
     return (
-        f"{place}: at least {_format_speed(slowest)} (ranks {slowest.first} and {slowest.second}), at most "
+        f"{place}: at least {_format_speed(slowest)} (ranks {slowest.first} and "
+        f"{slowest.second}), at most "
         f"{latency * 1e6:.0f} us, by gloo, {quantity(len(links), 'link')} measured"
     )
 

@@ -1,7 +1,7 @@
 """Ports at which ranks listen for each other, and what keeps strangers out: proofs and bounds.
 
-Whoever has not proved to have a key has a bounded line, a bounded time, and a place among a bounded number. The
-standard library only: the watchdog's process has nothing else.
+Whoever has not proved to have a key has a bounded line, a bounded time, and a place among a bounded
+number. The standard library only: the watchdog's process has nothing else.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from typing import Any
 GREETING_SECONDS = 2.0
 """How long whoever has connected may take to prove that it has the key."""
 MAX_STRANGERS = 128
-"""Connections without a proof: for each one more, the oldest is closed. So a rank is let in that proves it at once."""
+"""Connections without a proof: for each one more, the oldest is closed. So a rank is let in that
+proves it at once."""
 # A rank's state has a failure of 500 characters, its location and how far its run is.
 MAX_LINE_BYTES = 1 << 14
 BACKLOG = 1024
@@ -43,26 +44,33 @@ def encode_fields(fields: Mapping[str, Any]) -> bytes:
 
 
 def parse_fields(line: bytes) -> dict[str, Any]:
-    """Return the fields of a line of JSON: texts and numbers by name. Raises ValueError: it has something else."""
+    """Return the fields of a line of JSON: texts and numbers by name. Raises ValueError: it has
+    something else."""
     try:
         fields = json.loads(line)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if not isinstance(fields, dict) or any(isinstance(value, dict | list) for value in fields.values()):
+    if not isinstance(fields, dict) or any(
+        isinstance(value, dict | list) for value in fields.values()
+    ):
         raise ValueError("not texts and numbers by name")
     return fields
 
 
 async def read_fields(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the fields of the next line. Raises ValueError: it is too long, or has something else."""
+    """Return the fields of the next line. Raises ValueError: it is too long, or has something
+    else."""
     return parse_fields(await reader.readline())
 
 
-async def open_door(listener: socket.socket, greet: Greeting, admit: Admission | None = None) -> asyncio.Server:
+async def open_door(
+    listener: socket.socket, greet: Greeting, admit: Admission | None = None
+) -> asyncio.Server:
     """Listen for ranks, and return the server.
 
-    greet: asks whoever connects for a proof. Returns None without one; what it raises for malformed lines counts as
-    that. admit: called with what `greet` returns otherwise, without a limit of time.
+    greet: asks whoever connects for a proof. Returns None without one; what it raises for malformed
+    lines counts as that. admit: called with what `greet` returns otherwise, without a limit of
+    time.
     """
     strangers: dict[asyncio.Task[Any], None] = {}  # in the order in which they came
 
@@ -83,7 +91,10 @@ async def open_door(listener: socket.socket, greet: Greeting, admit: Admission |
                 await admit(admitted, reader, writer)
         writer.close()
 
-    # The backlog is also the number of connections that asyncio accepts before it runs what handles them.
-    server = await asyncio.start_server(receive, sock=listener, limit=MAX_LINE_BYTES, backlog=MAX_STRANGERS)
+    # The backlog is also the number of connections that asyncio accepts before it runs what handles
+    # them.
+    server = await asyncio.start_server(
+        receive, sock=listener, limit=MAX_LINE_BYTES, backlog=MAX_STRANGERS
+    )
     listener.listen(BACKLOG)
     return server

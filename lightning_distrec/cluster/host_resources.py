@@ -1,7 +1,8 @@
-"""What a rank uses of its machine: threads, open files, and the network interface to the ranks of other nodes.
+"""What a rank uses of its machine: threads, open files, and the network interface to the ranks of
+other nodes.
 
-By default gloo takes the interface of the machine's own name, which may be no network at all (127.0.1.1), and NCCL the
-first that is up.
+By default gloo takes the interface of the machine's own name, which may be no network at all
+(127.0.1.1), and NCCL the first that is up.
 """
 
 import ctypes
@@ -35,9 +36,11 @@ def cpus_of_this_process(node: int) -> Cpus:
 
 
 def num_threads(ranks: Sequence[Cpus], rank: int, environ: Mapping[str, str]) -> int:
-    """Return the number of threads for `rank`. environ: the environment, with Slurm's `--cpus-per-task`."""
+    """Return the number of threads for `rank`. environ: the environment, with Slurm's
+    `--cpus-per-task`."""
     node, rank_cpus = ranks[rank]
-    # Ranks that are bound to CPUs of their own share with nobody; unbound ones with all of their node.
+    # Ranks that are bound to CPUs of their own share with nobody; unbound ones with all of their
+    # node.
     sharers = sum(bool(cpus & rank_cpus) for other, cpus in ranks if other == node)
     threads = len(rank_cpus) // sharers
     if environ.get("SLURM_CPUS_PER_TASK", "").isdigit():
@@ -52,26 +55,32 @@ def use_threads(number: int) -> None:
 
 
 def end_threads() -> bool:
-    """End OpenMP's idle threads, which begin again when they are needed; return whether that worked.
+    """End OpenMP's idle threads, which begin again when they are needed; return whether that
+    worked.
 
-    A process that is forked while libgomp has some believes that it has them too, and waits for them forever.
+    A process that is forked while libgomp has some believes that it has them too, and waits for
+    them forever.
     Source: omp_pause_resource_all of OpenMP 5.0, which libgomp has since GCC 9.
     """
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # torch loads its OpenMP for all to see
+    # torch loads its OpenMP for all to see
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     return pause is not None and pause(OMP_PAUSE_HARD) == 0
 
 
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 MESHES = {"gloo": 3, "nccl": 1}
-"""Groups of gloo in which each two ranks may exchange something: control messages; without NCCL rows and ids too."""
+"""Groups of gloo in which each two ranks may exchange something: control messages; without NCCL
+rows and ids too."""
 OTHER_FILES = 256
-"""What a rank has open besides: libraries, logs, checkpoints, pipes of workers, and few sockets of other groups."""
+"""What a rank has open besides: libraries, logs, checkpoints, pipes of workers, and few sockets of
+other groups."""
 PROCESS_BYTES = 300 << 20
-"""Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA takes more."""
+"""Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA
+takes more."""
 STORE_REQUESTS, STORE_REQUESTS_PER_RANK = 25, 14
-"""To rank 0's store until training begins, measured over gloo on 2 to 64 ranks: of any rank, and more for each rank of
-the job. These are gloo's, which exchanges the addresses of all ranks for each mesh, and rank 0's, which checks each
-rank's key."""
+"""To rank 0's store until training begins, measured over gloo on 2 to 64 ranks: of any rank, and
+more for each rank of the job. These are gloo's, which exchanges the addresses of all ranks for each
+mesh, and rank 0's, which checks each rank's key."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,8 @@ class HostNeeds:
 
     @property
     def sockets(self) -> int:
-        """Those of a rank to others; NCCL's own are few. Rank 0 has one more to each, of the store."""
+        """Those of a rank to others; NCCL's own are few. Rank 0 has one more to each, of the
+        store."""
         return MESHES["nccl" if "nccl" in self.backend else "gloo"] * self.num_ranks
 
     @property
@@ -95,9 +105,12 @@ class HostNeeds:
     def in_words(self) -> str:
         """Return a sentence."""
         return (
-            f"Processes: {format_bytes(self.ranks_on_node * PROCESS_BYTES)} of host memory a node before any data; a "
-            f"rank opens up to {self.open_files:,} files, most of them sockets to other ranks (`ulimit -n`), a node "
-            f"{self.ranks_on_node * self.sockets:,} sockets; a rank starts with some {self._store_requests:,} requests "
+            f"Processes: {format_bytes(self.ranks_on_node * PROCESS_BYTES)} of host memory a node "
+            "before any data; a "
+            f"rank opens up to {self.open_files:,} files, most of them sockets to other ranks "
+            "(`ulimit -n`), a node "
+            f"{self.ranks_on_node * self.sockets:,} sockets; a rank starts with some "
+            f"{self._store_requests:,} requests "
             "to rank 0's store."
         )
 
@@ -117,27 +130,35 @@ class HostNeeds:
 
 
 def open_files_limit() -> int:
-    """Return how many files this process may open, once `reserve_open_files` has raised its limit."""
+    """Return how many files this process may open, once `reserve_open_files` has raised its
+    limit."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def reserve_open_files(num_ranks: int, backend: str) -> None:
-    """Let this process open as many files as the system lets it, and gloo connect ranks when they first exchange.
+    """Let this process open as many files as the system lets it, and gloo connect ranks when they
+    first exchange.
 
-    Otherwise gloo opens a socket to each rank for each process group, as for those of `one_socket_thread`.
+    Otherwise gloo opens a socket to each rank for each process group, as for those of
+    `one_socket_thread`.
     Raises ConfigError: too few for `num_ranks`.
     """
     os.environ.setdefault(LAZY_GLOO, "1")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(OSError, ValueError):  # some systems have a lower limit than the one that they name
+        # some systems have a lower limit than the one that they name
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < (needed := HostNeeds(num_ranks, 1, backend).open_files):
+    if soft != resource.RLIM_INFINITY and soft < (
+        needed := HostNeeds(num_ranks, 1, backend).open_files
+    ):
         raise ConfigError(
-            f"a rank in a job of {num_ranks} needs {needed} open files, most of them sockets, and may open {soft}. "
-            f"Raise the limit before the job starts: `ulimit -n {needed}`, LimitNOFILE of the scheduler's service, or "
+            f"a rank in a job of {num_ranks} needs {needed} open files, most of them sockets, and "
+            f"may open {soft}. "
+            f"Raise the limit before the job starts: `ulimit -n {needed}`, LimitNOFILE of the "
+            "scheduler's service, or "
             "docker run --ulimit."
         )
 
@@ -155,14 +176,16 @@ def choose_interface(
 ) -> dict[str, str]:
     """Collective. Return the variables that make gloo and NCCL use the interface to other nodes.
 
-    host: of rank 0. environ: the environment; a variable that is set there stays. Empty: all ranks are on this machine,
-    or the interface is not found.
+    host: of rank 0. environ: the environment; a variable that is set there stays. Empty: all ranks
+    are on this machine, or the interface is not found.
     """
     address = find_local_address(host)
     store.set(f"{KEY}/{rank}", address)
-    # Collective: each rank writes above, before those on rank 0's own node look at the way to the others.
+    # Collective: each rank writes above, before those on rank 0's own node look at the way to the
+    # others.
     if not _is_outside(address):
-        # On rank 0's node the way to rank 0 is the loopback: the address of another node shows the network.
+        # On rank 0's node the way to rank 0 is the loopback: the address of another node shows the
+        # network.
         addresses = [store.get(f"{KEY}/{other}").decode() for other in range(num_ranks)]
         outside = next(filter(_is_outside, addresses), "")
         address = find_local_address(outside) if outside else ""
@@ -175,9 +198,12 @@ def choose_interface(
 
 
 def find_local_address(host: str) -> str:
-    """Return the address from which this machine would send to `host`, "" without a route. Nothing is sent."""
+    """Return the address from which this machine would send to `host`, "" without a route. Nothing
+    is sent."""
     with suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, ANY_PORT, type=socket.SOCK_DGRAM
+        ):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 # For a datagram socket this only chooses the route, and with it the source address.
                 probe.connect(address)
@@ -189,7 +215,10 @@ def find_interface(address: str) -> str | None:
     """Return the name of the interface that has an address; None where it is not found."""
     with suppress(OSError, ImportError):
         if _parse_address(address).version == 4:
-            return next((name for _, name in socket.if_nameindex() if _interface_address(name) == address), None)
+            return next(
+                (name for _, name in socket.if_nameindex() if _interface_address(name) == address),
+                None,
+            )
         packed = _parse_address(address).packed.hex()
         lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
         return next((words[-1] for words in lines if words[0] == packed), None)
@@ -200,8 +229,11 @@ def _interface_address(interface: str) -> str:
     import fcntl  # not on Windows
 
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # struct ifreq: 16 bytes for the name and its final zero; then family and port, 4 bytes, before the address.
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        # struct ifreq: 16 bytes for the name and its final zero; then family and port, 4 bytes,
+        # before the address.
+        answer = fcntl.ioctl(
+            probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15])
+        )
         return socket.inet_ntoa(answer[20:24])
     return ""
 
@@ -211,4 +243,5 @@ def _is_outside(address: str) -> bool:
 
 
 def _parse_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(address.partition("%")[0])  # without the interface that an IPv6 address may name
+    # without the interface that an IPv6 address may name
+    return ipaddress.ip_address(address.partition("%")[0])

@@ -1,7 +1,8 @@
-"""The sockets by which a rank finds rank 0's store: rank 0 sends its port to those who have the key of the job.
+"""The sockets by which a rank finds rank 0's store: rank 0 sends its port to those who have the key
+of the job.
 
-Plain sockets, with a timeout for each wait: torch's TCPStore client waits without end for a listener that is not a
-store, another job's for example.
+Plain sockets, with a timeout for each wait: torch's TCPStore client waits without end for a
+listener that is not a store, another job's for example.
 """
 
 import asyncio
@@ -19,7 +20,13 @@ from typing import Any
 
 from torch.distributed import Store
 
-from lightning_distrec.cluster.door import BACKLOG, MAX_LINE_BYTES, encode_fields, open_door, parse_fields
+from lightning_distrec.cluster.door import (
+    BACKLOG,
+    MAX_LINE_BYTES,
+    encode_fields,
+    open_door,
+    parse_fields,
+)
 from lightning_distrec.cluster.job_key import SET_IT, JobKey, find_key
 from lightning_distrec.errors import RendezvousError
 
@@ -34,10 +41,11 @@ ANSWER_PAUSES = 10
 
 
 def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
-    """Return a socket that listens at `host`, the address by which other ranks reach this machine. Raises OSError.
+    """Return a socket that listens at `host`, the address by which other ranks reach this machine.
+    Raises OSError.
 
-    It listens on all interfaces only where that address is none of this machine's own (translated, say), or where it is
-    the loopback, which ranks on other nodes do not reach.
+    It listens on all interfaces only where that address is none of this machine's own (translated,
+    say), or where it is the loopback, which ranks on other nodes do not reach.
     """
     addresses: list[Any] = []
     with suppress(OSError):
@@ -49,19 +57,33 @@ def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
-    # None of the addresses is this machine's: others reach it by a translated one, in a container or a cloud.
+    # None of the addresses is this machine's: others reach it by a translated one, in a container
+    # or a cloud.
     dualstack = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dualstack else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG)
+    return socket.create_server(
+        ("", port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG
+    )
 
 
 class Introduction:
-    """Answers to the other ranks, within its context. log: called once for each address that asks without the key."""
+    """Answers to the other ranks, within its context. log: called once for each address that asks
+    without the key."""
 
     def __init__(
-        self, listener: socket.socket, identity: str, store_port: int, key: JobKey, log: Callable[[str], None]
+        self,
+        listener: socket.socket,
+        identity: str,
+        store_port: int,
+        key: JobKey,
+        log: Callable[[str], None],
     ) -> None:
-        self._listener, self._identity, self._store_port, self._key = listener, identity, store_port, key
+        self._listener, self._identity, self._store_port, self._key = (
+            listener,
+            identity,
+            store_port,
+            key,
+        )
         self._log, self._logged = log, set[str]()
         self._end = Future[None]()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -82,14 +104,24 @@ class Introduction:
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         key, identity, nonce = self._key, self._identity, secrets.token_hex(16)
-        # The digest shows those of the job that this is it, and shows others nothing, not even its identity.
-        writer.write(encode_fields({"nonce": nonce, "job": _hash_identity(nonce, identity), "offer": key.offer}))
+        # The digest shows those of the job that this is it, and shows others nothing, not even its
+        # identity.
+        writer.write(
+            encode_fields({
+                "nonce": nonce,
+                "job": _hash_identity(nonce, identity),
+                "offer": key.offer,
+            })
+        )
         if not (line := await reader.readline()).strip():
             return
         fields, answer = parse_fields(line), {}
         if key.is_signed(fields.get("proof"), "a rank", identity, nonce, fields.get("nonce")):
             port = self._store_port
-            answer = {"port": port, "proof": key.sign("rank 0", identity, fields.get("nonce"), port)}
+            answer = {
+                "port": port,
+                "proof": key.sign("rank 0", identity, fields.get("nonce"), port),
+            }
         else:
             # A dualstack socket shows IPv4 addresses in IPv6's form.
             address, *_ = writer.get_extra_info("peername") or ("an unknown address",)
@@ -100,15 +132,24 @@ class Introduction:
         """Log that somebody asked without the key."""
         if address not in self._logged and len(self._logged) < MAX_REFUSALS:
             self._logged.add(address)
-            self._log(f"refused a process at {address}, which asked for the ranks of this job without its key.")
+            self._log(
+                f"refused a process at {address}, which asked for the ranks of this job "
+                "without its key."
+            )
 
 
-def find_introduction(host: str, port: int, identity: str, environ: Mapping[str, str]) -> int | None:
-    """Return the port of rank 0's store, if rank 0 of this job listens here. environ: the environment.
+def find_introduction(
+    host: str, port: int, identity: str, environ: Mapping[str, str]
+) -> int | None:
+    """Return the port of rank 0's store, if rank 0 of this job listens here. environ: the
+    environment.
 
     Raises RendezvousError: rank 0 of this job listens here, and has another key.
     """
-    with suppress(OSError, ValueError), socket.create_connection((host, port), TRY_SECONDS) as connection:
+    with (
+        suppress(OSError, ValueError),
+        socket.create_connection((host, port), TRY_SECONDS) as connection,
+    ):
         deadline = time.monotonic() + TRY_SECONDS
         first, nonce = _receive_fields(connection, deadline), secrets.token_hex(16)
         # Another job's port, or another program's: the next port may be ours.
@@ -120,7 +161,8 @@ def find_introduction(host: str, port: int, identity: str, environ: Mapping[str,
         second = _receive_fields(connection, deadline)
         if not key.is_signed(second.get("proof"), "rank 0", identity, nonce, second.get("port")):
             raise RendezvousError(
-                f"rank 0 at {host} does not have the key that this rank has from {key.origin}. {SET_IT}."
+                f"rank 0 at {host} does not have the key that this rank has from {key.origin}. "
+                f"{SET_IT}."
             )
         return int(second["port"])
     return None
@@ -132,7 +174,8 @@ def _hash_identity(nonce: str, identity: str) -> str:
 
 
 def _receive_fields(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return the fields of a line that whoever listens sends. Raises OSError or ValueError: there is none in time."""
+    """Return the fields of a line that whoever listens sends. Raises OSError or ValueError: there
+    is none in time."""
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
         # For each part, since a timeout of the socket begins again with every byte.
@@ -144,18 +187,24 @@ def _receive_fields(connection: socket.socket, deadline: float) -> dict[str, Any
 
 
 def read_text(store: Store, key: str) -> str:
-    """Return a text from the store, where anybody who reaches it may have written: one line, and not too long."""
+    """Return a text from the store, where anybody who reaches it may have written: one line, and
+    not too long."""
     text = store.get(key)[:MAX_LINE_BYTES].decode(errors="replace")
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def agree_on_attempt(identity: str, rank: int, store_of: Callable[[str], Store], pause: Callable[[], None]) -> str:
-    """Return an identity that this attempt of the job alone has, where the launcher's store outlives attempts.
+def agree_on_attempt(
+    identity: str, rank: int, store_of: Callable[[str], Store], pause: Callable[[], None]
+) -> str:
+    """Return an identity that this attempt of the job alone has, where the launcher's store
+    outlives attempts.
 
-    torchrun counts restarts by node, and an agent that replaces a node begins at 0. So rank 0 draws an identity for
-    each attempt, and the others take it from the store once rank 0 has answered them, as an earlier one does not.
+    torchrun counts restarts by node, and an agent that replaces a node begins at 0. So rank 0 draws
+    an identity for each attempt, and the others take it from the store once rank 0 has answered
+    them, as an earlier one does not.
 
-    identity: of the job. store_of: returns the store of an identity. pause: called while rank 0 is waited for.
+    identity: of the job. store_of: returns the store of an identity. pause: called while rank 0 is
+    waited for.
     """
     store = store_of(identity)
     if rank == 0:
@@ -167,7 +216,8 @@ def agree_on_attempt(identity: str, rank: int, store_of: Callable[[str], Store],
         while not store.check([LATEST]):
             pause()
         attempt = read_text(store, LATEST)
-        # A fresh nonce for each process: an answer that an earlier process got is still in the store.
+        # A fresh nonce for each process: an answer that an earlier process got is still in the
+        # store.
         attempt_store = store_of(attempt)
         attempt_store.set(f"{HELLO}/{rank}", nonce)
         # Then LATEST is read again: rank 0 of a later attempt may have replaced it.

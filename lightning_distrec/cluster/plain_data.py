@@ -1,8 +1,8 @@
 """Values that ranks send each other, as JSON: reading them runs no code, whoever sent them.
 
-`torch.distributed.all_gather_object` sends pickles, and unpickling runs what the sender asks for. Plain values,
-tensors, and dataclasses of this package are sent; a dataclass is made by its constructor, from fields that were read in
-the same way.
+`torch.distributed.all_gather_object` sends pickles, and unpickling runs what the sender asks for.
+Plain values, tensors, and dataclasses of this package are sent; a dataclass is made by its
+constructor, from fields that were read in the same way.
 """
 
 import base64
@@ -29,7 +29,8 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value that `to_bytes` was given. Raises ValueError: these are not bytes that it returns."""
+    """Return the value that `to_bytes` was given. Raises ValueError: these are not bytes that it
+    returns."""
     try:
         return _decode(json.loads(data))
     except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
@@ -45,14 +46,23 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if isinstance(value, Mapping):
         # As pairs: JSON's keys are texts, and a dict's may be tuples or ints.
-        return {TAG: "dict", "items": [[_encode(key), _encode(item)] for key, item in value.items()]}
+        return {
+            TAG: "dict",
+            "items": [[_encode(key), _encode(item)] for key, item in value.items()],
+        }
     if isinstance(value, bytes):
         return {TAG: "bytes", "base64": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):
         values = value.detach().cpu().contiguous()
-        # As bytes, since numpy has no bfloat16; in one dimension, since a scalar cannot be viewed in another size.
+        # As bytes, since numpy has no bfloat16; in one dimension, since a scalar cannot be viewed
+        # in another size.
         raw = values.reshape(-1).view(torch.uint8).numpy().tobytes() if values.numel() else b""
-        return {TAG: "tensor", "dtype": _dtype_name(value.dtype), "shape": list(value.shape), "values": _encode(raw)}
+        return {
+            TAG: "tensor",
+            "dtype": _dtype_name(value.dtype),
+            "shape": list(value.shape),
+            "values": _encode(raw),
+        }
     if isinstance(value, torch.dtype):
         return {TAG: "dtype", "name": _dtype_name(value)}
     if isinstance(value, torch.device):
@@ -61,13 +71,18 @@ def _encode(value: Any) -> Any:
     if isinstance(value, Enum) and not isinstance(value, int | str):
         return {TAG: "enum", "class": _class_name(kind), "name": value.name}
     if dataclasses.is_dataclass(kind):
-        fields = {field.name: _encode(getattr(value, field.name)) for field in dataclasses.fields(kind) if field.init}
+        fields = {
+            field.name: _encode(getattr(value, field.name))
+            for field in dataclasses.fields(kind)
+            if field.init
+        }
         return {TAG: "dataclass", "class": _class_name(kind), "fields": fields}
     return _encode_library_value(value)
 
 
 def _encode_library_value(value: Any) -> Any:
-    """Return a tuple, a set, a path or a value of numpy; its subclasses, such as torch.Size, lose their class."""
+    """Return a tuple, a set, a path or a value of numpy; its subclasses, such as torch.Size, lose
+    their class."""
     for name, sequence in SEQUENCES.items():
         if isinstance(value, sequence):
             return {TAG: name, "items": [_encode(item) for item in value]}
@@ -113,7 +128,9 @@ def _decode(data: Any) -> Any:
         cls = _find_class(data["class"], object)
         # The constructor computes the fields that it does not take.
         names = {field.name for field in dataclasses.fields(cls) if field.init}
-        return cls(**{name: _decode(item) for name, item in data["fields"].items() if name in names})
+        return cls(**{
+            name: _decode(item) for name, item in data["fields"].items() if name in names
+        })
     return _refuse(kind)
 
 
@@ -137,7 +154,8 @@ def _class_name(cls: type) -> list[str]:
 
 
 def _find_class(name: list[str], base: type) -> Any:
-    """Return a dataclass or an enum of this package, where its module is loaded; nothing is imported."""
+    """Return a dataclass or an enum of this package, where its module is loaded; nothing is
+    imported."""
     module, qualified = name
     cls: Any = sys.modules[module] if module.partition(".")[0] == PACKAGE else _refuse(module)
     # By vars and not getattr: names that a class inherits, or computes, lead out of the package.

@@ -19,21 +19,24 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 
 NO_STEPS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294", "4294967295")
-"""Step ids of other things than srun's tasks: an interactive shell, a batch script and others. Source: slurm.h."""
+"""Step ids of other things than srun's tasks: an interactive shell, a batch script and others.
+Source: slurm.h."""
 AS_THE_STEP = {
     "SLURM_NTASKS": "SLURM_STEP_NUM_TASKS",
     "SLURM_NNODES": "SLURM_STEP_NUM_NODES",
     "SLURM_TASKS_PER_NODE": "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_STEP_NODELIST": "SLURM_STEP_NODELIST",
 }
-"""Variable of a process -> variable of its step: equal in the tasks of a step. Seen in Slurm 22.05."""
+"""Variable of a process -> variable of its step: equal in the tasks of a step. Seen in Slurm
+22.05."""
 FIRST_PORT, NUM_PORTS, NUM_TRIES = 20_000, 10_000, 8
 """Ports to listen at: below those that systems use for outgoing connections."""
 SCONTROL_SECONDS = 30.0
 
 
 def read_srun(environ: Mapping[str, str]) -> Launched | None:
-    """Return what Slurm passes to a task that srun started, None for a script or a shell, for example.
+    """Return what Slurm passes to a task that srun started, None for a script or a shell, for
+    example.
 
     environ: the environment. The step's own numbers count: it may be smaller than the job.
     Raises ConfigError: the name of the first node cannot be resolved.
@@ -45,7 +48,11 @@ def read_srun(environ: Mapping[str, str]) -> Launched | None:
     node = parse_number(environ, "SLURM_NODEID")
     nodes_by_rank = _find_nodes_by_rank(environ, nodes, per_node)
     # Clusters that share a file system count their jobs alike.
-    cluster = [re.sub(r"\W", "_", environ["SLURM_CLUSTER_NAME"])] if environ.get("SLURM_CLUSTER_NAME") else []
+    cluster = (
+        [re.sub(r"\W", "_", environ["SLURM_CLUSTER_NAME"])]
+        if environ.get("SLURM_CLUSTER_NAME")
+        else []
+    )
     return Launched(
         launcher=f"Slurm, step {environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}",
         rank=parse_number(environ, "SLURM_PROCID"),
@@ -65,13 +72,24 @@ def read_srun(environ: Mapping[str, str]) -> Launched | None:
 def in_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process as a task of a step, and not as an interactive shell.
 
-    A batch script that was submitted from inside of a step inherits that step's variables. Those that Slurm sets for
-    every process, in a step or not, then differ from them. Raises ConfigError: those of the nodes do not fit together.
+    A batch script that was submitted from inside of a step inherits that step's variables. Those
+    that Slurm sets for every process, in a step or not, then differ from them. Raises ConfigError:
+    those of the nodes do not fit together.
     """
-    needed = (*AS_THE_STEP.values(), "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")
+    needed = (
+        *AS_THE_STEP.values(),
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_JOB_ID",
+    )
     if any(name not in environ for name in needed) or environ["SLURM_STEP_ID"] in NO_STEPS:
         return False
-    if any(environ.get(name, environ[step_name]) != environ[step_name] for name, step_name in AS_THE_STEP.items()):
+    if any(
+        environ.get(name, environ[step_name]) != environ[step_name]
+        for name, step_name in AS_THE_STEP.items()
+    ):
         return False
     if environ["SLURM_STEP_NUM_TASKS"] == "1" and "SLURM_PTY_PORT" in environ:
         return False  # probably srun --pty bash; for a single rank it makes no difference
@@ -80,28 +98,35 @@ def in_step(environ: Mapping[str, str]) -> bool:
     per_node, node = expand_counts(tasks), parse_number(environ, "SLURM_NODEID")
     if not node < len(per_node) == len(expand_hosts(nodelist)):
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={nodelist}, SLURM_STEP_TASKS_PER_NODE={tasks} and SLURM_NODEID={node} (from 0) are "
-            "not of one step's nodes. Start the ranks with srun, and leave the variables as it sets them."
+            f"SLURM_STEP_NODELIST={nodelist}, SLURM_STEP_TASKS_PER_NODE={tasks} and "
+            f"SLURM_NODEID={node} (from 0) are "
+            "not of one step's nodes. Start the ranks with srun, and leave the variables as it "
+            "sets them."
         )
     return "SLURM_GTIDS" not in environ or len(environ["SLURM_GTIDS"].split(",")) == per_node[node]
 
 
 def refuse_lone_script(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where a job of several nodes runs its program on one of them, without srun."""
+    """Raise ConfigError where a job of several nodes runs its program on one of them, without
+    srun."""
     num_nodes = int(environ.get("SLURM_NNODES", "1"))
     if "SLURM_JOB_ID" in environ and num_nodes > 1:
         raise ConfigError(
-            f"Slurm gave this job {num_nodes} nodes, and this process was started on one of them alone. Start it with "
+            f"Slurm gave this job {num_nodes} nodes, and this process was started on one of them "
+            "alone. Start it with "
             "srun, as `srun python ...`; --ntasks-per-node sets the number of ranks per node."
         )
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Return the names in a list such as `rack[1-2]n[05-07],login`; a container has no scontrol that would do it."""
+    """Return the names in a list such as `rack[1-2]n[05-07],login`; a container has no scontrol
+    that would do it."""
     names = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", word)  # text and ranges in turns
-        choices = [_expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)]
+        choices = [
+            _expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)
+        ]
         names += ["".join(choice) for choice in itertools.product(*choices)]
     return names
 
@@ -123,16 +148,21 @@ def requeue() -> str:
     if job is None:
         return "it is not a Slurm job"
     if array is not None:
-        # An array's number is the job id of one of its tasks, too: by it alone, all tasks would be requeued.
+        # An array's number is the job id of one of its tasks, too: by it alone, all tasks would be
+        # requeued.
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
-        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=SCONTROL_SECONDS)
+        done = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, timeout=SCONTROL_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"scontrol: {error}"
     return f"scontrol requeue {job}: {done.stderr.strip()}" if done.returncode else ""
 
 
-def _find_nodes_by_rank(environ: Mapping[str, str], nodes: list[str], per_node: list[int]) -> tuple[str, ...]:
+def _find_nodes_by_rank(
+    environ: Mapping[str, str], nodes: list[str], per_node: list[int]
+) -> tuple[str, ...]:
     """Return the node of each rank; () where its order is not known."""
     distribution = environ.get("SLURM_DISTRIBUTION", "")
     if distribution.startswith("arbitrary"):
@@ -147,27 +177,36 @@ def _find_nodes_by_rank(environ: Mapping[str, str], nodes: list[str], per_node: 
     local_ranks = environ.get("SLURM_GTIDS", "")
     local_node = nodes[parse_number(environ, "SLURM_NODEID")]
     for order in (cyclic, block) if distribution.startswith("cyclic") else (block, cyclic):
-        expected_ranks = ",".join(str(rank) for rank, node in enumerate(order) if node == local_node)
+        expected_ranks = ",".join(
+            str(rank) for rank, node in enumerate(order) if node == local_node
+        )
         if local_ranks in ("", expected_ranks):
             return order
     return ()
 
 
-def _find_meeting_point(environ: Mapping[str, str], nodes_by_rank: tuple[str, ...], nodes: list[str]) -> MeetingPoint:
+def _find_meeting_point(
+    environ: Mapping[str, str], nodes_by_rank: tuple[str, ...], nodes: list[str]
+) -> MeetingPoint:
     # Steps of two components of a heterogeneous job may share their numbers, but not their nodes.
-    step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']} on {environ['SLURM_STEP_NODELIST']}"
+    step = (
+        f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']} on {environ['SLURM_STEP_NODELIST']}"
+    )
     identity = f"slurm {step} restart {environ.get('SLURM_RESTART_COUNT', '0')}"
     is_arbitrary = environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     if not nodes_by_rank and is_arbitrary and "MASTER_ADDR" not in environ:
         raise ConfigError(
-            "srun --distribution=arbitrary, and SLURM_HOSTFILE cannot be read here: the node of rank 0 is unknown. Set "
+            "srun --distribution=arbitrary, and SLURM_HOSTFILE cannot be read here: the node of "
+            "rank 0 is unknown. Set "
             "MASTER_ADDR to it, for all ranks."
         )
-    host = environ.get("MASTER_ADDR") or _find_address(nodes_by_rank[0] if nodes_by_rank else nodes[0])
+    host = environ.get("MASTER_ADDR") or _find_address(
+        nodes_by_rank[0] if nodes_by_rank else nodes[0]
+    )
     if "MASTER_PORT" in environ:
         return MeetingPoint(host, (parse_number(environ, "MASTER_PORT"),), identity)
-    # All ranks compute the same ports, jobs that share a node begin at different ones, and 37 is no divisor of their
-    # number.
+    # All ranks compute the same ports, jobs that share a node begin at different ones, and 37 is no
+    # divisor of their number.
     begin = zlib.crc32(identity.encode())
     ports = tuple(FIRST_PORT + (begin + 37 * trial) % NUM_PORTS for trial in range(NUM_TRIES))
     return MeetingPoint(host, ports, identity)
@@ -187,7 +226,8 @@ def _find_address(node: str) -> str:
         match = re.search(r"NodeAddr=(\S+)", output)
     if not match:
         raise ConfigError(
-            f"the name of the first node, {node}, cannot be resolved, and scontrol has no address for it. Set "
+            f"the name of the first node, {node}, cannot be resolved, and scontrol has no address "
+            "for it. Set "
             "MASTER_ADDR, for all ranks, to an address that the other nodes can reach."
         )
     return match[1]
@@ -197,13 +237,16 @@ def _expand_ranges(ranges: str) -> list[str]:
     numbers = []
     for word in ranges.split(","):
         first, _, last = word.partition("-")
-        numbers += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
+        numbers += [
+            f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)
+        ]
     return numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """What the script requests of Slurm, and runs; `lightning-distrec slurm --help` describes each field."""
+    """What the script requests of Slurm, and runs; `lightning-distrec slurm --help` describes each
+    field."""
 
     configs: tuple[str, ...]
     nodes: int
@@ -225,34 +268,50 @@ class BatchJob:
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "cpus_per_rank", "signal_seconds"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1.")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1."
+                )
         if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", self.time):
-            raise ConfigError(f"--time {self.time}: Slurm does not know it. Use 90, 24:00:00 or 7-0, for example.")
+            raise ConfigError(
+                f"--time {self.time}: Slurm does not know it. Use 90, 24:00:00 or 7-0, for example."
+            )
         if not self.configs:
-            raise ConfigError("slurm: --config is missing. Give it the YAML file that fit would get.")
+            raise ConfigError(
+                "slurm: --config is missing. Give it the YAML file that fit would get."
+            )
         for config in self.configs:
             if not Path(config).is_file():
-                raise ConfigError(f"--config {config}: there is no such file. Give it a recipe's YAML.")
+                raise ConfigError(
+                    f"--config {config}: there is no such file. Give it a recipe's YAML."
+                )
         for option in self.sbatch:
-            if option.startswith("-") or any(letter.isspace() for letter in option.partition("=")[0]):
-                raise ConfigError(f"--sbatch {option!r}: give an option without hyphens, such as qos=high.")
+            if option.startswith("-") or any(
+                letter.isspace() for letter in option.partition("=")[0]
+            ):
+                raise ConfigError(
+                    f"--sbatch {option!r}: give an option without hyphens, such as qos=high."
+                )
 
 
 # Words in place of shell variables, which `shlex.join` would quote.
 HOST, ATTEMPT = "RENDEZVOUS_HOST", "RENDEZVOUS_ID"
 RENDEZVOUS = (
     "",
-    "# The first node's torchrun is where the others meet; set MASTER_ADDR if its name has no address.",
+    "# The first node's torchrun is where the others meet; set MASTER_ADDR if its name has no "
+    "address.",
     'host=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}',
     "attempt=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}",
 )
 
 
 def batch_script(job: BatchJob) -> str:
-    """Return the script; its jobs run with this Python, in the folder that they are submitted from."""
+    """Return the script; its jobs run with this Python, in the folder that they are submitted
+    from."""
     uses_torchrun = job.launcher == "torchrun"
     options = {
-        "job-name": job.job_name or re.sub(r"\W+", "-", Path(job.configs[0]).absolute().parent.name) or "train",
+        "job-name": job.job_name
+        or re.sub(r"\W+", "-", Path(job.configs[0]).absolute().parent.name)
+        or "train",
         "nodes": job.nodes,
         "ntasks-per-node": 1 if uses_torchrun else job.ranks_per_node,
         "gpus-per-node": job.ranks_per_node if job.gpus else "",
@@ -261,7 +320,8 @@ def batch_script(job: BatchJob) -> str:
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
-        # Without "B:" Slurm signals the steps, where the ranks are, and not the shell of the script.
+        # Without "B:" Slurm signals the steps, where the ranks are, and not the shell of the
+        # script.
         "signal": f"USR1@{job.signal_seconds}",
         "output": job.output,
         "error": job.error,
@@ -272,8 +332,16 @@ def batch_script(job: BatchJob) -> str:
     sbatch_lines += ["#SBATCH --requeue", *(f"#SBATCH --{option}" for option in job.sbatch)]
     # --kill-on-bad-exit: srun would let the other ranks of a failed one wait for their timeouts.
     start = _torchrun(job) if uses_torchrun else ["srun", "--kill-on-bad-exit=1", sys.executable]
-    program = shlex.join([*start, "-m", "lightning_distrec"]).replace(HOST, '"$host"').replace(ATTEMPT, '"$attempt"')
-    fit = shlex.join([*(word for config in job.configs for word in ("--config", config)), *job.overrides])
+    program = (
+        shlex
+        .join([*start, "-m", "lightning_distrec"])
+        .replace(HOST, '"$host"')
+        .replace(ATTEMPT, '"$attempt"')
+    )
+    fit = shlex.join([
+        *(word for config in job.configs for word in ("--config", config)),
+        *job.overrides,
+    ])
     setup = "".join(f"{line}\n" for line in (*job.setup, *(RENDEZVOUS if uses_torchrun else ())))
     ranks_start = "One torchrun per node" if uses_torchrun else "One rank per task"
     header = "\n".join(["#!/bin/bash", *sbatch_lines])
@@ -286,15 +354,17 @@ export {KEY_VARIABLE}=${{{KEY_VARIABLE}:-$(od -An -N16 -tx8 /dev/urandom | tr -d
 # With the same ranks as the job: problems show before the training starts.
 {program} doctor
 
-# {ranks_start}. {job.signal_seconds} seconds before the time limit the ranks save a checkpoint and the job is
-# requeued; it resumes from the checkpoint. Exit code 75: the checkpoint is saved, but the job could not be requeued.
+# {ranks_start}. {job.signal_seconds} seconds before the time limit the ranks save a checkpoint
+# and the job is requeued; it resumes from the checkpoint.
+# Exit code 75: the checkpoint is saved, but the job could not be requeued.
 {program} fit {fit}
 """
 
 
 def _torchrun(job: BatchJob) -> list[str]:
     return [
-        # torchrun would end at the signal that asks its ranks for a checkpoint. The ranks install a handler.
+        # torchrun would end at the signal that asks its ranks for a checkpoint. The ranks install a
+        # handler.
         *("srun", "--kill-on-bad-exit=1", "bash", "-c", "trap '' USR1; exec \"$@\"", "ignore-usr1"),
         *(sys.executable, "-m", "torch.distributed.run"),
         *(f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks_per_node}", "--max-restarts=3"),

@@ -1,4 +1,5 @@
-"""What a rank's watchdog starts with, and what the processes of the watchdog send each other: flat lines of JSON."""
+"""What a rank's watchdog starts with, and what the processes of the watchdog send each other: flat
+lines of JSON."""
 
 from dataclasses import asdict, dataclass, field, fields
 
@@ -6,7 +7,8 @@ from lightning_distrec.cluster.door import encode_fields, parse_fields
 
 # What a user may not know whose ranks have parted ways.
 RULE = (
-    "All ranks must make the same calls: lookups of sharded tables, all_gather and self.log(sync_dist=True) must not "
+    "All ranks must make the same calls: lookups of sharded tables, all_gather and "
+    "self.log(sync_dist=True) must not "
     "be under a condition that differs between ranks, such as trainer.is_global_zero."
 )
 
@@ -34,18 +36,24 @@ class Settings:
     def name_ranks(self, *ranks: int) -> str:
         """Return one rank by number and node, several by their numbers."""
         if len(ranks) > 1:
-            return f"ranks {', '.join(map(str, ranks[:8]))}" + (" and more" if len(ranks) > 8 else "")
+            return f"ranks {', '.join(map(str, ranks[:8]))}" + (
+                " and more" if len(ranks) > 8 else ""
+            )
         return f"rank {ranks[0]}" + (f" on {self.nodes[ranks[0]]}" if self.nodes else "")
 
     def describe_silence(self, rank: int) -> str:
         """Return the verdict on a rank that reports nothing."""
         silence = f"{self.silence_seconds:g} s"
-        return f"{self.name_ranks(rank)} has been silent for {silence}: its machine or the network to it is down"
+        return (
+            f"{self.name_ranks(rank)} has been silent for {silence}: its machine or the "
+            "network to it is down"
+        )
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What a process knows of its rank, and sends to the hub. Runs (fit, validate ...) are numbered from 1."""
+    """What a process knows of its rank, and sends to the hub. Runs (fit, validate ...) are numbered
+    from 1."""
 
     rank: int
     started: int = 0
@@ -59,7 +67,8 @@ class RankState:
     """It is not watched any more, and goes on."""
     is_stopped: bool = False
     is_leaving: bool = False
-    """Its run has failed, and it gives up its shards and process groups, which may wait for other ranks."""
+    """Its run has failed, and it gives up its shards and process groups, which may wait for other
+    ranks."""
     is_writing: bool = False
     """A thread of it writes a checkpoint."""
     is_asking: bool = False
@@ -69,10 +78,12 @@ class RankState:
     is_stuck: bool = False
     """It has waited in one exchange, at one place, for `deadlock_seconds`."""
     is_waiting: bool = field(default=False, compare=False)
-    """Whether it was in an exchange when a rank last asked, and at which place: equal while nothing changes there."""
+    """Whether it was in an exchange when a rank last asked, and at which place: equal while nothing
+    changes there."""
     place: int = field(default=0, compare=False)
     location: str = field(default="", compare=False)
-    """Where it was, and how far its run, when a rank last asked. These may wait for a tick, and are not compared."""
+    """Where it was, and how far its run, when a rank last asked. These may wait for a tick, and are
+    not compared."""
     progress: str = field(default="", compare=False)
 
     @property
@@ -111,6 +122,8 @@ def encode_line(message: RankState | HubMessage) -> bytes:
 def parse_state(line: bytes) -> RankState:
     """Return what a process sends of its rank. Raises ValueError: it is something else."""
     values = parse_fields(line)
-    if {name: type(value) for name, value in values.items()} != {item.name: item.type for item in fields(RankState)}:
+    if {name: type(value) for name, value in values.items()} != {
+        item.name: item.type for item in fields(RankState)
+    }:
         raise ValueError("not the state of a rank")
     return RankState(**values)

@@ -1,16 +1,19 @@
-"""The program that watches over one rank: it sees it die or stop, and learns of the others from rank 0's process.
+"""The program that watches over one rank: it sees it die or stop, and learns of the others from
+rank 0's process.
 
-It is a process and not a thread, which would stop with its rank, and wait for the interpreter in a long call into C. It
-uses the standard library only, since it starts without site-packages. Its first line of input has the settings: a
-command line, with the token in it, could be read by every user of the machine.
+It is a process and not a thread, which would stop with its rank, and wait for the interpreter in a
+long call into C. It uses the standard library only, since it starts without site-packages. Its
+first line of input has the settings: a command line, with the token in it, could be read by every
+user of the machine.
 
-Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick; that one, the hub,
-answers with its verdict: which rank the others wait for without end, and why. Both are lines of JSON, and are sent in
-full each time, so that a lost connection is simply opened again; both sides prove first that they have the token, and
-who is which rank. A rank that still waits for a dead one after
-GRACE_SECONDS is killed, since nothing else ends a call that waits for the network; a rank that got an exception ends by
-itself before that. It may hang on its way out, since freeing a GPU's memory and leaving a process group wait for
-collectives of ranks that are gone: a rank that is still leaving `silence_seconds` later is killed too.
+Each sends to rank 0's process what it knows of its rank, whenever that changes and at every tick;
+that one, the hub, answers with its verdict: which rank the others wait for without end, and why.
+Both are lines of JSON, and are sent in full each time, so that a lost connection is simply opened
+again; both sides prove first that they have the token, and who is which rank. A rank that still
+waits for a dead one after GRACE_SECONDS is killed, since nothing else ends a call that waits for
+the network; a rank that got an exception ends by itself before that. It may hang on its way out,
+since freeing a GPU's memory and leaving a process group wait for collectives of ranks that are
+gone: a rank that is still leaving `silence_seconds` later is killed too.
 """
 
 import asyncio
@@ -46,7 +49,8 @@ from lightning_distrec.cluster.watchdog_messages import (
 
 TICK_SECONDS = 0.5
 """How often each process sends its rank's state, and the hub its verdict."""
-# Where a rank dies, the states of all change at once; a message to all for each would take the square of their number.
+# Where a rank dies, the states of all change at once; a message to all for each would take the
+# square of their number.
 GATHERING_SECONDS = 0.05
 """How long the hub waits for further changes before it sends."""
 ASK_SECONDS = 5.0
@@ -56,27 +60,33 @@ GRACE_SECONDS = 5.0
 WRITING_SECONDS = 120.0
 """The same for a rank that writes a checkpoint, which would be lost with it."""
 LINGER_SECONDS = 10.0
-"""How long the hub stays after its rank has ended: the others learn from it alone that the rank is gone."""
+"""How long the hub stays after its rank has ended: the others learn from it alone that the rank is
+gone."""
 # asyncio's default of 64 KiB might not hold the locations of all ranks of a large job.
 MAX_LINE_BYTES = 1 << 20
 COMMAND = [
-    # Without the user's paths and site-packages (-I, -S), and without what lightning_distrec imports, to start fast.
+    # Without the user's paths and site-packages (-I, -S), and without what lightning_distrec
+    # imports, to start fast.
     *(sys.executable, "-I", "-S", "-c"),
-    "import sys, types; package = sys.modules['lightning_distrec'] = types.ModuleType('lightning_distrec'); "
-    "package.__path__ = sys.argv[1:]; from lightning_distrec.cluster.watchdog_monitor import main; main()",
+    "import sys, types; package = sys.modules['lightning_distrec'] = "
+    "types.ModuleType('lightning_distrec'); "
+    "package.__path__ = sys.argv[1:]; from lightning_distrec.cluster.watchdog_monitor import "
+    "main; main()",
     str(Path(__file__).resolve().parents[1]),
 ]
 """Its input begins with the settings as a line of JSON."""
 
 
 class Hub:
-    """Receives the state of each rank, and sends its verdict to all, at every tick and soon after a state changes."""
+    """Receives the state of each rank, and sends its verdict to all, at every tick and soon after a
+    state changes."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._states: dict[int, RankState] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        # In ticks and not by the clock: a hub that was stopped itself must not take all others for silent.
+        # In ticks and not by the clock: a hub that was stopped itself must not take all others for
+        # silent.
         self._ticks_silent = Counter[int]()
         self._is_sending_soon = False
 
@@ -86,7 +96,8 @@ class Hub:
         return any(state.is_running or state.lingers for state in self._states.values())
 
     async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-        """Return the rank whose process has connected; None if it does not prove that it is that."""
+        """Return the rank whose process has connected; None if it does not prove that it is
+        that."""
         token, nonce = self._settings.token.encode(), secrets.token_hex(16)
         writer.write(encode_fields({"nonce": nonce}))
         answer = await read_fields(reader)
@@ -96,8 +107,11 @@ class Hub:
         writer.write(encode_fields({"proof": sign(token, "hub", answer.get("nonce"))}))
         return int(str(rank))
 
-    async def receive(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Receive what a rank's process sends, as long as it is connected. A rank is believed of itself alone."""
+    async def receive(
+        self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Receive what a rank's process sends, as long as it is connected. A rank is believed of
+        itself alone."""
         self._writers[rank] = writer
         try:
             async for line in reader:
@@ -110,7 +124,8 @@ class Hub:
                     self._is_sending_soon = True
                     asyncio.get_running_loop().call_later(GATHERING_SECONDS, self._send)
         finally:
-            # A process that was started again may have connected before its old connection is seen to end.
+            # A process that was started again may have connected before its old connection is seen
+            # to end.
             if self._writers.get(rank) is writer:
                 del self._writers[rank]
 
@@ -130,28 +145,39 @@ class Hub:
         line = encode_line(message)
         for writer in self._writers.values():
             if not writer.is_closing():
-                # No drain: one process that does not read must not delay the verdict for the others.
+                # No drain: one process that does not read must not delay the verdict for the
+                # others.
                 writer.write(line)
 
     def _verdicts(self, waiting: list[RankState]) -> Iterator[str]:
-        """Yield which rank blocks those that may wait, and why; the cause before what followed from it.
+        """Yield which rank blocks those that may wait, and why; the cause before what followed from
+        it.
 
-        waiting: ranks that are running, or that are leaving: those wait for ranks that are gone, and not for such as
-        have failed and are leaving too.
+        waiting: ranks that are running, or that are leaving: those wait for ranks that are gone,
+        and not for such as have failed and are leaving too.
         """
         settings = self._settings
         states = [state for _, state in sorted(self._states.items()) if not state.is_closed]
-        # First: a rank that its process has killed would look like one that died, and hide the cause.
+        # First: a rank that its process has killed would look like one that died, and hide the
+        # cause.
         for state in states:
             if state.killed_for and any(other.started == state.started for other in waiting):
                 yield state.killed_for
         # Before failures, which follow from ranks that cannot report.
         for state in states:
-            # A rank that has ended the run may go: only one that others still wait for in a run blocks them.
-            if not any(other.started > max(state.ended, state.failed) for other in waiting if other is not state):
+            # A rank that has ended the run may go: only one that others still wait for in a run
+            # blocks them.
+            if not any(
+                other.started > max(state.ended, state.failed)
+                for other in waiting
+                if other is not state
+            ):
                 continue
             if state.is_gone:
-                yield f"{settings.name_ranks(state.rank)} has died: its process is gone (killed, or out of memory?)"
+                yield (
+                    f"{settings.name_ranks(state.rank)} has died: its process is gone (killed, "
+                    "or out of memory?)"
+                )
             elif state.is_stopped:
                 name, limit = settings.name_ranks(state.rank), settings.silence_seconds
                 yield f"{name} has been stopped for {limit:g} s (by SIGSTOP, or a scheduler)"
@@ -160,16 +186,33 @@ class Hub:
         missed = [
             state
             for state in states
-            if any(other.started == state.failed and (other.is_running or state.is_gone) for other in waiting)
+            if any(
+                other.started == state.failed and (other.is_running or state.is_gone)
+                for other in waiting
+            )
         ]
-        yield from (f"{settings.name_ranks(state.rank)} failed: {state.failure}" for state in missed if state.failure)
+        yield from (
+            f"{settings.name_ranks(state.rank)} failed: {state.failure}"
+            for state in missed
+            if state.failure
+        )
         for state in missed:
             if state.is_gone:
-                yield f"{settings.name_ranks(state.rank)} has ended after a failed collective: its own output says more"
-        # Not one that merely takes long: it computes, or waits for a disk, and the others wait for it in one exchange.
-        if all(state.is_stuck for state in waiting) and len({state.progress for state in waiting}) > 1:
+                yield (
+                    f"{settings.name_ranks(state.rank)} has ended after a failed collective: "
+                    "its own output says more"
+                )
+        # Not one that merely takes long: it computes, or waits for a disk, and the others wait for
+        # it in one exchange.
+        if (
+            all(state.is_stuck for state in waiting)
+            and len({state.progress for state in waiting}) > 1
+        ):
             limit = settings.deadlock_seconds
-            yield f"ranks wait in different exchanges for {limit:g} s: {self._list_locations()}. {RULE}"
+            yield (
+                f"ranks wait in different exchanges for {limit:g} s: {self._list_locations()}. "
+                f"{RULE}"
+            )
 
     def _list_locations(self) -> str:
         """Return where the ranks are, grouped by location."""
@@ -180,13 +223,19 @@ class Hub:
             elif state.ended == state.started:
                 location = "has ended its run"
             else:
-                location = f"{state.progress}, {state.location}" if state.location else "does not answer"
+                location = (
+                    f"{state.progress}, {state.location}" if state.location else "does not answer"
+                )
             ranks_at.setdefault(location, []).append(rank)
-        return "; ".join(f"{self._settings.name_ranks(*ranks)}: {location}" for location, ranks in ranks_at.items())
+        return "; ".join(
+            f"{self._settings.name_ranks(*ranks)}: {location}"
+            for location, ranks in ranks_at.items()
+        )
 
 
 class Monitor:
-    """Watches over one rank, whose stdin and stdout lead here: it sends its state, and receives what the hub sends.
+    """Watches over one rank, whose stdin and stdout lead here: it sends its state, and receives
+    what the hub sends.
 
     from_rank: the input after the settings.
     """
@@ -205,7 +254,10 @@ class Monitor:
         if (descriptor := self._settings.listener) is not None:
             await open_door(socket.socket(fileno=descriptor), self._hub.greet, self._hub.receive)
         # asyncio holds tasks weakly.
-        tasks = [asyncio.create_task(task) for task in (self._receive_from_rank(), self._receive_from_hub())]
+        tasks = [
+            asyncio.create_task(task)
+            for task in (self._receive_from_rank(), self._receive_from_hub())
+        ]
         while not self._state.is_over:
             await asyncio.sleep(TICK_SECONDS)
             self._tick()
@@ -232,19 +284,28 @@ class Monitor:
         # A hub that was never connected cannot be missed; the rendezvous has its own timeout.
         is_silent = self._has_lasted("silent", self._writer is not None, limit)
         silence = self._settings.describe_silence(0) if is_silent else ""
-        verdict, reason = silence or self._from_hub.verdict, self._from_hub.verdict_for_leaving or silence
+        verdict, reason = (
+            silence or self._from_hub.verdict,
+            self._from_hub.verdict_for_leaving or silence,
+        )
         is_asking = self._watch_exchange()
         if is_asking or self._state.is_asking or self._from_hub.locations:
-            with contextlib.suppress(OSError):  # the rank is gone, or in a long call and reads nothing
+            # the rank is gone, or in a long call and reads nothing
+            with contextlib.suppress(OSError):
                 os.write(1, encode_line(replace(self._from_hub, verdict=verdict)))
         grace = WRITING_SECONDS if self._state.is_writing else GRACE_SECONDS
         if self._has_lasted("blocked", bool(verdict) and self._state.is_running, grace):
             self._kill(verdict, "and this rank would wait forever")
         if self._has_lasted("leaving", bool(reason) and self._state.lingers, limit):
-            self._kill(reason, f"and this rank, whose run has failed, has not ended its teardown within {limit:g} s")
+            self._kill(
+                reason,
+                "and this rank, whose run has failed, has not ended its teardown "
+                f"within {limit:g} s",
+            )
 
     def _watch_exchange(self) -> bool:
-        """Note whether the rank has waited in one exchange for long, and return whether to ask it again."""
+        """Note whether the rank has waited in one exchange for long, and return whether to ask it
+        again."""
         limit, state = self._settings.deadlock_seconds, self._state
         self._ticks["asked"] += 1
         seconds = self._ticks["asked"] * TICK_SECONDS
@@ -253,7 +314,9 @@ class Monitor:
             self._place, self._ticks["asked"] = state.place, 0
             # Until it answers again: a rank that holds the interpreter does not, and may compute.
             self._state = replace(state, is_waiting=False)
-        self._change(is_stuck=self._has_lasted("at rest", self._is_at_rest and state.is_running, limit))
+        self._change(
+            is_stuck=self._has_lasted("at rest", self._is_at_rest and state.is_running, limit)
+        )
         return is_due and state.is_running
 
     def _has_lasted(self, condition: str, holds: bool, seconds: float) -> bool:
@@ -265,14 +328,17 @@ class Monitor:
         # Before the kill, which the hub would take for the cause.
         self._change(killed_for=verdict)
         with contextlib.suppress(OSError):
-            line = f"[rank: {self._settings.rank}] Terminating this rank: {verdict}, {consequence}.\n"
+            line = (
+                f"[rank: {self._settings.rank}] Terminating this rank: {verdict}, {consequence}.\n"
+            )
             os.write(2, line.encode())
         with contextlib.suppress(ProcessLookupError):
             # No gentler signal: a handler of Python's would wait for the call that hangs.
             os.kill(self._settings.pid, signal.SIGKILL)
 
     async def _receive_from_hub(self) -> None:
-        """Keep a connection to the hub, and receive its messages, until the hub has this rank's last state."""
+        """Keep a connection to the hub, and receive its messages, until the hub has this rank's
+        last state."""
         while True:
             try:
                 address = self._settings.host, self._settings.port
@@ -297,8 +363,13 @@ class Monitor:
             await asyncio.sleep(TICK_SECONDS)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Prove to the hub that this is the rank's process. Raises ValueError: it is no hub of this job."""
-        token, rank, nonce = self._settings.token.encode(), self._settings.rank, secrets.token_hex(16)
+        """Prove to the hub that this is the rank's process. Raises ValueError: it is no hub of this
+        job."""
+        token, rank, nonce = (
+            self._settings.token.encode(),
+            self._settings.rank,
+            secrets.token_hex(16),
+        )
         proof = sign(token, "rank", rank, (await read_fields(reader)).get("nonce"), nonce)
         writer.write(encode_fields({"rank": rank, "nonce": nonce, "proof": proof}))
         if not is_signed(token, (await read_fields(reader)).get("proof"), "hub", nonce):
@@ -307,7 +378,8 @@ class Monitor:
     async def _receive_from_rank(self) -> None:
         """Receive the rank's state, as far as the rank knows it, until the rank ends."""
         async for line in self._from_rank:
-            with contextlib.suppress(ValueError):  # a line that did not fit into the pipe; the next one has all
+            # a line that did not fit into the pipe; the next one has all
+            with contextlib.suppress(ValueError):
                 self._change(**json.loads(line))
 
     def _send(self) -> None:
@@ -315,10 +387,11 @@ class Monitor:
             self._writer.write(encode_line(self._state))
 
     def _end_sending(self, writer: asyncio.StreamWriter) -> None:
-        """Say that this rank's last state is sent; the hub closes the connection once it has read all.
+        """Say that this rank's last state is sent; the hub closes the connection once it has read
+        all.
 
-        If this side closed it, the hub's next message would find it gone, and asyncio then drops what the hub has not
-        read yet: that the rank has died.
+        If this side closed it, the hub's next message would find it gone, and asyncio then drops
+        what the hub has not read yet: that the rank has died.
         """
         with contextlib.suppress(OSError):
             if not writer.is_closing():
@@ -333,7 +406,8 @@ class Monitor:
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped. Source: man 5 proc."""
     with contextlib.suppress(OSError):
-        # The program's name, in brackets, may hold blanks and brackets. A small t is a rank that a debugger traces.
+        # The program's name, in brackets, may hold blanks and brackets. A small t is a rank that a
+        # debugger traces.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1] == ["T"]
     return False
 
@@ -348,7 +422,15 @@ async def _watch() -> None:
 
 def main() -> None:
     """Watch over the rank that has started this process."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
-        signal.signal(ignored, signal.SIG_IGN)  # they are meant for the rank, with which this process ends
+    for ignored in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGQUIT,
+    ):
+        # they are meant for the rank, with which this process ends
+        signal.signal(ignored, signal.SIG_IGN)
     os.set_blocking(1, False)  # a rank that does not read must never stop the ticks
     asyncio.run(_watch())

@@ -1,4 +1,5 @@
-"""Reads columns of Arrow as raw values for the encoder, and what is fitted on them; whole columns at a time."""
+"""Reads columns of Arrow as raw values for the encoder, and what is fitted on them; whole columns
+at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from lightning_distrec.data.raw_values import Cells, Texts, check_finite, second
 from lightning_distrec.errors import DataError
 
 MAX_SAMPLE = 2**20
-"""Quantiles are exact up to this number of values; of more, every second one is dropped again and again."""
+"""Quantiles are exact up to this number of values; of more, every second one is dropped again and
+again."""
 
 
 @contextmanager
@@ -42,21 +44,37 @@ def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
         return None
     if feature.is_numeric and not is_number(value) and not (is_text and feature.separator):
         return f"{feature.kind} needs numbers; use time or age for times"
-    if not feature.is_numeric and not (_is_text(value) or types.is_integer(value) or types.is_boolean(value)):
-        return f"{feature.kind} needs texts, integers or booleans; use bucketize for other numbers, time for times"
+    if not feature.is_numeric and not (
+        _is_text(value) or types.is_integer(value) or types.is_boolean(value)
+    ):
+        return (
+            f"{feature.kind} needs texts, integers or booleans; use bucketize for other "
+            "numbers, time for times"
+        )
     return None
 
 
 def is_number(kind: pa.DataType) -> bool:
     """Return whether a column of this type can be a number; a column without any value can."""
-    checks = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null)
+    checks = (
+        types.is_integer,
+        types.is_floating,
+        types.is_boolean,
+        types.is_decimal,
+        types.is_null,
+    )
     return any(check(kind) for check in checks)
 
 
 def rounded_types(schema: pa.Schema) -> dict[str, str]:
-    """Return numpy's type of each column of floating-point numbers, which may have fewer bits than float64."""
+    """Return numpy's type of each column of floating-point numbers, which may have fewer bits than
+    float64."""
     kinds = {field.name: _value_type(field.type) for field in schema}
-    return {column: kind.to_pandas_dtype().__name__ for column, kind in kinds.items() if types.is_floating(kind)}
+    return {
+        column: kind.to_pandas_dtype().__name__
+        for column, kind in kinds.items()
+        if types.is_floating(kind)
+    }
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:
@@ -68,11 +86,17 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind) or types.is_string_view(kind)
+    return (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_null(kind)
+        or types.is_string_view(kind)
+    )
 
 
 def flat_values(column: Any, feature: Feature) -> tuple[pa.Array, np.ndarray | None]:
-    """Return the values of a column, those of sequences one after the other, and the sequences' lengths."""
+    """Return the values of a column, those of sequences one after the other, and the sequences'
+    lengths."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     if isinstance(array, pa.ChunkedArray):  # more text than 32-bit offsets can address
         array = pa.concat_arrays([chunk.cast(pa.large_string()) for chunk in array.chunks])
@@ -84,13 +108,16 @@ def flat_values(column: Any, feature: Feature) -> tuple[pa.Array, np.ndarray | N
         array = array.cast(pa.list_(pa.null()))
     if feature.separator is not None and _is_text(array.type):
         # An empty text is an empty sequence, not one of an empty text.
-        array = compute.split_pattern(compute.if_else(compute.equal(array, ""), None, array), feature.separator)
+        array = compute.split_pattern(
+            compute.if_else(compute.equal(array, ""), None, array), feature.separator
+        )
     lengths = compute.fill_null(compute.list_value_length(array), 0)
     return compute.list_flatten(array), lengths.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def cells_of(column: Any, feature: Feature) -> Cells:
-    """Return a column as the encoder reads it. Raises pyarrow.ArrowInvalid: a value is of another type."""
+    """Return a column as the encoder reads it. Raises pyarrow.ArrowInvalid: a value is of another
+    type."""
     values, lengths = flat_values(column, feature)
     return Cells(_numbers_for(values, feature) if feature.is_numeric else texts_of(values), lengths)
 
@@ -110,7 +137,10 @@ def seconds_from(values: pa.Array) -> np.ndarray:
         return np.divide(microseconds, 1e6)
     if not _is_text(values.type) or types.is_null(values.type):
         return numbers_of(values)
-    return np.array([np.nan if text is None else seconds_of(text) for text in values.to_pylist()], dtype=np.float64)
+    return np.array(
+        [np.nan if text is None else seconds_of(text) for text in values.to_pylist()],
+        dtype=np.float64,
+    )
 
 
 def numbers_of(values: pa.Array) -> np.ndarray:
@@ -120,7 +150,9 @@ def numbers_of(values: pa.Array) -> np.ndarray:
     except pa.ArrowInvalid as error:
         if not types.is_integer(values.type):
             raise
-        raise ValueError(f"{error}; use hash or vocabulary for ids, or write numbers as float64") from error
+        raise ValueError(
+            f"{error}; use hash or vocabulary for ids, or write numbers as float64"
+        ) from error
     return numbers.astype(np.float64, copy=False)
 
 
@@ -128,23 +160,31 @@ def texts_of(values: pa.Array) -> Texts:
     """Return texts, integers or booleans as the encoder reads them."""
     if types.is_dictionary(values.type):
         texts = texts_of(values.dictionary)
-        codes = compute.fill_null(values.indices.cast(pa.int64()), -1).to_numpy(zero_copy_only=False)
+        codes = compute.fill_null(values.indices.cast(pa.int64()), -1).to_numpy(
+            zero_copy_only=False
+        )
         return texts._replace(codes=codes)
     is_null = compute.is_null(values).to_numpy(zero_copy_only=False) if values.null_count else None
     if not types.is_string(values.type) and not types.is_large_string(values.type):
         values = values.cast(pa.string())
     kind = np.int64 if types.is_large_string(values.type) else np.int32
     _, ends, data = values.buffers()
-    offsets = np.frombuffer(ends, kind)[values.offset :][: len(values) + 1] if ends else np.zeros(1, kind)
+    offsets = (
+        np.frombuffer(ends, kind)[values.offset :][: len(values) + 1] if ends else np.zeros(1, kind)
+    )
     return Texts(np.frombuffer(data or b"", np.uint8), offsets[:-1], offsets[1:], is_null)
 
 
 def statistics_for(feature: Feature) -> "ValueCounts | Numbers | None":
-    """Return what takes a feature's vocabulary, quantiles or moments from values; None: it needs none."""
+    """Return what takes a feature's vocabulary, quantiles or moments from values; None: it needs
+    none."""
     if isinstance(feature, Vocabulary):
         return ValueCounts()
     is_fitted = (
-        isinstance(feature, Bucketize) and feature.quantiles or isinstance(feature, Number) and feature.standardize
+        isinstance(feature, Bucketize)
+        and feature.quantiles
+        or isinstance(feature, Number)
+        and feature.standardize
     )
     return Numbers(feature) if is_fitted else None
 
@@ -177,7 +217,8 @@ class ValueCounts:
 
 
 class Numbers:
-    """Mean and standard deviation of numbers, or of their logarithms, and a sample of them for quantiles."""
+    """Mean and standard deviation of numbers, or of their logarithms, and a sample of them for
+    quantiles."""
 
     def __init__(self, feature: Feature) -> None:
         self._feature, self._plain = feature, feature.plain("")
@@ -193,13 +234,20 @@ class Numbers:
         numbers = numbers[~np.isnan(numbers)]
         if not len(numbers):
             return
-        # Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances, 1979.
+        # Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample
+        # variances, 1979.
         count, mean = self._count + len(numbers), float(numbers.mean())
         difference = mean - self._mean
-        self._squares += float(((numbers - mean) ** 2).sum()) + difference**2 * self._count * len(numbers) / count
+        self._squares += (
+            float(((numbers - mean) ** 2).sum())
+            + difference**2 * self._count * len(numbers) / count
+        )
         self._mean += difference * len(numbers) / count
         self._count = count
-        self._sample = np.concatenate([self._sample, numbers[-self._place % self._step :: self._step]])
+        self._sample = np.concatenate([
+            self._sample,
+            numbers[-self._place % self._step :: self._step],
+        ])
         self._place += len(numbers)
         while len(self._sample) > MAX_SAMPLE:
             self._sample, self._step = self._sample[::2], 2 * self._step
@@ -213,4 +261,7 @@ class Numbers:
         """Return the boundaries of `count` buckets; fewer where a value fills several."""
         if not len(self._sample):
             return []
-        return [float(edge) for edge in np.unique(np.quantile(self._sample, np.arange(1, count) / count))]
+        return [
+            float(edge)
+            for edge in np.unique(np.quantile(self._sample, np.arange(1, count) / count))
+        ]

@@ -1,4 +1,5 @@
-"""From columns to batches: fitted once on the training data, then the same in training and in serving."""
+"""From columns to batches: fitted once on the training data, then the same in training and in
+serving."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,14 @@ from lightning_distrec.data.arrow_columns import (
     statistics_for,
     type_problem,
 )
-from lightning_distrec.data.features import Bucketize, Feature, Number, TableFeature, Vocabulary, feature_of
+from lightning_distrec.data.features import (
+    Bucketize,
+    Feature,
+    Number,
+    TableFeature,
+    Vocabulary,
+    feature_of,
+)
 from lightning_distrec.data.raw_values import Encoded, Encoder
 from lightning_distrec.errors import ConfigError, DataError
 
@@ -36,40 +44,54 @@ class FeatureTable:
 class Columns:
     """The mapping from columns to the tensors of a batch.
 
-    A batch is a dict. `form="jagged"`: "ids" is a KeyedJaggedTensor with a key for each feature that has a table,
-    in order; features with a `group` are in a KeyedJaggedTensor of its name. "padded": each such feature's name -> ids,
-    (batch_size,), or (batch_size, max_length) of sequences, filled up with 0. Both: "dense" (batch_size, numbers)
-    float32, in the order of number features; a number feature of sequences has its own name, (batch_size, max_length)
-    float32; "label" float32, (batch_size,) or (batch_size, labels)
+    A batch is a dict. `form="jagged"`: "ids" is a KeyedJaggedTensor with a key for each feature
+    that has a table, in order; features with a `group` are in a KeyedJaggedTensor of its name.
+    "padded": each such feature's name -> ids, (batch_size,), or (batch_size, max_length) of
+    sequences, filled up with 0. Both: "dense" (batch_size, numbers) float32, in the order of number
+    features; a number feature of sequences has its own name, (batch_size, max_length) float32;
+    "label" float32, (batch_size,) or (batch_size, labels)
     """
 
     def __init__(
-        self, features: Mapping[str, Any], label: str | Sequence[str] | None = None, form: Form = "jagged"
+        self,
+        features: Mapping[str, Any],
+        label: str | Sequence[str] | None = None,
+        form: Form = "jagged",
     ) -> None:
         """Check the features; nothing is read.
 
-        features: name -> Feature, or its dict with `kind`. label: columns of numbers; None: there are no labels.
-        Raises ConfigError: a feature cannot be, or features of one table disagree about its rows.
+        features: name -> Feature, or its dict with `kind`. label: columns of numbers; None: there
+        are no labels. Raises ConfigError: a feature cannot be, or features of one table disagree
+        about its rows.
         """
-        self.features: dict[str, Feature] = {name: feature_of(name, feature) for name, feature in features.items()}
+        self.features: dict[str, Feature] = {
+            name: feature_of(name, feature) for name, feature in features.items()
+        }
         self.label = label if label is None or isinstance(label, str) else list(label)
         self.labels = [label] if isinstance(label, str) else list(label or ())
         self.form = form
         if form not in ("jagged", "padded"):
             raise ConfigError(f"form={form!r}: use 'jagged' or 'padded'.")
         if not self.features or {"ids", "dense", "label"} & self.features.keys():
-            raise ConfigError("features: name one or more; the names ids, dense and label are those of the batch.")
+            raise ConfigError(
+                "features: name one or more; the names ids, dense and label are those of the batch."
+            )
         self._check_groups()
         self.tables = self._tables()
         self._readers = self._columns_with_readers()
         self._encoder: Encoder | None = None
 
     def _check_groups(self) -> None:
-        groups: set[Any] = {getattr(feature, "group", None) for feature in self.features.values()} - {None}
-        others = {name for name, feature in self.features.items() if not isinstance(feature, TableFeature)}
+        groups: set[Any] = {
+            getattr(feature, "group", None) for feature in self.features.values()
+        } - {None}
+        others = {
+            name for name, feature in self.features.items() if not isinstance(feature, TableFeature)
+        }
         if groups and (self.form == "padded" or groups & {"dense", "label", *others}):
             raise ConfigError(
-                f"features: group={', '.join(sorted(groups))}: groups are KeyedJaggedTensors of form='jagged', and "
+                f"features: group={', '.join(sorted(groups))}: groups are KeyedJaggedTensors of "
+                "form='jagged', and "
                 "have names that nothing else in the batch has."
             )
 
@@ -84,8 +106,10 @@ class Columns:
             assert isinstance(first, TableFeature)
             if len({self.features[name].mapping() for name in names}) > 1:
                 raise ConfigError(
-                    f"features {', '.join(names)} share the table '{table}', and differ in kind, rows, seed, "
-                    "min_count, boundaries, quantiles, part or group. Give them the same, or tables of their own."
+                    f"features {', '.join(names)} share the table '{table}', and differ in kind, "
+                    "rows, seed, "
+                    "min_count, boundaries, quantiles, part or group. Give them the same, or "
+                    "tables of their own."
                 )
             tables[table] = FeatureTable(rows=first.num_rows(), features=tuple(names))
         return tables
@@ -97,8 +121,10 @@ class Columns:
                 first_name, first = readers.setdefault(column, (name, feature))
                 if first.reading() != feature.reading():
                     raise ConfigError(
-                        f"features '{first_name}' and '{name}' read the column '{column}' in two ways: as text and as "
-                        "number, or with different max_length or separator. Copy it under another name."
+                        f"features '{first_name}' and '{name}' read the column '{column}' in two "
+                        "ways: as text and as "
+                        "number, or with different max_length or separator. Copy it under another "
+                        "name."
                     )
         return {column: feature for column, (_, feature) in readers.items()}
 
@@ -120,20 +146,29 @@ class Columns:
     def encoder(self) -> Encoder:
         """The fitted mapping. Raises ConfigError: not fitted yet."""
         if self._encoder is None:
-            raise ConfigError("these Columns are not fitted. Call fit, or setup of their data module.")
+            raise ConfigError(
+                "these Columns are not fitted. Call fit, or setup of their data module."
+            )
         return self._encoder
 
     def fit(self, tables: Iterable[pa.Table]) -> "Columns":
-        """Take vocabularies, quantiles and moments from tables with all columns, in one pass; return self.
+        """Take vocabularies, quantiles and moments from tables with all columns, in one pass;
+        return self.
 
-        Memory: a count for each different value of a vocabulary, and 8 MiB for each bucketized column. Only the first
-        table is read where there is nothing to take. Raises DataError: a column is missing or does not fit, no data.
+        Memory: a count for each different value of a vocabulary, and 8 MiB for each bucketized
+        column. Only the first table is read where there is nothing to take. Raises DataError: a
+        column is missing or does not fit, no data.
         """
         schema: pa.Schema | None = None
         # By kind, too: a table may have the name of a number.
-        keys = {name: (feature.kind, getattr(feature, "table", name)) for name, feature in self.features.items()}
+        keys = {
+            name: (feature.kind, getattr(feature, "table", name))
+            for name, feature in self.features.items()
+        }
         made = {keys[name]: statistics_for(feature) for name, feature in self.features.items()}
-        statistics: dict[tuple[str, str], Any] = {key: statistic for key, statistic in made.items() if statistic}
+        statistics: dict[tuple[str, str], Any] = {
+            key: statistic for key, statistic in made.items() if statistic
+        }
         for table in tables:
             if schema is None:
                 schema = table.schema
@@ -151,9 +186,15 @@ class Columns:
         for name, feature in self.features.items():
             statistic: Any = statistics.get(keys[name])
             if isinstance(feature, Vocabulary) and feature.table not in vocabularies:
-                vocabularies[feature.table] = statistic.top_values(feature.rows - 1, feature.min_count)
+                vocabularies[feature.table] = statistic.top_values(
+                    feature.rows - 1, feature.min_count
+                )
             elif isinstance(feature, Bucketize):
-                boundaries[name] = statistic.quantiles(feature.quantiles) if statistic else list(feature.boundaries)
+                boundaries[name] = (
+                    statistic.quantiles(feature.quantiles)
+                    if statistic
+                    else list(feature.boundaries)
+                )
             elif isinstance(feature, Number) and statistic:
                 moments[name] = statistic.moments()
         plain = {
@@ -170,7 +211,8 @@ class Columns:
         return self
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what `from_plain` makes the same mapping of, as JSON has it. Raises ConfigError: not fitted yet."""
+        """Return what `from_plain` makes the same mapping of, as JSON has it. Raises ConfigError:
+        not fitted yet."""
         return self.encoder.plain
 
     @staticmethod
@@ -181,24 +223,40 @@ class Columns:
         return columns
 
     def select(self, names: Iterable[str]) -> "Columns":
-        """Return the mapping of these features alone, without labels: of films without people, say."""
+        """Return the mapping of these features alone, without labels: of films without people,
+        say."""
         columns = Columns({name: self.features[name] for name in names}, form=self.form)
         plain = self.to_plain()
-        vocabularies = {table: plain["vocabularies"][table] for table in columns.tables.keys() & plain["vocabularies"]}
+        vocabularies = {
+            table: plain["vocabularies"][table]
+            for table in columns.tables.keys() & plain["vocabularies"]
+        }
         features = {name: plain["features"][name] for name in columns.features}
-        columns._encoder = Encoder({**plain, "features": features, "label": None, "vocabularies": vocabularies})
+        columns._encoder = Encoder({
+            **plain,
+            "features": features,
+            "label": None,
+            "vocabularies": vocabularies,
+        })
         return columns
 
-    def check_schema(self, schema: pa.Schema, place: str = "the data", others: Sequence[str] = ()) -> None:
-        """Raise DataError where a column is missing in `place`, or has a type that its feature cannot read.
+    def check_schema(
+        self, schema: pa.Schema, place: str = "the data", others: Sequence[str] = ()
+    ) -> None:
+        """Raise DataError where a column is missing in `place`, or has a type that its feature
+        cannot read.
 
         others: columns that are there, too.
         """
         for column in [*self.columns, *others]:
             if column not in schema.names:
-                raise DataError(f"{place}: there is no column '{column}', but {', '.join(schema.names[:20])}.")
+                raise DataError(
+                    f"{place}: there is no column '{column}', but {', '.join(schema.names[:20])}."
+                )
             if schema.names.count(column) > 1:
-                raise DataError(f"{place}: several columns have the name '{column}'. Rename all but one.")
+                raise DataError(
+                    f"{place}: several columns have the name '{column}'. Rename all but one."
+                )
             kind, feature = schema.field(column).type, self._readers.get(column)
             problem = type_problem(kind, feature) if feature else None
             if problem is None and column in self.labels and not is_number(kind):
@@ -207,7 +265,8 @@ class Columns:
                 raise DataError(f"{place}: column '{column}' has the type {kind}: {problem}.")
 
     def encode(self, table: pa.Table) -> dict[str, Encoded]:
-        """Return the features of a table, and its label where the table has it. Raises DataError with the column."""
+        """Return the features of a table, and its label where the table has it. Raises DataError
+        with the column."""
         cells = {}
         for column, feature in self._readers.items():
             with errors_at(f"column '{column}': "):
@@ -216,7 +275,9 @@ class Columns:
             encoded = self.encoder.encode(cells)
         if self.labels and all(label in table.column_names for label in self.labels):
             labels = np.stack([self._label(table, column) for column in self.labels], axis=1)
-            encoded["label"] = Encoded(labels[:, 0] if isinstance(self.label, str) else labels, None)
+            encoded["label"] = Encoded(
+                labels[:, 0] if isinstance(self.label, str) else labels, None
+            )
         return encoded
 
     def _label(self, table: pa.Table, column: str) -> np.ndarray:
@@ -224,7 +285,9 @@ class Columns:
             numbers = numbers_of(flat_values(table[column], Number())[0]).astype(np.float32)
             rows = np.flatnonzero(~np.isfinite(numbers))
             if len(rows):
-                raise ValueError(f"a label is missing, or not finite in 32 bits, the first in row {rows[0]}")
+                raise ValueError(
+                    f"a label is missing, or not finite in 32 bits, the first in row {rows[0]}"
+                )
         return numbers
 
     def tensors(self, encoded: dict[str, Encoded], num_rows: int) -> dict[str, torch.Tensor]:
@@ -233,7 +296,9 @@ class Columns:
         arrays = self.encoder.arrays(features, num_rows)
         if "label" in encoded:
             arrays["label"] = encoded["label"].values
-        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        return {
+            name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()
+        }
 
     def batch(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Return tensors as a batch; see the class."""
@@ -248,11 +313,18 @@ class Columns:
         return {**batch, **tensors}
 
     def __call__(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """Return the batch of a table, or of lists by column. Raises DataError: a column is missing or does not fit."""
+        """Return the batch of a table, or of lists by column. Raises DataError: a column is missing
+        or does not fit."""
         try:
-            table = rows if isinstance(rows, pa.Table) else pa.table({name: pa.array(rows[name]) for name in rows})
+            table = (
+                rows
+                if isinstance(rows, pa.Table)
+                else pa.table({name: pa.array(rows[name]) for name in rows})
+            )
         except pa.ArrowException as error:
             raise DataError(f"rows: {error}") from error
         if missing := [column for column in self._readers if column not in table.column_names]:
-            raise DataError(f"there is no column '{missing[0]}', but {', '.join(table.column_names)}.")
+            raise DataError(
+                f"there is no column '{missing[0]}', but {', '.join(table.column_names)}."
+            )
         return self.batch(self.tensors(self.encode(table), table.num_rows))

@@ -35,8 +35,8 @@ from lightning_distrec.errors import ConfigError, DataError
 class ColumnData(pl.LightningDataModule):
     """Batches of features from columns; see Columns for what a batch holds.
 
-    Features are fitted on the training data once, and are part of checkpoints, so that a run that resumes, tests or is
-    exported maps values as it was trained.
+    Features are fitted on the training data once, and are part of checkpoints, so that a run that
+    resumes, tests or is exported maps values as it was trained.
     """
 
     def __init__(
@@ -59,32 +59,41 @@ class ColumnData(pl.LightningDataModule):
         label_range: tuple[float, float] | None = None,
         keep: list[str] | None = None,
     ) -> None:
-        """Set where rows are, and what is made of them. A subclass may set tables as `sources` in its setup.
+        """Set where rows are, and what is made of them. A subclass may set tables as `sources` in
+        its setup.
 
         Args:
-            train: a path or a list: files, globs or folders of .parquet, .csv, .tsv, .txt, also .gz; local, or URLs
-                (s3://, gs://, ...) that pyarrow or fsspec reads. In a script also a DataFrame or a pyarrow Table.
-            features: name -> a feature with its kind: hash, vocabulary, bucketize, number, time, age or cross.
+            train: a path or a list: files, globs or folders of .parquet, .csv, .tsv, .txt, also
+            .gz; local, or URLs
+                (s3://, gs://, ...) that pyarrow or fsspec reads. In a script also a DataFrame or a
+                pyarrow Table.
+            features: name -> a feature with its kind: hash, vocabulary, bucketize, number, time,
+            age or cross.
             label: a column of numbers, or several.
-            val: as train; or the share of the training rows that validates: the last ones, but for those that test.
+            val: as train; or the share of the training rows that validates: the last ones, but for
+            those that test.
             test: as train; or the share of the training rows, the last ones, that tests.
             predict: as train; its labels are not read.
-            form: "jagged" for TorchRec's collections and nn.EmbeddingBag, "padded" for nn.Embedding.
+            form: "jagged" for TorchRec's collections and nn.EmbeddingBag, "padded" for
+            nn.Embedding.
             batch_size: rows per rank and step.
-            buffer_rows: rows that are shuffled with each other. A worker holds them encoded, 4 bytes an id.
+            buffer_rows: rows that are shuffled with each other. A worker holds them encoded, 4
+            bytes an id.
             seed: of the order of rows; each epoch has another one.
             num_workers: processes that read and encode; 0: the training process.
             pin_memory: copy batches into pinned memory; null: where CUDA is available.
             cache_dir: where text files are kept as Parquet, and what was fitted.
             delimiter: between the values of text files.
             column_names: of text files without a header.
-            label_range: the lowest and the highest label; another one is an error before training. For clicks [0, 1].
+            label_range: the lowest and the highest label; another one is an error before training.
+            For clicks [0, 1].
             keep: columns of `predict` that PredictionWriter writes beside predictions.
         """
         super().__init__()
         if min(batch_size, buffer_rows) < 1 or num_workers < 0:
             raise ConfigError(
-                f"batch_size={batch_size}, buffer_rows={buffer_rows}, num_workers={num_workers}: at least 1, 1 and 0."
+                f"batch_size={batch_size}, buffer_rows={buffer_rows}, num_workers={num_workers}: "
+                "at least 1, 1 and 0."
             )
         if all(source is None for source in (train, val, test, predict)):
             raise ConfigError("there is no data: set train, val, test or predict.")
@@ -92,26 +101,43 @@ class ColumnData(pl.LightningDataModule):
             raise ConfigError(f"keep={keep}: its columns are those of predict. Set predict.")
         self.columns = Columns(features or {}, label, form)
         self.sources = {"train": train, "val": val, "test": test, "predict": predict}
-        self.batch_size, self.buffer_rows, self.seed, self.num_workers = batch_size, buffer_rows, seed, num_workers
+        self.batch_size, self.buffer_rows, self.seed, self.num_workers = (
+            batch_size,
+            buffer_rows,
+            seed,
+            num_workers,
+        )
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.cache_dir, self.delimiter, self.column_names = Path(cache_dir), delimiter, column_names
         self.label_range, self.keep = label_range, list(keep or [])
         shares = [share for share in (val, test) if isinstance(share, float)]
-        if any(not 0 < share < 1 for share in shares) or sum(shares) >= 1 or (shares and train is None):
-            raise ConfigError(f"val={val}, test={test}: shares lie between 0 and 1, and leave some rows to train on.")
+        if (
+            any(not 0 < share < 1 for share in shares)
+            or sum(shares) >= 1
+            or (shares and train is None)
+        ):
+            raise ConfigError(
+                f"val={val}, test={test}: shares lie between 0 and 1, and leave "
+                "some rows to train on."
+            )
         self.groups: dict[str, list[RowGroup]] = {}
         self.readers: dict[str, Reader] = {}
 
     @property
     def _is_in_memory(self) -> bool:
-        return not all(_is_paths(source) for source in self.sources.values() if not isinstance(source, float | None))
+        return not all(
+            _is_paths(source)
+            for source in self.sources.values()
+            if not isinstance(source, float | None)
+        )
 
     def prepare_data(self) -> None:
-        """Look for files, convert text, and fit the features; one process per node does this, for files."""
+        """Look for files, convert text, and fit the features; one process per node does this, for
+        files."""
         if self._is_in_memory:
             return
-        # Every rank's setup raises errors, of files that are not there, too: this process alone would leave the others
-        # waiting for it.
+        # Every rank's setup raises errors, of files that are not there, too: this process alone
+        # would leave the others waiting for it.
         with suppress(DataError):
             path = self._prepared_path()
             if not path.exists() or "error" in json.loads(path.read_text()):
@@ -122,34 +148,61 @@ class ColumnData(pl.LightningDataModule):
                 replace_file(path, json.dumps(prepared).encode())
 
     def setup(self, stage: str | None = None) -> None:
-        """Take what was prepared; every rank does. Raises DataError: a file, a column or its type does not fit."""
+        """Take what was prepared; every rank does. Raises DataError: a file, a column or its type
+        does not fit."""
         if self.groups:
             return
         if not self._is_in_memory and not self._prepared_path().exists():
-            raise DataError(f"{self._prepared_path()}: nothing is prepared. Call prepare_data first, on every node.")
-        prepared = self._prepare() if self._is_in_memory else json.loads(self._prepared_path().read_text())
+            raise DataError(
+                f"{self._prepared_path()}: nothing is prepared. Call prepare_data "
+                "first, on every node."
+            )
+        prepared = (
+            self._prepare() if self._is_in_memory else json.loads(self._prepared_path().read_text())
+        )
         if "error" in prepared:
             raise DataError(prepared["error"])
-        self.groups = {name: [RowGroup(*group) for group in groups] for name, groups in prepared["groups"].items()}
+        self.groups = {
+            name: [RowGroup(*group) for group in groups]
+            for name, groups in prepared["groups"].items()
+        }
         if not self.readers:
-            self.readers = {stage: self._reader(stage, groups) for stage, groups in self.groups.items()}
+            self.readers = {
+                stage: self._reader(stage, groups) for stage, groups in self.groups.items()
+            }
         if prepared["columns"] is not None:
             self.columns = Columns.from_plain(prepared["columns"])
 
     def _prepared_path(self) -> Path:
-        """Return where the result of `prepare_data` is, a name that changes with files and settings."""
+        """Return where the result of `prepare_data` is, a name that changes with files and
+        settings."""
         files = {
-            stage: find_files(_paths(source)) if _is_paths(source) else source for stage, source in self.sources.items()
+            stage: find_files(_paths(source)) if _is_paths(source) else source
+            for stage, source in self.sources.items()
         }
         features = {name: feature.plain(name) for name, feature in self.columns.features.items()}
-        facts = [FORMAT, files, features, self.columns.label, self.columns.form, self.delimiter, self.column_names]
+        facts = [
+            FORMAT,
+            files,
+            features,
+            self.columns.label,
+            self.columns.form,
+            self.delimiter,
+            self.column_names,
+        ]
         facts += [self.label_range, self.keep]
-        return self.cache_dir / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+        return (
+            self.cache_dir / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+        )
 
     def _prepare(self) -> dict[str, Any]:
         """Return the row groups of each stage, and the fitted columns, as JSON has them."""
         data = {stage: source for stage, source in self.sources.items() if source is not None}
-        groups = {stage: self._find_groups(stage) for stage, source in data.items() if not isinstance(source, float)}
+        groups = {
+            stage: self._find_groups(stage)
+            for stage, source in data.items()
+            if not isinstance(source, float)
+        }
         total = remaining = sum(group.num_rows for group in groups.get("train", []))
         for stage in ("test", "val"):  # the last rows test
             if isinstance(share := self.sources[stage], float):
@@ -176,7 +229,8 @@ class ColumnData(pl.LightningDataModule):
             raise DataError(f"{place}{error}") from error
 
     def _find_groups(self, stage: str) -> list[RowGroup]:
-        """Return the row groups of a source. Raises DataError: none, or a column is missing or does not fit."""
+        """Return the row groups of a source. Raises DataError: none, or a column is missing or does
+        not fit."""
         source, groups = self.sources[stage], []
         keep = self.keep if stage == "predict" else []
         columns = Columns(self.columns.features, None if stage == "predict" else self.columns.label)
@@ -187,7 +241,10 @@ class ColumnData(pl.LightningDataModule):
             self._check_labels(columns.labels, place, reader, groups)
         else:
             texts = [*columns.text_columns, *keep]
-            types = {column: pa.string() if column in texts else pa.float64() for column in [*columns.columns, *keep]}
+            types = {
+                column: pa.string() if column in texts else pa.float64()
+                for column in [*columns.columns, *keep]
+            }
             for entry in find_files(_paths(source)):
                 file = entry[0]
                 is_text = not file.endswith(".parquet")
@@ -195,14 +252,18 @@ class ColumnData(pl.LightningDataModule):
                 path = as_parquet(entry, *text) if is_text else file
                 schema, file_groups = parquet_schema(path, is_ours=is_text)
                 columns.check_schema(schema, file, keep)
-                labels = ParquetReader({column: schema.field(column).type for column in columns.labels})
+                labels = ParquetReader({
+                    column: schema.field(column).type for column in columns.labels
+                })
                 self._check_labels(columns.labels, file, labels, file_groups)
                 groups += file_groups
         if not groups:
             raise DataError(f"{stage}: there are no rows.")
         return groups
 
-    def _check_labels(self, labels: list[str], place: str, reader: Reader, groups: list[RowGroup]) -> None:
+    def _check_labels(
+        self, labels: list[str], place: str, reader: Reader, groups: list[RowGroup]
+    ) -> None:
         """Raise DataError where a label is outside of `label_range`."""
         for group in groups if self.label_range and labels else ():
             low, high = self.label_range  # type: ignore[misc]
@@ -214,7 +275,8 @@ class ColumnData(pl.LightningDataModule):
                 for label in extremes.values():
                     if label is not None and not low <= label <= high:
                         raise DataError(
-                            f"{place}: column '{column}' has the label {label:g}, which label_range excludes: "
+                            f"{place}: column '{column}' has the label {label:g}, which "
+                            "label_range excludes: "
                             f"{low:g} to {high:g}."
                         )
 
@@ -235,10 +297,14 @@ class ColumnData(pl.LightningDataModule):
         """Take the features as they were fitted. Raises ConfigError: they were others."""
         columns = Columns.from_plain(state_dict["columns"])
         for name in {**columns.features, **self.columns.features}:
-            plain = [c.features[name].plain(name) if name in c.features else None for c in (columns, self.columns)]
+            plain = [
+                c.features[name].plain(name) if name in c.features else None
+                for c in (columns, self.columns)
+            ]
             if plain[0] != plain[1]:
                 raise ConfigError(
-                    f"the checkpoint was trained with another feature '{name}'. Set features as they were."
+                    f"the checkpoint was trained with another feature '{name}'. Set features as "
+                    "they were."
                 )
         self.columns = columns
 
@@ -263,14 +329,25 @@ class ColumnData(pl.LightningDataModule):
 
     def _loader(self, stage: str, *, shuffle: bool = False, labels: bool = True) -> RowLoader:
         if stage not in self.groups:
-            raise ConfigError(f"there is no data for {stage}: set {stage}, or the share of the training rows for it.")
+            raise ConfigError(
+                f"there is no data for {stage}: set {stage}, or the share of the "
+                "training rows for it."
+            )
         groups = self.groups[stage]
         order = RowOrder(
-            [group.num_rows for group in groups], shuffle=shuffle, seed=self.seed, buffer_rows=self.buffer_rows
+            [group.num_rows for group in groups],
+            shuffle=shuffle,
+            seed=self.seed,
+            buffer_rows=self.buffer_rows,
         )
         names = [name for name in self.columns.columns if labels or name not in self.columns.labels]
-        ranks = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {"num_replicas": 1, "rank": 0}
-        sampler = RowSampler(order, ranks["num_replicas"], ranks["rank"], self.num_workers, self.batch_size)
+        ranks = (self.trainer.distributed_sampler_kwargs if self.trainer else None) or {
+            "num_replicas": 1,
+            "rank": 0,
+        }
+        sampler = RowSampler(
+            order, ranks["num_replicas"], ranks["rank"], self.num_workers, self.batch_size
+        )
         return RowLoader(
             EncodedRows(self.readers[stage], groups, self.columns, order, names),
             batch_size=None,
@@ -282,20 +359,27 @@ class ColumnData(pl.LightningDataModule):
         )
 
     def raw_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of predict_dataloader's first batch by column, in JSON's types, without labels."""
+        """Return the rows of predict_dataloader's first batch by column, in JSON's types, without
+        labels."""
         loader: Any = self.predict_dataloader()
         count = sum(stop - first for first, stop in loader.sampler.shares.batch(0, 0))
         rows: list[dict[str, Any]] = []
         for group in loader.dataset.groups:
-            table = loader.dataset.reader.read(group, loader.dataset.names).slice(0, count - len(rows))
-            rows += [{column: _plain(value) for column, value in row.items()} for row in table.to_pylist()]
+            table = loader.dataset.reader.read(group, loader.dataset.names).slice(
+                0, count - len(rows)
+            )
+            rows += [
+                {column: _plain(value) for column, value in row.items()}
+                for row in table.to_pylist()
+            ]
             if len(rows) == count:
                 break
         return rows
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: NaN is missing, a decimal a number, and a time its ISO text."""
+    """Return a value as JSON has it: NaN is missing, a decimal a number, and a time its ISO
+    text."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, (float, Decimal)):
@@ -319,7 +403,9 @@ def _table_of(source: Any) -> pa.Table:
     if isinstance(source, pa.Table):
         return source
     if not hasattr(source, "columns"):
-        raise ConfigError(f"data is a {type(source).__name__}: give paths, a pandas DataFrame or a pyarrow Table.")
+        raise ConfigError(
+            f"data is a {type(source).__name__}: give paths, a pandas DataFrame or a pyarrow Table."
+        )
     try:
         return pa.Table.from_pandas(source, preserve_index=False)
     except (pa.ArrowException, TypeError) as error:
@@ -327,7 +413,8 @@ def _table_of(source: Any) -> pa.Table:
 
 
 def _split(groups: list[RowGroup], num_rows: int) -> tuple[list[RowGroup], list[RowGroup]]:
-    """Return the first `num_rows` rows, and the others; a row group on the border is in both lists."""
+    """Return the first `num_rows` rows, and the others; a row group on the border is in both
+    lists."""
     first, second = [], []
     for group in groups:
         size = min(group.num_rows, num_rows)

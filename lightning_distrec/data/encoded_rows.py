@@ -1,4 +1,5 @@
-"""Makes batches of places in an epoch's order, from windows of rows that are read and encoded at once."""
+"""Makes batches of places in an epoch's order, from windows of rows that are read and encoded at
+once."""
 
 from typing import Any
 
@@ -14,13 +15,25 @@ from lightning_distrec.data.row_order import Request, RowOrder, pack
 
 
 class EncodedRows(Dataset):
-    """Makes batches of places in an epoch's order. It holds one window of encoded rows, the last that was read."""
+    """Makes batches of places in an epoch's order. It holds one window of encoded rows, the last
+    that was read."""
 
     def __init__(
-        self, reader: Reader, groups: list[RowGroup], columns: Columns, order: RowOrder, names: list[str]
+        self,
+        reader: Reader,
+        groups: list[RowGroup],
+        columns: Columns,
+        order: RowOrder,
+        names: list[str],
     ) -> None:
         """names: the columns to read."""
-        self.reader, self.groups, self.columns, self.order, self.names = reader, groups, columns, order, names
+        self.reader, self.groups, self.columns, self.order, self.names = (
+            reader,
+            groups,
+            columns,
+            order,
+            names,
+        )
         self.keep: list[str] = []
         """Columns that are written beside predictions."""
         self._window: tuple[tuple[int, int], dict[str, Encoded]] | None = None
@@ -35,17 +48,24 @@ class EncodedRows(Dataset):
                 encoded = self._encoded(epoch, window)
                 until = min(stop, end)
                 parts.append({
-                    name: rows_between(feature, first - begin, until - begin) for name, feature in encoded.items()
+                    name: rows_between(feature, first - begin, until - begin)
+                    for name, feature in encoded.items()
                 })
                 num_rows, first = num_rows + until - first, until
-        joined = parts[0] if len(parts) == 1 else {name: join([part[name] for part in parts]) for name in parts[0]}
+        joined = (
+            parts[0]
+            if len(parts) == 1
+            else {name: join([part[name] for part in parts]) for name in parts[0]}
+        )
         tensors = self.columns.tensors(joined, num_rows)
         return pack(tensors) if get_worker_info() else self.columns.batch(tensors)
 
     def _encoded(self, epoch: int, window: int) -> dict[str, Encoded]:
         if self._window is None or self._window[0] != (epoch, window):
             self._window = None  # before the next one takes memory
-            groups = [self._encoded_group(self.groups[number]) for number in self.order.groups(window)]
+            groups = [
+                self._encoded_group(self.groups[number]) for number in self.order.groups(window)
+            ]
             encoded = {name: join([group[name] for group in groups]) for name in groups[0]}
             if (rows := self.order.rows(window)) is not None:
                 encoded = {name: take(feature, rows) for name, feature in encoded.items()}

@@ -1,4 +1,5 @@
-"""What a feature is made of, in plain types: each is a frozen dataclass, and a dict with its `kind` in YAML."""
+"""What a feature is made of, in plain types: each is a frozen dataclass, and a dict with its `kind`
+in YAML."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -19,7 +20,8 @@ class Feature:
     column: str | None = None
     """Where the values are; None: in the column of the feature's name."""
     max_length: int | None = None
-    """For a column of sequences: how many of the last values are used. None: the column has one value in each row."""
+    """For a column of sequences: how many of the last values are used. None: the column has one
+    value in each row."""
     separator: str | None = None
     """What is between the values of a sequence that is a text; None: sequences are lists."""
     required: bool = False
@@ -29,12 +31,16 @@ class Feature:
         if self.max_length is not None and self.max_length < 1:
             raise ConfigError(f"max_length={self.max_length}: a sequence needs at least 1 value.")
         if self.separator is not None and (self.max_length is None or not self.separator):
-            raise ConfigError(f"separator={self.separator!r}: it is a text for sequences; set max_length too.")
+            raise ConfigError(
+                f"separator={self.separator!r}: it is a text for sequences; set max_length too."
+            )
 
     def plain(self, name: str) -> dict[str, Any]:
         """Return all fields as JSON has them, with `kind` and `columns`."""
         plain = {"kind": self.kind, "columns": self.columns(name), **asdict(self)}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
+        return {
+            key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()
+        }
 
     def columns(self, name: str) -> list[str]:
         """Return the columns that the feature `name` is made of."""
@@ -66,7 +72,8 @@ class TableFeature(Feature):
     """A feature whose ids are rows of an embedding table."""
 
     table: str | None = None
-    """The embedding table; features of one table share its rows. None: a table of the feature's name."""
+    """The embedding table; features of one table share its rows. None: a table of the feature's
+    name."""
     group: str | None = None
     """The KeyedJaggedTensor of the batch that has its ids; None: "ids"."""
 
@@ -86,7 +93,8 @@ class SizedFeature(TableFeature):
         super().__post_init__()
         if not 2 <= self.rows <= MAX_ROWS:
             raise ConfigError(
-                f"rows={self.rows}: a table needs 2 to {MAX_ROWS} rows, the first of them for missing values."
+                f"rows={self.rows}: a table needs 2 to {MAX_ROWS} rows, the first of them for "
+                "missing values."
             )
 
     def num_rows(self) -> int:
@@ -135,7 +143,8 @@ class Bucketize(TableFeature):
             set(self.boundaries)
         ):
             raise ConfigError(
-                f"bucketize: boundaries={list(self.boundaries)}, quantiles={self.quantiles}: set one of "
+                f"bucketize: boundaries={list(self.boundaries)}, quantiles={self.quantiles}: set "
+                "one of "
                 "them; boundaries ascend."
             )
         if self.quantiles is not None and self.quantiles < 2:
@@ -148,7 +157,8 @@ class Bucketize(TableFeature):
 
 @dataclass(frozen=True, kw_only=True)
 class Time(TableFeature):
-    """A part of a time: its hour, weekday or day of the month in UTC, of timestamps, dates, ISO texts or seconds."""
+    """A part of a time: its hour, weekday or day of the month in UTC, of timestamps, dates, ISO
+    texts or seconds."""
 
     kind = "time"
 
@@ -158,7 +168,9 @@ class Time(TableFeature):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.part not in TIME_PARTS:
-            raise ConfigError(f"time: part={self.part!r}: use one of {', '.join(TIME_PARTS)}, or the kind age.")
+            raise ConfigError(
+                f"time: part={self.part!r}: use one of {', '.join(TIME_PARTS)}, or the kind age."
+            )
 
     def num_rows(self) -> int:
         """Return how many rows the table needs."""
@@ -210,7 +222,8 @@ class Cross(Hash):
         object.__setattr__(self, "of", tuple(self.of))
         if len(self.of) < 2 or self.column is not None or self.max_length is not None:
             raise ConfigError(
-                f"cross: of={list(self.of)}: name two or more columns, and neither column nor max_length."
+                f"cross: of={list(self.of)}: name two or more columns, and neither column nor "
+                "max_length."
             )
 
     def columns(self, name: str) -> list[str]:
@@ -218,28 +231,36 @@ class Cross(Hash):
         return list(self.of)
 
 
-KINDS: dict[str, type[Feature]] = {kind.kind: kind for kind in (Hash, Vocabulary, Bucketize, Number, Time, Age, Cross)}
+KINDS: dict[str, type[Feature]] = {
+    kind.kind: kind for kind in (Hash, Vocabulary, Bucketize, Number, Time, Age, Cross)
+}
 
 
 def feature_of(name: str, feature: Any) -> Feature:
-    """Return a feature, which may be a dict, with its table's name. Raises ConfigError with the feature's name."""
+    """Return a feature, which may be a dict, with its table's name. Raises ConfigError with the
+    feature's name."""
     if isinstance(feature, TableFeature) and not feature.table:
         return replace(feature, table=name)
     if isinstance(feature, Feature):
         return feature
     if not isinstance(feature, Mapping):
-        raise ConfigError(f"features: '{name}' is {feature!r}: write a dict such as {{kind: hash, rows: 1000}}.")
+        raise ConfigError(
+            f"features: '{name}' is {feature!r}: write a dict such as {{kind: hash, rows: 1000}}."
+        )
     settings = dict(feature)
     kind = settings.pop("kind", None)
     settings.pop("columns", None)  # of to_plain
     if kind not in KINDS:
         raise ConfigError(
-            f"features: '{name}' has kind={kind!r}: use one of {', '.join(KINDS)}{did_you_mean(str(kind), KINDS)}"
+            f"features: '{name}' has kind={kind!r}: use one of "
+            f"{', '.join(KINDS)}{did_you_mean(str(kind), KINDS)}"
         )
     accepted = {field.name: field for field in fields(KINDS[kind])}
     for setting in settings:
         if setting not in accepted:
-            raise ConfigError(f"features: '{name}' ({kind}) has no '{setting}'{did_you_mean(setting, accepted)}")
+            raise ConfigError(
+                f"features: '{name}' ({kind}) has no '{setting}'{did_you_mean(setting, accepted)}"
+            )
     for setting, about in accepted.items():
         if about.default is MISSING and setting not in settings:
             raise ConfigError(f"features: '{name}' ({kind}) needs '{setting}'.")

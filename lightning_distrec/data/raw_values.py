@@ -1,8 +1,10 @@
-"""Turns raw values into ids and numbers, by numpy alone: in training, and in served folders, which get this file.
+"""Turns raw values into ids and numbers, by numpy alone: in training, and in served folders, which
+get this file.
 
-Texts are hashed as UTF-8: their length, then words of 8 bytes, filled up with zeros, one at least, each mixed in by the
-finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014). Integers are
-hashed as their decimals, so that 42 and "42" are one value; booleans as "true" and "false".
+Texts are hashed as UTF-8: their length, then words of 8 bytes, filled up with zeros, one at least,
+each mixed in by the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom
+Number Generators, OOPSLA 2014). Integers are hashed as their decimals, so that 42 and "42" are one
+value; booleans as "true" and "false".
 """
 
 import re
@@ -17,7 +19,8 @@ UNKNOWN = 0
 WORD = 8
 BLOCK = 8192
 MAX_TEXT_BYTES = 2**15
-"""A longer text is an error: words of a text are hashed one after the other, in which all other rows wait."""
+"""A longer text is an error: words of a text are hashed one after the other, in which all other
+rows wait."""
 NUMBER = re.compile("[-+.0-9A-Za-z]+")
 """What Arrow reads as a number, of what Python does."""
 DENSE_KINDS = ("number", "age")
@@ -42,7 +45,8 @@ class Texts(NamedTuple):
     is_null: np.ndarray | None
     """(num_texts,) bool; None: no text is missing."""
     codes: np.ndarray | None = None
-    """(num_values,) int64: which text each value is, -1 where it is missing; None: values are texts, in order."""
+    """(num_values,) int64: which text each value is, -1 where it is missing; None: values are
+    texts, in order."""
 
 
 class Cells(NamedTuple):
@@ -148,7 +152,8 @@ def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
 
 
 def rows_of(hashes: np.ndarray, num_rows: int) -> np.ndarray:
-    """Turn hashes into rows 1 to num_rows - 1, int64, in their memory: by their upper 32 bits, scaled."""
+    """Turn hashes into rows 1 to num_rows - 1, int64, in their memory: by their upper 32 bits,
+    scaled."""
     hashes >>= np.uint64(32)
     hashes *= np.uint64(num_rows - 1)
     hashes >>= np.uint64(32)
@@ -167,7 +172,9 @@ class Encoder:
         for name, feature in self.features.items():
             if feature["kind"] not in DENSE_KINDS:
                 self.groups.setdefault(feature["group"] or "ids", []).append(name)
-        self._vocabularies = {table: _Vocabulary(values) for table, values in plain["vocabularies"].items()}
+        self._vocabularies = {
+            table: _Vocabulary(values) for table, values in plain["vocabularies"].items()
+        }
 
     def columns(self) -> dict[str, dict[str, Any]]:
         """Return each column's first feature, by which its cells are read."""
@@ -178,7 +185,8 @@ class Encoder:
         return columns
 
     def encode(self, cells: dict[str, Cells]) -> dict[str, Encoded]:
-        """Return the features of columns. Raises ValueError with the column: a value does not fit, or is missing."""
+        """Return the features of columns. Raises ValueError with the column: a value does not fit,
+        or is missing."""
         encoded = {}
         for name, feature in self.features.items():
             columns = feature["columns"]
@@ -194,7 +202,9 @@ class Encoder:
         lengths = cells[0].lengths
         if feature["required"] and len(missing := np.flatnonzero(_is_missing(cells[0].values))):
             row = row_of(missing[0], lengths)
-            raise ValueError(f"a value is missing, the first in row {row}, and '{name}' has required=True")
+            raise ValueError(
+                f"a value is missing, the first in row {row}, and '{name}' has required=True"
+            )
         if kind in DENSE_KINDS:
             values = self._numbers(name, cells[0])
         elif kind == "time":
@@ -220,7 +230,9 @@ class Encoder:
         with np.errstate(over="ignore"):
             numbers = numbers.astype(kind).astype(np.float64)
         if feature["kind"] in TIME_KINDS and (np.abs(numbers) > MAX_SECONDS).any():
-            raise ValueError(f"{np.nanmax(np.abs(numbers)):g} is no time: write seconds since 1970, or ISO texts")
+            raise ValueError(
+                f"{np.nanmax(np.abs(numbers)):g} is no time: write seconds since 1970, or ISO texts"
+            )
         return numbers
 
     def _numbers(self, name: str, cells: Cells) -> np.ndarray:
@@ -240,7 +252,9 @@ class Encoder:
         if feature["kind"] == "vocabulary":
             return _by_value(columns[0], self._vocabularies[feature["table"]].ids_of(columns[0]))
         if len(columns) == 1:
-            return _by_value(columns[0], rows_of(hash_texts(columns[0], feature["seed"]), feature["rows"]))
+            return _by_value(
+                columns[0], rows_of(hash_texts(columns[0], feature["seed"]), feature["rows"])
+            )
         hashes, is_null = np.uint64(0), np.zeros(1, dtype=bool)
         for texts in columns:
             hashes = mix(hashes ^ _by_value(texts, hash_texts(texts, feature["seed"])))
@@ -258,7 +272,9 @@ class Encoder:
             for row, feature in zip(lengths, features, strict=True):
                 if feature.offsets is not None:
                     row[:] = feature.lengths()
-            arrays[f"{group}.values"] = np.concatenate([feature.values for feature in features], dtype=np.int64)
+            arrays[f"{group}.values"] = np.concatenate(
+                [feature.values for feature in features], dtype=np.int64
+            )
             arrays[f"{group}.lengths"] = lengths.ravel()
         for name, feature in encoded.items():
             is_dense = self.features[name]["kind"] in DENSE_KINDS
@@ -268,17 +284,22 @@ class Encoder:
                 values = feature.values if feature.offsets is None else self._padded(name, feature)
                 arrays[name] = values if is_dense else values.astype(np.int64)
         if dense:
-            arrays["dense"] = np.stack(dense, axis=1) if num_rows else np.zeros((0, len(dense)), np.float32)
+            arrays["dense"] = (
+                np.stack(dense, axis=1) if num_rows else np.zeros((0, len(dense)), np.float32)
+            )
         return arrays
 
     def _padded(self, name: str, feature: Encoded) -> np.ndarray:
         lengths = feature.lengths()
-        padded = np.zeros((len(lengths), self.features[name]["max_length"]), dtype=feature.values.dtype)
+        padded = np.zeros(
+            (len(lengths), self.features[name]["max_length"]), dtype=feature.values.dtype
+        )
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = feature.values
         return padded
 
     def arrays_of_rows(self, rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-        """Return the arrays of raw rows, a dict by column for each; what a row lacks is missing in it.
+        """Return the arrays of raw rows, a dict by column for each; what a row lacks is missing in
+        it.
 
         Raises ValueError: an unknown column, a value of another type.
         """
@@ -329,20 +350,32 @@ def _by_value(texts: Texts, results: np.ndarray) -> np.ndarray:
     if texts.is_null is not None:
         results = np.where(texts.is_null, results.dtype.type(UNKNOWN), results)
     # The last one is what the code -1 leads to.
-    return results if texts.codes is None else np.append(results, results.dtype.type(UNKNOWN))[texts.codes]
+    return (
+        results
+        if texts.codes is None
+        else np.append(results, results.dtype.type(UNKNOWN))[texts.codes]
+    )
 
 
 def row_of(place: int, lengths: np.ndarray | None) -> int:
     """Return the row that a value is in."""
-    return int(place if lengths is None else np.searchsorted(np.cumsum(lengths), place, side="right"))
+    return int(
+        place if lengths is None else np.searchsorted(np.cumsum(lengths), place, side="right")
+    )
 
 
-def check_finite(values: np.ndarray, numbers: np.ndarray, lengths: np.ndarray | None = None) -> None:
-    """Raise ValueError with the row where a value is not finite. numbers: what values were made of, NaN: missing."""
+def check_finite(
+    values: np.ndarray, numbers: np.ndarray, lengths: np.ndarray | None = None
+) -> None:
+    """Raise ValueError with the row where a value is not finite. numbers: what values were made of,
+    NaN: missing."""
     places = np.flatnonzero(~np.isfinite(values) & ~np.isnan(numbers))
     if len(places):
         number, row = numbers[places[0]], row_of(places[0], lengths)
-        raise ValueError(f"{number:g} in row {row} is no finite number in 32 bits; write it as missing, or bound it")
+        raise ValueError(
+            f"{number:g} in row {row} is no finite number in 32 bits; write it as "
+            "missing, or bound it"
+        )
 
 
 def transformed(numbers: np.ndarray, feature: dict[str, Any]) -> np.ndarray:
@@ -353,7 +386,8 @@ def transformed(numbers: np.ndarray, feature: dict[str, Any]) -> np.ndarray:
 
 
 def seconds_of(text: str) -> float:
-    """Return seconds since 1970 of a number as a text, or of an ISO text, without an offset in UTC."""
+    """Return seconds since 1970 of a number as a text, or of an ISO text, without an offset in
+    UTC."""
     try:
         return float(text)
     except ValueError:
@@ -369,7 +403,11 @@ def time_part(seconds: np.ndarray, part: str) -> np.ndarray:
     days = hours // 24
     dates = days.astype("datetime64[D]")
     # The first day of 1970 was a Thursday.
-    parts = {"hour": hours % 24, "weekday": (days + 3) % 7, "day": dates - dates.astype("datetime64[M]")}
+    parts = {
+        "hour": hours % 24,
+        "weekday": (days + 3) % 7,
+        "day": dates - dates.astype("datetime64[M]"),
+    }
     return np.where(is_null, UNKNOWN, 1 + parts[part].astype(np.int64))
 
 

@@ -1,4 +1,5 @@
-"""Where rows are: row groups of Parquet files, here or in a cloud store, or blocks of a table in memory."""
+"""Where rows are: row groups of Parquet files, here or in a cloud store, or blocks of a table in
+memory."""
 
 import glob
 import hashlib
@@ -63,7 +64,9 @@ class TableReader:
 
     def read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
         """Return the columns of a block."""
-        return self.table.select(columns).slice(group.number * ROWS_PER_GROUP + group.first, group.num_rows)
+        return self.table.select(columns).slice(
+            group.number * ROWS_PER_GROUP + group.first, group.num_rows
+        )
 
 
 class ParquetReader:
@@ -73,7 +76,8 @@ class ParquetReader:
         self.types = types
 
     def read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
-        """Return the columns of a row group. Raises DataError: the file has changed, or a column cannot be read."""
+        """Return the columns of a row group. Raises DataError: the file has changed, or a column
+        cannot be read."""
         try:
             table = self._read(group, columns)
         except (OSError, IndexError, pa.ArrowException):
@@ -88,9 +92,15 @@ class ParquetReader:
 
     def _read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
         # Texts as dictionaries, as most files have them: each different one is hashed once.
-        texts = tuple(column for column, kind in self.types.items() if kind in (pa.string(), pa.large_string()))
+        texts = tuple(
+            column
+            for column, kind in self.types.items()
+            if kind in (pa.string(), pa.large_string())
+        )
         file = _opened(group.file, os.getpid(), texts)
-        table = file.read_row_group(group.number, columns=list(columns), use_threads=False).select(columns)
+        table = file.read_row_group(group.number, columns=list(columns), use_threads=False).select(
+            columns
+        )
         for place, column in enumerate(columns):
             if table.schema.types[place] != self.types[column] and column not in texts:
                 table = table.set_column(place, column, table[column].cast(self.types[column]))
@@ -103,7 +113,8 @@ def _check_version(group: RowGroup) -> None:
     version = _version_of(group.file)
     if version != group.version:
         raise DataError(
-            f"the file has changed since its rows were counted: then {group.version}, now {version}. Start again, and "
+            f"the file has changed since its rows were counted: then {group.version}, now "
+            f"{version}. Start again, and "
             "write new files under new names while a run reads."
         )
 
@@ -123,11 +134,14 @@ def _store(file: str, process: int) -> tuple[fs.FileSystem, str]:
 def _opened(file: str, process: int, texts: tuple[str, ...] = ()) -> parquet.ParquetFile:
     # By process: connections of a store do not survive a fork.
     store, path = _store(file, process)
-    return parquet.ParquetFile(store.open_input_file(path), pre_buffer="://" in file, read_dictionary=list(texts))
+    return parquet.ParquetFile(
+        store.open_input_file(path), pre_buffer="://" in file, read_dictionary=list(texts)
+    )
 
 
 def store_of(path: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a path or a URL, and the path in it: pyarrow's own, else fsspec's."""
+    """Return the file system of a path or a URL, and the path in it: pyarrow's own, else
+    fsspec's."""
     if "://" not in path:
         return fs.LocalFileSystem(), path
     try:
@@ -142,7 +156,8 @@ def store_of(path: str) -> tuple[fs.FileSystem, str]:
 
 
 def find_files(paths: Iterable[str]) -> list[tuple[str, int, str]]:
-    """Return the files of names, globs and folders in their order, those of a folder by name: file, bytes, time.
+    """Return the files of names, globs and folders in their order, those of a folder by name: file,
+    bytes, time.
 
     Raises DataError: a path leads to no file, or a file is of no known type.
     """
@@ -152,10 +167,16 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, int, str]]:
         with errors_at(f"{path}: "):
             infos = _infos(path)
         if not infos:
-            raise DataError(f"{path}: there is no such file. Name files, globs or folders of {', '.join(SUFFIXES)}.")
+            raise DataError(
+                f"{path}: there is no such file. Name files, globs or folders of "
+                f"{', '.join(SUFFIXES)}."
+            )
         is_remote = "://" in path and not path.startswith("file://")
         prefix = path.partition("://")[0] + "://" if is_remote else ""
-        files += [(prefix + info.path.lstrip("/" if prefix else ""), info.size, str(info.mtime)) for info in infos]
+        files += [
+            (prefix + info.path.lstrip("/" if prefix else ""), info.size, str(info.mtime))
+            for info in infos
+        ]
     for file, _, _ in files:
         if not file.endswith(SUFFIXES):
             raise DataError(f"{file}: the name must end in {', '.join(SUFFIXES)}.")
@@ -168,7 +189,9 @@ def _infos(path: str) -> list[fs.FileInfo]:
     if is_glob and "://" not in path:
         infos = store.get_file_info(glob.glob(inner, recursive=True))
     elif is_glob:
-        folder = posixpath.dirname(inner[: min(inner.index(mark) for mark in "*?[" if mark in inner)] + "x")
+        folder = posixpath.dirname(
+            inner[: min(inner.index(mark) for mark in "*?[" if mark in inner)] + "x"
+        )
         infos = store.get_file_info(fs.FileSelector(folder, recursive=True))
         infos = [info for info in infos if _matches(info.path.strip("/"), inner.strip("/"))]
     else:
@@ -180,7 +203,8 @@ def _infos(path: str) -> list[fs.FileInfo]:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Return whether a glob leads to a path: as on a disk, only ** leads through several folders."""
+    """Return whether a glob leads to a path: as on a disk, only ** leads through several
+    folders."""
     return fnmatch(path, pattern) and ("**" in pattern or path.count("/") == pattern.count("/"))
 
 
@@ -192,15 +216,25 @@ def parquet_schema(file: str, *, is_ours: bool = False) -> tuple[pa.Schema, list
     with errors_at(f"{file}: "):
         version = None if is_ours else _version_of(file)
         opened = _opened(file, os.getpid())
-    counts = [opened.metadata.row_group(number).num_rows for number in range(opened.metadata.num_row_groups)]
-    groups = [RowGroup(file, number, 0, count, version) for number, count in enumerate(counts) if count]
+    counts = [
+        opened.metadata.row_group(number).num_rows
+        for number in range(opened.metadata.num_row_groups)
+    ]
+    groups = [
+        RowGroup(file, number, 0, count, version) for number, count in enumerate(counts) if count
+    ]
     return opened.schema_arrow, groups
 
 
 def as_parquet(
-    file: tuple[str, int, str], folder: Path, names: list[str] | None, delimiter: str, types: dict[str, pa.DataType]
+    file: tuple[str, int, str],
+    folder: Path,
+    names: list[str] | None,
+    delimiter: str,
+    types: dict[str, pa.DataType],
 ) -> str:
-    """Return a file of text as a Parquet file in `folder`, written once. names: of columns, where it has no header.
+    """Return a file of text as a Parquet file in `folder`, written once. names: of columns, where
+    it has no header.
 
     Raises DataError with the file, and with the column and the row where a value does not fit.
     """

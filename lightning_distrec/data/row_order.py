@@ -1,9 +1,11 @@
-"""Which rows a batch has: each row of an epoch once, over all ranks and workers, from any position on.
+"""Which rows a batch has: each row of an epoch once, over all ranks and workers, from any position
+on.
 
-An epoch is one order of all rows: row groups in random order, neighbours joined to windows of `buffer_rows` rows or
-more, and the rows of a window in random order. Each rank has a run of that order, and each worker a run of
-its rank's, so that a row group is read by one worker, or by those on whose border it lies. A position is what remains
-of the order, which any number of ranks and workers can share out again.
+An epoch is one order of all rows: row groups in random order, neighbours joined to windows of
+`buffer_rows` rows or more, and the rows of a window in random order. Each rank has a run of that
+order, and each worker a run of its rank's, so that a row group is read by one worker, or by those
+on whose border it lies. A position is what remains of the order, which any number of ranks and
+workers can share out again.
 """
 
 import math
@@ -69,20 +71,33 @@ class RowOrder:
     def rows(self, window: int) -> np.ndarray | None:
         """Return the order of a window's rows; None: as they are."""
         size = self._starts[window + 1] - self._starts[window]
-        return np.random.default_rng([self.seed, self._epoch, window]).permutation(size) if self.shuffle else None
+        return (
+            np.random.default_rng([self.seed, self._epoch, window]).permutation(size)
+            if self.shuffle
+            else None
+        )
 
 
 class Shares:
-    """How the rows of `spans` become batches of ranks and workers; each rank has as many, of at least one row each."""
+    """How the rows of `spans` become batches of ranks and workers; each rank has as many, of at
+    least one row each."""
 
-    def __init__(self, spans: list[Span], num_ranks: int, num_workers: int, batch_size: int) -> None:
-        self.spans, self.num_ranks, self.num_workers, self.batch_size = spans, num_ranks, num_workers, batch_size
+    def __init__(
+        self, spans: list[Span], num_ranks: int, num_workers: int, batch_size: int
+    ) -> None:
+        self.spans, self.num_ranks, self.num_workers, self.batch_size = (
+            spans,
+            num_ranks,
+            num_workers,
+            batch_size,
+        )
         self._starts = [0, *accumulate(stop - first for first, stop in spans)]
         self.num_rows = self._starts[-1]
         self.num_batches = _ceil(_ceil(self.num_rows, num_ranks), batch_size)
 
     def _edge(self, rank: int, batch: int) -> int:
-        """Return where a batch of a rank begins; the batch after its last one: where its share ends."""
+        """Return where a batch of a rank begins; the batch after its last one: where its share
+        ends."""
         first, stop = (self.num_rows * other // self.num_ranks for other in (rank, rank + 1))
         if stop - first < self.num_batches:  # one row short: it is its neighbour's, too
             first, stop = (first, stop + 1) if stop < self.num_rows else (first - 1, stop)
@@ -96,7 +111,8 @@ class Shares:
         return first, first + size + (worker < extra)
 
     def batch(self, rank: int, number: int) -> list[Span]:
-        """Return the places of the batch that a rank gets as its `number`-th: workers take turns."""
+        """Return the places of the batch that a rank gets as its `number`-th: workers take
+        turns."""
         worker, turn = number % self.num_workers, number // self.num_workers
         position = self._block(worker)[0] + turn
         return self._places(self._edge(rank, position), self._edge(rank, position + 1))
@@ -107,7 +123,9 @@ class Shares:
         for rank in range(self.num_ranks):
             for worker in range(self.num_workers):
                 first, stop = self._block(worker)
-                first = min(stop, first + (num_batches + self.num_workers - 1 - worker) // self.num_workers)
+                first = min(
+                    stop, first + (num_batches + self.num_workers - 1 - worker) // self.num_workers
+                )
                 spans += self._places(self._edge(rank, first), self._edge(rank, stop))
         merged: list[Span] = []
         for first, stop in sorted(spans):
@@ -134,14 +152,22 @@ def _ceil(number: int, divisor: int) -> int:
 
 
 class RowSampler(DistributedSampler):
-    """Yields the requests of this rank. Lightning leaves a DistributedSampler as it is, and sets its epoch."""
+    """Yields the requests of this rank. Lightning leaves a DistributedSampler as it is, and sets
+    its epoch."""
 
-    def __init__(self, order: RowOrder, num_ranks: int, rank: int, num_workers: int, batch_size: int) -> None:
-        super().__init__(range(order.num_rows), num_ranks, rank, shuffle=order.shuffle, seed=order.seed)  # type: ignore[arg-type]
+    def __init__(
+        self, order: RowOrder, num_ranks: int, rank: int, num_workers: int, batch_size: int
+    ) -> None:
+        rows: Any = range(order.num_rows)
+        super().__init__(rows, num_ranks, rank, shuffle=order.shuffle, seed=order.seed)
         self.order = order
-        self.full = self.shares = Shares([(0, order.num_rows)], num_ranks, max(1, num_workers), batch_size)
+        self.full = self.shares = Shares(
+            [(0, order.num_rows)], num_ranks, max(1, num_workers), batch_size
+        )
         if order.num_rows < num_ranks:
-            raise DataError(f"{order.num_rows} rows are too few for {num_ranks} ranks: each needs one.")
+            raise DataError(
+                f"{order.num_rows} rows are too few for {num_ranks} ranks: each needs one."
+            )
 
     def __len__(self) -> int:
         return self.full.num_batches
@@ -153,7 +179,8 @@ class RowSampler(DistributedSampler):
 
 
 class Packed(NamedTuple):
-    """A batch on its way from a worker: one tensor, since each costs a file descriptor, and connections to pass it."""
+    """A batch on its way from a worker: one tensor, since each costs a file descriptor, and
+    connections to pass it."""
 
     data: torch.Tensor
     layout: dict[str, tuple[str, list[int]]]
@@ -163,8 +190,13 @@ class Packed(NamedTuple):
 def pack(tensors: dict[str, torch.Tensor]) -> Packed:
     """Return tensors as one; those of 8 bytes a number come first."""
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    layout = {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
-    return Packed(torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]), layout)
+    layout = {
+        name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+    return Packed(
+        torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]), layout
+    )
 
 
 def unpack(packed: Packed) -> dict[str, torch.Tensor]:
@@ -176,7 +208,8 @@ def unpack(packed: Packed) -> dict[str, torch.Tensor]:
 
 
 class RowLoader(DataLoader[Any]):
-    """A DataLoader over a RowSampler that continues in the middle of an epoch, on any number of ranks and workers.
+    """A DataLoader over a RowSampler that continues in the middle of an epoch, on any number of
+    ranks and workers.
 
     `state` has the keys of positions that strategies read. `len` stays that of full epochs.
     """
@@ -191,14 +224,26 @@ class RowLoader(DataLoader[Any]):
         order, shares = sampler.order, sampler.full
         return {
             **{"batches": 0, "samples": 0, "rank": sampler.rank, "num_ranks": shares.num_ranks},
-            **{"batch_size": shares.batch_size, "length": order.num_rows, "drop_last": False, "drop_uneven": False},
-            **{"order": ["rows", order.buffer_rows, crc32(np.array(order.counts).tobytes())], "generator": None},
-            **{"of_epoch": [sampler.epoch, order.seed, order.shuffle], "num_workers": shares.num_workers},
+            **{
+                "batch_size": shares.batch_size,
+                "length": order.num_rows,
+                "drop_last": False,
+                "drop_uneven": False,
+            },
+            **{
+                "order": ["rows", order.buffer_rows, crc32(np.array(order.counts).tobytes())],
+                "generator": None,
+            },
+            **{
+                "of_epoch": [sampler.epoch, order.seed, order.shuffle],
+                "num_workers": shares.num_workers,
+            },
             **{"first_batch": 0, "spans": shares.spans},
         }
 
     def row_indices(self, batch: int) -> list[int]:
-        """Return the rows of this rank's batch in a loader without shuffling, of all rows of its source."""
+        """Return the rows of this rank's batch in a loader without shuffling, of all rows of its
+        source."""
         sampler: Any = self.sampler
         return [row for span in sampler.full.batch(sampler.rank, batch) for row in range(*span)]
 
@@ -206,15 +251,18 @@ class RowLoader(DataLoader[Any]):
         return self.state or self._beginning()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iterator begin at `state`; warn, and begin an epoch, where it is of other rows."""
+        """Let the next iterator begin at `state`; warn, and begin an epoch, where it is of other
+        rows."""
         beginning = self._beginning()
         self.state, self.next_state = beginning, None
         if any(state.get(name) != beginning[name] for name in ("length", "order")) or (
             list(state["of_epoch"][1:]) != beginning["of_epoch"][1:]
         ):
             rank_zero_warn(
-                "resuming in the middle of an epoch: the checkpoint is of other row groups, or of another seed, "
-                "buffer_rows or shuffling. So this epoch restarts, with rows that were trained. Resume with the same "
+                "resuming in the middle of an epoch: the checkpoint is of other row groups, or of "
+                "another seed, "
+                "buffer_rows or shuffling. So this epoch restarts, with rows that were trained. "
+                "Resume with the same "
                 "data and settings."
             )
             return
@@ -226,9 +274,18 @@ class RowLoader(DataLoader[Any]):
             return
         sampler: Any = self.sampler
         full = sampler.full
-        shares = Shares(before.remaining(num_trained), full.num_ranks, full.num_workers, full.batch_size)
-        trained = {"batches": full.num_batches - shares.num_batches, "samples": full.num_rows - shares.num_rows}
-        position = {"first_batch": trained["batches"], "spans": shares.spans, "of_epoch": state["of_epoch"]}
+        shares = Shares(
+            before.remaining(num_trained), full.num_ranks, full.num_workers, full.batch_size
+        )
+        trained = {
+            "batches": full.num_batches - shares.num_batches,
+            "samples": full.num_rows - shares.num_rows,
+        }
+        position = {
+            "first_batch": trained["batches"],
+            "spans": shares.spans,
+            "of_epoch": state["of_epoch"],
+        }
         self.state = self.next_state = {**beginning, **trained, **position}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

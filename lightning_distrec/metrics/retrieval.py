@@ -1,4 +1,5 @@
-"""Means over queries of what the ranks of their targets are worth: recall@k, hit rate@k, NDCG@k, MRR."""
+"""Means over queries of what the ranks of their targets are worth: recall@k, hit rate@k, NDCG@k,
+MRR."""
 
 from typing import Any
 
@@ -12,10 +13,12 @@ from lightning_distrec.metrics.click_metrics import running_sums
 
 
 class QueryMean(Metric):
-    """Mean over all queries of all ranks, each rank of processes with its own queries. Two numbers of memory.
+    """Mean over all queries of all ranks, each rank of processes with its own queries. Two numbers
+    of memory.
 
-    `update(ranks)`: ranks of targets among all candidates, from 1, (queries,) or (queries, targets), as `target_ranks`
-    and `ranks_in_scores` return them; 0: no target here. A query without targets does not count. NaN without queries.
+    `update(ranks)`: ranks of targets among all candidates, from 1, (queries,) or (queries,
+    targets), as `target_ranks` and `ranks_in_scores` return them; 0: no target here. A query
+    without targets does not count. NaN without queries.
 
     Args:
         k: how many of the first ranks count; None: all of them.
@@ -32,8 +35,8 @@ class QueryMean(Metric):
         if k is not None and k < 1:
             raise ConfigError(f"{type(self).__name__}: k={k} must be at least 1.")
         self.k = k
-        # A MetricCollection lets metrics share states which are called alike and are equal after the first batch.
-        # Those of recall@10 and recall@20 often are, and differ later.
+        # A MetricCollection lets metrics share states which are called alike and are equal after
+        # the first batch. Those of recall@10 and recall@20 often are, and differ later.
         self._sum = f"{self.name}_{k}_sum"
         self.add_state(self._sum, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("queries", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
@@ -42,7 +45,8 @@ class QueryMean(Metric):
     def update(self, ranks: Tensor) -> None:
         if ranks.ndim not in (1, 2) or ranks.is_floating_point():
             raise ConfigError(
-                f"{type(self).__name__}: ranks {tuple(ranks.shape)} of {ranks.dtype} must be integers, (queries,) or "
+                f"{type(self).__name__}: ranks {tuple(ranks.shape)} of {ranks.dtype} must be "
+                "integers, (queries,) or "
                 "(queries, targets). target_ranks and ranks_in_scores return them."
             )
         ranks = ranks if ranks.ndim == 2 else ranks[:, None]
@@ -59,7 +63,8 @@ class QueryMean(Metric):
         return (getattr(self, self._sum) / self.queries).float()
 
     def _values(self, ranks: Tensor, present: Tensor, hits: Tensor) -> Tensor:
-        """Return each query's value, float64. present, hits: where there is a target, and one that counts."""
+        """Return each query's value, float64. present, hits: where there is a target, and one that
+        counts."""
         raise NotImplementedError
 
 
@@ -74,7 +79,8 @@ class RecallAtK(QueryMean):
 
 
 class HitRateAtK(QueryMean):
-    """Share of queries with a target among the first k. With one target for each query it is recall@k."""
+    """Share of queries with a target among the first k. With one target for each query it is
+    recall@k."""
 
     name = "hit_rate"
 
@@ -84,7 +90,8 @@ class HitRateAtK(QueryMean):
 
 
 class NDCGAtK(QueryMean):
-    """Sum of 1 / log2(1 + rank) over a query's targets among the first k, divided by the largest it could be."""
+    """Sum of 1 / log2(1 + rank) over a query's targets among the first k, divided by the largest it
+    could be."""
 
     name = "ndcg"
 
@@ -107,12 +114,15 @@ class MRR(QueryMean):
 
 
 def retrieval_metrics(*ks: int, prefix: str = "") -> MetricCollection:
-    """Return recall_at_K, hit_rate_at_K and ndcg_at_K for each of ks, and mrr, as one collection for `self.log_dict`.
+    """Return recall_at_K, hit_rate_at_K and ndcg_at_K for each of ks, and mrr, as one collection
+    for `self.log_dict`.
 
     prefix: begins each name, such as "val/". Raises ConfigError: no k, or one below 1.
     """
     if not ks:
-        raise ConfigError("retrieval_metrics: at least one k is needed, such as retrieval_metrics(10, 100).")
+        raise ConfigError(
+            "retrieval_metrics: at least one k is needed, such as retrieval_metrics(10, 100)."
+        )
     metrics: dict[str, Metric | MetricCollection] = {
         f"{kind.name}_at_{k}": kind(k) for k in ks for kind in (RecallAtK, HitRateAtK, NDCGAtK)
     }

@@ -22,7 +22,8 @@ class TableParamGroup:
     optimizer_index: int
     group_index: int
     shared_label: str = ""
-    """The label of another group with the same settings, with whose tables one kernel updates this one's."""
+    """The label of another group with the same settings, with whose tables one kernel updates this
+    one's."""
 
     @property
     def group(self) -> dict[str, Any]:
@@ -36,13 +37,17 @@ class TableParamGroup:
 
 
 def find_param_groups(
-    parameters: Mapping[str, nn.Parameter], optimizers: list[optim.Optimizer], earlier: Mapping[str, list[nn.Parameter]]
+    parameters: Mapping[str, nn.Parameter],
+    optimizers: list[optim.Optimizer],
+    earlier: Mapping[str, list[nn.Parameter]],
 ) -> dict[int, TableParamGroup]:
-    """Return id of an unsharded weight -> the param group that has it, or had its shards in an earlier fit.
+    """Return id of an unsharded weight -> the param group that has it, or had its shards in an
+    earlier fit.
 
-    parameters: full name of a table -> its unsharded weight. earlier: full name -> the shards of an earlier fit; the
-    weights are put back in their place.
-    Raises OptimizerError: a table in two optimizers; an optimizer whose state for a table would be lost.
+    parameters: full name of a table -> its unsharded weight. earlier: full name -> the shards of an
+    earlier fit; the weights are put back in their place.
+    Raises OptimizerError: a table in two optimizers; an optimizer whose state for a table would be
+    lost.
     """
     for optimizer in optimizers:
         _put_back(optimizer, parameters, earlier)
@@ -56,7 +61,8 @@ def find_param_groups(
                     continue
                 if id(parameter) in param_groups:
                     raise OptimizerError(
-                        f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both update it exactly. "
+                        f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both "
+                        "update it exactly. "
                         "Give it to one."
                     )
                 param_groups[id(parameter)] = TableParamGroup(optimizer, index, group_index)
@@ -68,16 +74,20 @@ def remove_from_groups(
     parameters: Mapping[str, nn.Parameter],
     earlier: Mapping[str, list[nn.Parameter]],
 ) -> None:
-    """Remove tables from the optimizers, in place: groups keep their count and order, and may be empty then.
+    """Remove tables from the optimizers, in place: groups keep their count and order, and may be
+    empty then.
 
-    parameters: full name -> unsharded weight. earlier: see `find_param_groups`. Raises OptimizerError as it does.
+    parameters: full name -> unsharded weight. earlier: see `find_param_groups`. Raises
+    OptimizerError as it does.
     """
     ids = {id(parameter) for parameter in parameters.values()}
     for optimizer in optimizers:
         _put_back(optimizer, parameters, earlier)
         for group in optimizer.param_groups:
             # With named parameters torch has a list of names next to them, in the same order.
-            positions = [i for i, parameter in enumerate(group["params"]) if id(parameter) not in ids]
+            positions = [
+                i for i, parameter in enumerate(group["params"]) if id(parameter) not in ids
+            ]
             for key in ("params", "param_names"):
                 if key in group:
                     group[key] = [group[key][i] for i in positions]
@@ -86,20 +96,41 @@ def remove_from_groups(
 
 
 def _put_back(
-    optimizer: optim.Optimizer, parameters: Mapping[str, nn.Parameter], earlier: Mapping[str, list[nn.Parameter]]
+    optimizer: optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    earlier: Mapping[str, list[nn.Parameter]],
 ) -> None:
-    """Put the unsharded weights in place of an earlier fit's shards; refuse state that would be lost."""
-    names = {id(shard): name for name, shards in earlier.items() if name in parameters for shard in shards}
+    """Put the unsharded weights in place of an earlier fit's shards; refuse state that would be
+    lost."""
+    names = {
+        id(shard): name
+        for name, shards in earlier.items()
+        if name in parameters
+        for shard in shards
+    }
     weights = {id(parameter): name for name, parameter in parameters.items()} | names
-    lost = [weights[id(p)] for p, state in optimizer.state.items() if id(p) in weights and _has_begun(state)]
+    lost = [
+        weights[id(p)]
+        for p, state in optimizer.state.items()
+        if id(p) in weights and _has_begun(state)
+    ]
     # SGD alone is exact without what an earlier fit has accumulated.
-    if type(optimizer) is not optim.SGD:  # what FBGEMM kept in an earlier fit is in no optimizer's state
-        lost += [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    # what FBGEMM kept in an earlier fit is in no optimizer's state
+    if type(optimizer) is not optim.SGD:
+        lost += [
+            names[id(p)]
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if id(p) in names
+        ]
     if lost:
         raise OptimizerError(
-            f"table '{lost[0]}': its {type(optimizer).__name__} has stepped before (kept from an earlier fit, or its "
-            "state was loaded), and the table's state cannot be carried over to shards. Return a new optimizer in "
-            "configure_optimizers, and load no state into it; with apply_optimizer_in_backward, make a new module. To "
+            f"table '{lost[0]}': its {type(optimizer).__name__} has stepped before (kept from an "
+            "earlier fit, or its "
+            "state was loaded), and the table's state cannot be carried over to shards. Return a "
+            "new optimizer in "
+            "configure_optimizers, and load no state into it; with apply_optimizer_in_backward, "
+            "make a new module. To "
             "go on with its state, save a checkpoint and call fit with ckpt_path."
         )
     for group in optimizer.param_groups:
@@ -107,7 +138,9 @@ def _put_back(
         weights_of_group: list[nn.Parameter] = []
         for parameter in group["params"]:
             weight = parameters[names[id(parameter)]] if id(parameter) in names else parameter
-            weights_of_group += [] if any(weight is other for other in weights_of_group) else [weight]
+            weights_of_group += (
+                [] if any(weight is other for other in weights_of_group) else [weight]
+            )
         group["params"] = weights_of_group
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in names]:
         del optimizer.state[parameter]
@@ -120,18 +153,27 @@ def _has_begun(state: Mapping[str, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in state.values())
 
 
-def replace_parameters(optimizers: Iterable[optim.Optimizer], replacements: Mapping[int, nn.Parameter]) -> None:
-    """Put other parameters in the places of unsharded weights, by id; of their state remains that there was some."""
+def replace_parameters(
+    optimizers: Iterable[optim.Optimizer], replacements: Mapping[int, nn.Parameter]
+) -> None:
+    """Put other parameters in the places of unsharded weights, by id; of their state remains that
+    there was some."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [replacements.get(id(parameter), parameter) for parameter in group["params"]]
-        for parameter in [parameter for parameter in optimizer.state if id(parameter) in replacements]:
+            group["params"] = [
+                replacements.get(id(parameter), parameter) for parameter in group["params"]
+            ]
+        for parameter in [
+            parameter for parameter in optimizer.state if id(parameter) in replacements
+        ]:
             del optimizer.state[parameter]
-            optimizer.state[replacements[id(parameter)]] = {}  # `rewrite_groups` makes that of the shards
+            # `rewrite_groups` makes that of the shards
+            optimizer.state[replacements[id(parameter)]] = {}
 
 
 class StateOnMeta(TorchFunctionMode):
-    """Makes state on meta that constructors of optimizers make for some parameters: shards get theirs later.
+    """Makes state on meta that constructors of optimizers make for some parameters: shards get
+    theirs later.
 
     Adagrad makes its sums there: a second copy of every table on every rank.
     """
@@ -146,13 +188,19 @@ class StateOnMeta(TorchFunctionMode):
         if func is torch.full_like and args and id(args[0]) in self._ids:
             # Code of the user's own, and a step in configure_optimizers, look at what they make.
             caller = getattr(inspect.currentframe(), "f_back", None)
-            module = caller.f_globals.get("__name__", "") if caller and caller.f_code.co_name == "__init__" else ""
+            module = (
+                caller.f_globals.get("__name__", "")
+                if caller and caller.f_code.co_name == "__init__"
+                else ""
+            )
             if module.startswith(("torch.optim.", "torchrec.optim.")):
                 kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
 
-def find_param_group(parameter: nn.Parameter, optimizers: list[optim.Optimizer]) -> TableParamGroup | None:
+def find_param_group(
+    parameter: nn.Parameter, optimizers: list[optim.Optimizer]
+) -> TableParamGroup | None:
     """Return the param group that has `parameter` now, or None."""
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
@@ -167,17 +215,22 @@ def rewrite_groups(
     shards: Mapping[str, list[nn.Parameter]],
     without_state: Container[str],
 ) -> None:
-    """Put each table's shards in the place of the unsharded weight, in place: groups keep their count and order.
+    """Put each table's shards in the place of the unsharded weight, in place: groups keep their
+    count and order.
 
-    parameters: full name -> unsharded weight. shards: full name -> this rank's shards of the tables that the user's
-    optimizer steps on, or, for fused tables, finds without a gradient. Shards without rows on this rank are in the
-    groups too, so that what freezes, toggles or clamps a group's parameters reaches every rank's alike.
+    parameters: full name -> unsharded weight. shards: full name -> this rank's shards of the tables
+    that the user's optimizer steps on, or, for fused tables, finds without a gradient. Shards
+    without rows on this rank are in the groups too, so that what freezes, toggles or clamps a
+    group's parameters reaches every rank's alike.
     without_state: tables whose state the optimizer does not keep, because FBGEMM does.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
-        # Adagrad makes its state when it is constructed, for the unsharded weight: shards get theirs in the same way.
-        with_state = {id(p) for p in parameters.values() if optimizer.state.pop(p, None) is not None}
+        # Adagrad makes its state when it is constructed, for the unsharded weight: shards get
+        # theirs in the same way.
+        with_state = {
+            id(p) for p in parameters.values() if optimizer.state.pop(p, None) is not None
+        }
         for group in optimizer.param_groups:
             replaced: list[nn.Parameter] = []
             fresh: list[nn.Parameter] = []
@@ -198,17 +251,22 @@ def rewrite_groups(
 def _fresh_state(
     optimizer: optim.Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]
 ) -> dict[Any, Any]:
-    """Return the state that the optimizer's constructor makes for `parameters` (Adagrad makes its sums there)."""
+    """Return the state that the optimizer's constructor makes for `parameters` (Adagrad makes its
+    sums there)."""
 
-    # By the class's own constructor: the initial values are arguments of it (initial_accumulator_value).
+    # By the class's own constructor: the initial values are arguments of it
+    # (initial_accumulator_value).
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
-    options = {k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"}
+    options = {
+        k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"
+    }
     try:
         with without_torch_function():
             return dict(kind(parameters, **options).state)
     except TypeError as error:
         raise OptimizerError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be made for a part of a table from its own param_groups: "
+            f"{kind.__module__}.{kind.__qualname__} cannot be made for a part of a table from its "
+            "own param_groups: "
             f"{error}. Keep its constructor's arguments in `defaults`, as torch's optimizers do."
         ) from error

@@ -1,4 +1,5 @@
-"""What happens around an optimizer's step: hooks before updates, optimizers that step together, groups of two kinds."""
+"""What happens around an optimizer's step: hooks before updates, optimizers that step together,
+groups of two kinds."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,14 @@ INEXACT_OVER_SHARDS = ("Adafactor", "Muon", "Rprop")
 def register_update_pre_hook(optimizer: Optimizer, action: Callable[[], None]) -> RemovableHandle:
     """Call `action` in every step before parameters are updated; returns a handle that removes it.
 
-    torch's pre-hooks run before the step's closure, in which Lightning computes the loss, runs backward and clips,
-    so that the action is appended to it. A closure that an optimizer calls several times runs the action as often.
+    torch's pre-hooks run before the step's closure, in which Lightning computes the loss, runs
+    backward and clips, so that the action is appended to it. A closure that an optimizer calls
+    several times runs the action as often.
     """
 
     def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # torch's hooks get the arguments of `step`, its self included: the closure is the second one.
+        # torch's hooks get the arguments of `step`, its self included: the closure is the second
+        # one.
         closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             action()
@@ -46,8 +49,9 @@ def register_update_pre_hook(optimizer: Optimizer, action: Callable[[], None]) -
 def step_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Let the tables' optimizers step after each step of `optimizer`; returns an undo.
 
-    With `zero_with`, everything that decides about the user's step decides about theirs: accumulation, the module's
-    optimizer_step and optimizer_zero_grad, a loss scaler that skips a step, manual optimization.
+    With `zero_with`, everything that decides about the user's step decides about theirs:
+    accumulation, the module's optimizer_step and optimizer_zero_grad, a loss scaler that skips a
+    step, manual optimization.
     """
 
     def step_tables(*_: Any) -> None:
@@ -59,7 +63,8 @@ def step_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Ca
 
 
 def zero_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Let the tables' optimizers forget gradients when `optimizer`, or Lightning's wrapper, does; returns an undo."""
+    """Let the tables' optimizers forget gradients when `optimizer`, or Lightning's wrapper, does;
+    returns an undo."""
 
     def zero_tables(set_to_none: bool) -> None:
         for table_optimizer in table_optimizers:
@@ -69,37 +74,50 @@ def zero_with(optimizer: Optimizer, table_optimizers: Sequence[Optimizer]) -> Ca
 
 
 def before_zero_grad(optimizer: Optimizer, action: Callable[[bool], None]) -> Callable[[], None]:
-    """Let `zero_grad` of the optimizer, or of Lightning's wrapper around it, begin with `action`; returns an undo."""
-    # The method as it is now: several such wrappers may lie on one optimizer, and undo takes all of them off.
+    """Let `zero_grad` of the optimizer, or of Lightning's wrapper around it, begin with `action`;
+    returns an undo."""
+    # The method as it is now: several such wrappers may lie on one optimizer, and undo takes all of
+    # them off.
     zero_grad = optimizer.zero_grad
 
     def with_action(set_to_none: bool = True) -> None:
         action(set_to_none)
         zero_grad(set_to_none=set_to_none)
 
-    optimizer.zero_grad = with_action  # type: ignore[method-assign]  # on the instance: torch has no hook for it
+    # On the instance: torch has no hook for it.
+    optimizer.zero_grad = with_action  # type: ignore[method-assign]
     return lambda: optimizer.__dict__.pop("zero_grad", None)
 
 
 def collect_parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return all parameters of the optimizers."""
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
 
 
 def refuse_inexact_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raise UnsupportedError: an optimizer has other numbers over shards than over full parameters."""
+    """Raise UnsupportedError: an optimizer has other numbers over shards than over full
+    parameters."""
     for optimizer in optimizers:
         kind, hint = type(optimizer), "Use another optimizer, or strategy='ddp_tuned'."
         if isinstance(optimizer, LBFGS):
-            raise UnsupportedError(f"torch.optim.LBFGS flattens all parameters into one vector. {hint}")
+            raise UnsupportedError(
+                f"torch.optim.LBFGS flattens all parameters into one vector. {hint}"
+            )
         if kind.__name__ in INEXACT_OVER_SHARDS and kind.__module__.startswith("torch.optim"):
             raise UnsupportedError(
-                f"torch.optim.{kind.__name__} fails, or has other numbers, over sharded parameters (torch 2.13). {hint}"
+                f"torch.optim.{kind.__name__} fails, or has other numbers, over sharded "
+                f"parameters (torch 2.13). {hint}"
             )
 
 
 class AddedTables:
-    """Notices tables with an optimizer of their own that are added to another, as fine-tuning callbacks do."""
+    """Notices tables with an optimizer of their own that are added to another, as fine-tuning
+    callbacks do."""
 
     def __init__(self, names: dict[int, str]) -> None:
         """names: id of a shard -> the full name of its table."""
@@ -107,16 +125,23 @@ class AddedTables:
         self._num_parameters = -1
 
     def refuse(self, optimizers: list[Optimizer]) -> None:
-        """Raise OptimizerError: one of the user's optimizers has such a table now, so that two would update it."""
+        """Raise OptimizerError: one of the user's optimizers has such a table now, so that two
+        would update it."""
         # Called in every step: a count is cheap, and a table that is added changes it.
-        count = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+        count = sum(
+            len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups
+        )
         if count == self._num_parameters:
             return
         self._num_parameters = count
-        table = next((self._names[id(p)] for p in collect_parameters(optimizers) if id(p) in self._names), None)
+        table = next(
+            (self._names[id(p)] for p in collect_parameters(optimizers) if id(p) in self._names),
+            None,
+        )
         if table is not None:
             raise OptimizerError(
-                f"table '{table}' was added to the optimizer of configure_optimizers, and has table_optimizer already. "
+                f"table '{table}' was added to the optimizer of configure_optimizers, and has "
+                "table_optimizer already. "
                 "To unfreeze it, set requires_grad only (BaseFinetuning.make_trainable)."
             )
 
@@ -125,9 +150,9 @@ class AddedTables:
 def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
     """Inside of the context let a step see each param group split into DTensors and plain tensors.
 
-    torch's foreach updates refuse several kinds at once. The step's closure, hooks, schedulers and checkpoints see the
-    groups as they were made. Raises UnsupportedError: the step computes something over a group, which would differ when
-    split.
+    torch's foreach updates refuse several kinds at once. The step's closure, hooks, schedulers and
+    checkpoints see the groups as they were made. Raises UnsupportedError: the step computes
+    something over a group, which would differ when split.
     """
     unsplit_groups: list[dict[str, Any]] | None = None  # while the optimizer has the split ones
     parts: list[list[dict[str, Any]]] = []
@@ -136,9 +161,13 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
         nonlocal unsplit_groups, parts
         # New dicts around the same parameters: state is by parameter, and is not split.
         parts = [_split_by_kind(group) for group in optimizer.param_groups]
-        # A new list: the one with the groups as they were made goes back to the optimizer in `restore`.
+        # A new list: the one with the groups as they were made goes back to the optimizer in
+        # `restore`.
         if any(len(group_parts) > 1 for group_parts in parts):
-            unsplit_groups, optimizer.param_groups = optimizer.param_groups, list(chain.from_iterable(parts))
+            unsplit_groups, optimizer.param_groups = (
+                optimizer.param_groups,
+                list(chain.from_iterable(parts)),
+            )
 
     def restore() -> bool:
         nonlocal unsplit_groups
@@ -163,12 +192,15 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
 def _copy_changes(optimizer: Optimizer, parts: list[list[dict[str, Any]]]) -> None:
     """Copy what a step has changed in split groups to the groups that they were made of."""
     for group, (first, *further) in zip(optimizer.param_groups, parts, strict=True):
-        # A step may write to its groups, an adapted rate for example: all parts must have written the same.
+        # A step may write to its groups, an adapted rate for example: all parts must have written
+        # the same.
         for key in first.keys() - {"params"}:
             if any(part[key] is not first[key] and part[key] != first[key] for part in further):
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} computes '{key}' over all parameters of a group, of which some are "
-                    "sharded and some are not, so that they cannot be stepped at once. Give those that are not sharded "
+                    f"{type(optimizer).__name__} computes '{key}' over all parameters of a group, "
+                    "of which some are "
+                    "sharded and some are not, so that they cannot be stepped at once. Give those "
+                    "that are not sharded "
                     "an optimizer, or a param group, of their own."
                 )
             group[key] = first[key]

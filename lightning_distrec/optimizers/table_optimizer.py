@@ -31,11 +31,14 @@ class TableScheduler:
     """Lightning's: interval, frequency, monitor, strict, name."""
 
     def build(self, optimizer: optim.Optimizer, number: int) -> LRSchedulerConfig:
-        """Return the scheduler, as Lightning takes it from configure_optimizers. number: of the tables' optimizer."""
+        """Return the scheduler, as Lightning takes it from configure_optimizers. number: of the
+        tables' optimizer."""
         scheduler = self.kind(optimizer, **self.arguments)
         # By this name LearningRateMonitor logs the rate.
         options = {"name": f"lr-table_optimizer{f'-{number}' if number else ''}"} | self.options
-        return LRSchedulerConfig(scheduler, reduce_on_plateau=isinstance(scheduler, ReduceLROnPlateau), **options)
+        return LRSchedulerConfig(
+            scheduler, reduce_on_plateau=isinstance(scheduler, ReduceLROnPlateau), **options
+        )
 
 
 @dataclass(frozen=True)
@@ -60,30 +63,46 @@ class OwnOptimizer:
 def parse_table_optimizer(option: str, value: Any) -> TableOptimizer:
     """Return the optimizer that a value describes: class_path, init_args, lr_scheduler.
 
-    option: its name, for errors. Arguments may stand next to class_path too, where they take precedence: the command
-    line puts them there. Raises ConfigError.
+    option: its name, for errors. Arguments may stand next to class_path too, where they take
+    precedence: the command line puts them there. Raises ConfigError.
     """
     fields = _as_dict(option, value)
     scheduler = fields.pop("lr_scheduler", None)
-    kind = _find_class(option, fields.pop("class_path"), SHORT_NAMES, "torch.optim", optim.Optimizer, "an optimizer")
+    kind = _find_class(
+        option,
+        fields.pop("class_path"),
+        SHORT_NAMES,
+        "torch.optim",
+        optim.Optimizer,
+        "an optimizer",
+    )
     arguments = _read_arguments(option, fields, kind, "params")
     # Errors of arguments show when the strategy is made, and not after hours in a queue.
     trial = _construct(option, kind, [nn.Parameter(torch.zeros(1, 1))], arguments)
     if scheduler is None:
         return TableOptimizer(kind, arguments)
-    return TableOptimizer(kind, arguments, _parse_scheduler(f"{option}.lr_scheduler", scheduler, trial))
+    return TableOptimizer(
+        kind, arguments, _parse_scheduler(f"{option}.lr_scheduler", scheduler, trial)
+    )
 
 
 def _parse_scheduler(option: str, value: Any, trial: optim.Optimizer) -> TableScheduler:
     fields = _as_dict(option, value)
     options = {name: fields.pop(name) for name in SCHEDULER_OPTIONS if fields.get(name) is not None}
     kind = _find_class(
-        option, fields.pop("class_path"), {}, "torch.optim.lr_scheduler", LRScheduler, "a learning rate scheduler"
+        option,
+        fields.pop("class_path"),
+        {},
+        "torch.optim.lr_scheduler",
+        LRScheduler,
+        "a learning rate scheduler",
     )
     arguments = _read_arguments(option, fields, kind, "optimizer")
     check_choice(f"{option}: interval", options.get("interval", "epoch"), ("step", "epoch"))
     if issubclass(kind, ReduceLROnPlateau) and "monitor" not in options:
-        raise ConfigError(f"{option}: ReduceLROnPlateau needs monitor, the name of a metric that the module logs.")
+        raise ConfigError(
+            f"{option}: ReduceLROnPlateau needs monitor, the name of a metric that the module logs."
+        )
     _construct(option, kind, trial, arguments)
     return TableScheduler(kind, arguments, options)
 
@@ -101,23 +120,32 @@ def _as_dict(option: str, value: Any) -> dict[str, Any]:
 def _find_class(
     option: str, path: str, short_names: Mapping[str, type], home: str, base: type, description: str
 ) -> type[Any]:
-    """Return the class at a path, which may leave out the module `home`. Raises ConfigError: no subclass of `base`."""
+    """Return the class at a path, which may leave out the module `home`. Raises ConfigError: no
+    subclass of `base`."""
     module, _, name = path.rpartition(".")
     try:
-        kind = (not module and short_names.get(name)) or getattr(import_module(module or home), name, None)
+        kind = (not module and short_names.get(name)) or getattr(
+            import_module(module or home), name, None
+        )
     except ImportError as error:
         raise ConfigError(f"{option}: class_path={path!r} cannot be imported ({error}).") from error
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        candidates = [n for n, v in vars(import_module(home)).items() if isinstance(v, type) and issubclass(v, base)]
+        candidates = [
+            n
+            for n, v in vars(import_module(home)).items()
+            if isinstance(v, type) and issubclass(v, base)
+        ]
         near = did_you_mean(name, [*short_names, *candidates])
         raise ConfigError(
-            f"{option}: class_path={path!r} is not {description}{near} Write {home}.NAME, or a path of your own."
+            f"{option}: class_path={path!r} is not {description}{near} Write {home}.NAME, or a "
+            "path of your own."
         )
     return kind
 
 
 def _read_arguments(option: str, fields: dict[str, Any], kind: type, first: str) -> dict[str, Any]:
-    """Return the arguments of a class but its first. Raises ConfigError: it has no such argument."""
+    """Return the arguments of a class but its first. Raises ConfigError: it has no such
+    argument."""
     arguments = dict(fields.pop("init_args", None) or {}) | fields
     # Names are checked before the class is called: its own TypeError could not suggest a near one.
     parameters = inspect.signature(kind).parameters
@@ -128,7 +156,8 @@ def _read_arguments(option: str, fields: dict[str, Any], kind: type, first: str)
     for name in arguments:
         if name not in accepted and not takes_all:
             raise ConfigError(
-                f"{option}: {kind.__name__} has no argument {name!r}{did_you_mean(name, [*accepted, 'lr_scheduler'])} "
+                f"{option}: {kind.__name__} has no argument "
+                f"{name!r}{did_you_mean(name, [*accepted, 'lr_scheduler'])} "
                 f"It takes {', '.join(accepted)}."
             )
     return arguments
@@ -138,7 +167,9 @@ def _construct(option: str, kind: type, first: Any, arguments: dict[str, Any]) -
     try:
         return kind(first, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{option}: {kind.__name__} cannot be made with {arguments}: {error}") from error
+        raise ConfigError(
+            f"{option}: {kind.__name__} cannot be made with {arguments}: {error}"
+        ) from error
 
 
 def build_table_optimizers(
@@ -150,7 +181,8 @@ def build_table_optimizers(
 ) -> list[OwnOptimizer]:
     """Return the optimizers of tables alone; the tables leave the user's optimizers, in place.
 
-    parameters: full name of a table -> its unsharded weight. automatic: whether Lightning steps the user's optimizer.
+    parameters: full name of a table -> its unsharded weight. automatic: whether Lightning steps the
+    user's optimizer.
     earlier: see `find_param_groups`.
     Raises OptimizerError: it is not clear when to step them.
     """
@@ -159,7 +191,8 @@ def build_table_optimizers(
     _check_steps(optimizer_by_table, optimizers, automatic)
     # `find_param_groups`, which runs later, refuses a table that is in two optimizers.
     remove_from_groups(optimizers, {name: parameters[name] for name in optimizer_by_table}, earlier)
-    # Compared one by one: arguments are dicts, which have no hash. Equal ones share an optimizer, as in one group.
+    # Compared one by one: arguments are dicts, which have no hash. Equal ones share an optimizer,
+    # as in one group.
     groups: list[tuple[TableOptimizer, list[str]]] = []
     for name, table_optimizer in optimizer_by_table.items():
         for other, names in groups:
@@ -170,29 +203,44 @@ def build_table_optimizers(
             groups.append((table_optimizer, [name]))
     own_optimizers = []
     for number, (table_optimizer, names) in enumerate(groups):
-        optimizer = table_optimizer.kind([parameters[name] for name in names], **table_optimizer.arguments)
-        schedulers = [] if table_optimizer.scheduler is None else [table_optimizer.scheduler.build(optimizer, number)]
+        optimizer = table_optimizer.kind(
+            [parameters[name] for name in names], **table_optimizer.arguments
+        )
+        schedulers = (
+            []
+            if table_optimizer.scheduler is None
+            else [table_optimizer.scheduler.build(optimizer, number)]
+        )
         own_optimizers.append(OwnOptimizer(optimizer, names, schedulers))
     return own_optimizers
 
 
 def _check_steps(
-    optimizer_by_table: Mapping[str, TableOptimizer], optimizers: list[optim.Optimizer], automatic: bool
+    optimizer_by_table: Mapping[str, TableOptimizer],
+    optimizers: list[optim.Optimizer],
+    automatic: bool,
 ) -> None:
     name = next(iter(optimizer_by_table))
     if len(optimizers) > 1:
         raise OptimizerError(
-            f"table_optimizer for '{name}', and configure_optimizers returned {len(optimizers)} optimizers: the "
-            "tables' steps with the one of configure_optimizers, and it is not clear with which. Give the tables to "
+            f"table_optimizer for '{name}', and configure_optimizers returned {len(optimizers)} "
+            "optimizers: the "
+            "tables' steps with the one of configure_optimizers, and it is not clear with which. "
+            "Give the tables to "
             "one of yours, without table_optimizer."
         )
     if any(isinstance(optimizer, optim.LBFGS) for optimizer in optimizers):
         raise OptimizerError(
-            f"table_optimizer for '{name}': LBFGS runs several backward passes in a step, and the tables' optimizer "
+            f"table_optimizer for '{name}': LBFGS runs several backward passes in a step, and the "
+            "tables' optimizer "
             "would see the last one only. Use another optimizer for the other layers."
         )
-    if not automatic and any(table_optimizer.scheduler is not None for table_optimizer in optimizer_by_table.values()):
+    if not automatic and any(
+        table_optimizer.scheduler is not None for table_optimizer in optimizer_by_table.values()
+    ):
         raise OptimizerError(
-            f"table_optimizer for '{name}' has an lr_scheduler, and under manual optimization Lightning steps none. "
-            "Leave it out, and set the rate in trainer.strategy.table_optimizers[0].param_groups[0]['lr']."
+            f"table_optimizer for '{name}' has an lr_scheduler, and under manual optimization "
+            "Lightning steps none. "
+            "Leave it out, and set the rate in "
+            "trainer.strategy.table_optimizers[0].param_groups[0]['lr']."
         )

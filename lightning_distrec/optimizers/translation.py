@@ -1,14 +1,16 @@
-"""Translates the user's optimizers, as configure_optimizers made them, into what updates each table, and keeps it so.
+"""Translates the user's optimizers, as configure_optimizers made them, into what updates each
+table, and keeps it so.
 
-    fused       FBGEMM updates the touched rows inside of backward; the numbers are those of the user's optimizer
-    sparse      the user's own optimizer steps on the rank's shard, with a gradient of the touched rows
-    dense       the user's own optimizer steps on the rank's shard, with a gradient as large as the shard
-    fused_lazy  FBGEMM updates the touched rows only, where the optimizer would have moved all of them; on request
-    frozen      nothing updates the table
+    fused       FBGEMM updates the touched rows inside of backward; the numbers are those of the
+    user's optimizer sparse      the user's own optimizer steps on the rank's shard, with a gradient
+    of the touched rows dense       the user's own optimizer steps on the rank's shard, with a
+    gradient as large as the shard fused_lazy  FBGEMM updates the touched rows only, where the
+    optimizer would have moved all of them; on request frozen      nothing updates the table
 
-What is fused is a whitelist by exact class and hyperparameters, each entry measured against an unsharded process
-(tests/multiprocess/strategies/test_parity.py). What FBGEMM would silently ignore (momentum and weight decay of SGD,
-weight decay of Adagrad) or fill with a default of its own (eps) is never left to it.
+What is fused is a whitelist by exact class and hyperparameters, each entry measured against an
+unsharded process (tests/multiprocess/strategies/test_parity.py). What FBGEMM would silently ignore
+(momentum and weight decay of SGD, weight decay of Adagrad) or fill with a default of its own (eps)
+is never left to it.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -38,10 +40,12 @@ ELEMENTWISE: dict[type[Any], tuple[int, tuple[str, ...]]] = {
     optim.Rprop: (2, ()),
     optim.ASGD: (1, ()),
 }
-"""Optimizers that treat every element alone, so that stepping on a shard is stepping on the table. Value: how many
-tensors of the parameter's size they keep as state, and the settings of a param group that add one each."""
+"""Optimizers that treat every element alone, so that stepping on a shard is stepping on the table.
+Value: how many tensors of the parameter's size they keep as state, and the settings of a param
+group that add one each."""
 UNKNOWN_TENSORS = 2
-"""Tensors of a parameter's size that an optimizer is taken to keep where its class is not known: Adam's."""
+"""Tensors of a parameter's size that an optimizer is taken to keep where its class is not known:
+Adam's."""
 
 _NEUTRAL_ADAGRAD = {"weight_decay": 0, "lr_decay": 0, "maximize": False}
 _EXACT: dict[type[Any], tuple[EmbOptimType, str, dict[str, Any]]] = {
@@ -63,11 +67,15 @@ _STATE_KEYS: dict[EmbOptimType, list[tuple[str, bool]]] = {
 _UNEQUAL_BATCHES = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM)
 UPDATED_IN_BACKWARD: tuple[Kind, ...] = ("fused", "fused_lazy")
 NO_UPDATE: dict[str, Any] = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0}
-"""FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor gradient."""
+"""FBGEMM's arguments for a kernel that looks up and updates nothing; it keeps neither state nor
+gradient."""
 
 
-def state_numbers(optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int | None:
-    """Return how many numbers `optimizer` keeps as state of `parameter`, without its counter, before it has stepped.
+def state_numbers(
+    optimizer: optim.Optimizer, group: Mapping[str, Any], parameter: Tensor
+) -> int | None:
+    """Return how many numbers `optimizer` keeps as state of `parameter`, without its counter,
+    before it has stepped.
 
     A subclass counts as the class that it inherits from; None: no such class is known.
     """
@@ -91,7 +99,8 @@ def _num_state_tensors(kind: type, group: Mapping[str, Any]) -> int:
 
 
 def keeps_state_of_frozen(optimizer: optim.Optimizer) -> bool:
-    """Whether it has a state for parameters that get no gradient: Adagrad makes it when it is constructed."""
+    """Whether it has a state for parameters that get no gradient: Adagrad makes it when it is
+    constructed."""
     return isinstance(optimizer, (optim.Adagrad, RowWiseAdagrad))
 
 
@@ -122,12 +131,14 @@ class TableUpdate:
 
     @property
     def state_keys(self) -> list[tuple[str, bool]]:
-        """What FBGEMM keeps for the table, in its order: torch's name for it, and whether it is one number per row."""
+        """What FBGEMM keeps for the table, in its order: torch's name for it, and whether it is one
+        number per row."""
         return _STATE_KEYS[self.arguments["optimizer"]] if self.in_backward else []
 
     @property
     def takes_unequal_batches(self) -> bool:
-        """Whether FBGEMM updates by gradients of features with batch sizes of their own. Source: as of its kernel."""
+        """Whether FBGEMM updates by gradients of features with batch sizes of their own. Source: as
+        of its kernel."""
         # SplitTableBatchedEmbeddingBagsCodegen._generate_vbe_metadata asserts it.
         return self.in_backward and self.arguments["optimizer"] in _UNEQUAL_BATCHES
 
@@ -150,9 +161,12 @@ def translate(
 
     parameters: full name of a table -> its unsharded weight, (num_rows, dim), possibly on meta.
     modes: full name -> "auto", "fused", "sparse", "dense" or "fused_lazy".
-    not_in_backward: why an update inside of backward would come too early, for example "gradient_clip_val=1.0", or "".
-    looked_up_often: tables that a step usually looks up several times, for positive and negative items for example.
-    earlier: full name -> the shards of an earlier fit, which an optimizer that outlived it still holds.
+    not_in_backward: why an update inside of backward would come too early, for example
+    "gradient_clip_val=1.0", or "".
+    looked_up_often: tables that a step usually looks up several times, for positive and negative
+    items for example.
+    earlier: full name -> the shards of an earlier fit, which an optimizer that outlived it still
+    holds.
     Raises OptimizerError: the table's name, the reason and the way out.
     """
     param_groups = find_param_groups(parameters, optimizers, earlier or {})
@@ -160,26 +174,35 @@ def translate(
     for name, parameter in parameters.items():
         param_group = param_groups.get(id(parameter))
         if param_group is None or not parameter.requires_grad:
-            updates[name] = frozen("in no optimizer" if param_group is None else "requires_grad is False", param_group)
+            updates[name] = frozen(
+                "in no optimizer" if param_group is None else "requires_grad is False", param_group
+            )
         else:
             sums_rows = can_sum_rows(parameter.dtype, device_type)
-            updates[name] = _choose_update(name, param_group, modes[name], device_type, not_in_backward, sums_rows)
+            updates[name] = _choose_update(
+                name, param_group, modes[name], device_type, not_in_backward, sums_rows
+            )
             if name in looked_up_often and modes[name] == "auto" and sums_rows:
                 updates[name] = _sum_several_lookups(updates[name])
     return updates
 
 
 def frozen(reason: str, param_group: TableParamGroup | None = None) -> TableUpdate:
-    """Return the update of a table that nothing updates now; it stays in its param group, in case it is unfrozen."""
-    # Adagrad makes its state, one number for each element or row, also for parameters that get no gradient.
+    """Return the update of a table that nothing updates now; it stays in its param group, in case
+    it is unfrozen."""
+    # Adagrad makes its state, one number for each element or row, also for parameters that get no
+    # gradient.
     optimizer = None if param_group is None else param_group.optimizer
     num_bytes = 4.0 if isinstance(optimizer, optim.Adagrad) else 0.0
     by_row = isinstance(optimizer, RowWiseAdagrad)
-    return TableUpdate("frozen", reason, param_group, needs_full_rows=by_row, bytes_per_element=num_bytes)
+    return TableUpdate(
+        "frozen", reason, param_group, needs_full_rows=by_row, bytes_per_element=num_bytes
+    )
 
 
 def name_optimizer(update: TableUpdate, source: str) -> TableUpdate:
-    """Return the update with a reason that says whose the optimizer is, for example "table_optimizer's "."""
+    """Return the update with a reason that says whose the optimizer is, for example
+    "table_optimizer's "."""
     assert update.param_group is not None
     name = type(update.param_group.optimizer).__name__
     reason = update.reason if update.reason.startswith(name) else f"{name}: {update.reason}"
@@ -187,12 +210,18 @@ def name_optimizer(update: TableUpdate, source: str) -> TableUpdate:
 
 
 def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
-    """Return FBGEMM's form of the group's update with the same numbers, or None and the reason why there is none."""
+    """Return FBGEMM's form of the group's update with the same numbers, or None and the reason why
+    there is none."""
     group, kind = param_group.group, type(param_group.optimizer)
     name = kind.__name__
     # By exact class, not by isinstance: a subclass may compute other numbers.
     if kind not in _EXACT:
-        return None, f"{name} moves rows that no id touched" if kind in ELEMENTWISE else f"{name} is not known"
+        return (
+            None,
+            f"{name} moves rows that no id touched"
+            if kind in ELEMENTWISE
+            else f"{name} is not known",
+        )
     fbgemm_kind, fbgemm_name, neutral = _EXACT[kind]
     if setting := _first_set(group, neutral):
         return None, f"FBGEMM's {fbgemm_name} has no {setting}"
@@ -200,7 +229,8 @@ def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
     if kind is optim.SGD:
         return _fused(param_group, reason, fbgemm_kind), ""
     update = _fused(param_group, reason, fbgemm_kind, eps=float(group["eps"]))
-    # Adagrad fills its sums when it is constructed, so that the group's own value would have no effect in torch.
+    # Adagrad fills its sums when it is constructed, so that the group's own value would have no
+    # effect in torch.
     start = float(param_group.optimizer.defaults["initial_accumulator_value"])
     if kind is RowWiseAdagrad:
         return replace(update, initial_state=start, needs_full_rows=True, bytes_per_row=4.0), ""
@@ -208,18 +238,24 @@ def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
 
 
 def can_sum_rows(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether torch adds up sparse gradients of this type, those of two micro-batches for example."""
+    """Whether torch adds up sparse gradients of this type, those of two micro-batches for
+    example."""
     return dtype == torch.float32 or device_type != "cpu"
 
 
-def sparse_form(param_group: TableParamGroup, sums_rows: bool = True) -> tuple[TableUpdate | None, str]:
-    """Return the group's update by gradients of touched rows, where it has the same numbers, or None and why not.
+def sparse_form(
+    param_group: TableParamGroup, sums_rows: bool = True
+) -> tuple[TableUpdate | None, str]:
+    """Return the group's update by gradients of touched rows, where it has the same numbers, or
+    None and why not.
 
     sums_rows: see `can_sum_rows`.
     """
     kind, name = type(param_group.optimizer), type(param_group.optimizer).__name__
     if kind is optim.SparseAdam:
-        return TableUpdate("sparse", f"{name} takes sparse gradients", param_group, bytes_per_element=8.0), ""
+        return TableUpdate(
+            "sparse", f"{name} takes sparse gradients", param_group, bytes_per_element=8.0
+        ), ""
     exact, obstacle = exact_form(param_group)
     if exact is None:
         return None, obstacle
@@ -233,7 +269,12 @@ def sparse_form(param_group: TableParamGroup, sums_rows: bool = True) -> tuple[T
 
 
 def _choose_update(
-    name: str, param_group: TableParamGroup, mode: str, device_type: str, not_in_backward: str, sums_rows: bool
+    name: str,
+    param_group: TableParamGroup,
+    mode: str,
+    device_type: str,
+    not_in_backward: str,
+    sums_rows: bool,
 ) -> TableUpdate:
     if mode == "fused_lazy":
         return _lazy_form(name, param_group, device_type)
@@ -244,12 +285,15 @@ def _choose_update(
     if mode == "fused" and fused is None:
         other = "dense" if sparse is None else "sparse"
         raise OptimizerError(
-            f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set embedding_update='{other}' for it "
-            "(the user's optimizer on local shards), or choose SGD without momentum, Adagrad or RowWiseAdagrad for it."
+            f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set "
+            f"embedding_update='{other}' for it "
+            "(the user's optimizer on local shards), or choose SGD without momentum, Adagrad or "
+            "RowWiseAdagrad for it."
         )
     if mode == "sparse" and sparse is None:
         raise OptimizerError(
-            f"table '{name}': embedding_update='sparse', but {sparse_obstacle}. Set embedding_update='dense' or 'auto'."
+            f"table '{name}': embedding_update='sparse', but {sparse_obstacle}. Set "
+            "embedding_update='dense' or 'auto'."
         )
     if sparse is not None and mode == "sparse":
         return replace(sparse, reason="asked for")
@@ -262,36 +306,59 @@ def _choose_update(
 
 
 def _sum_several_lookups(update: TableUpdate) -> TableUpdate:
-    """Return an update that sums the gradients of several lookups first, where FBGEMM's update of each is not that."""
+    """Return an update that sums the gradients of several lookups first, where FBGEMM's update of
+    each is not that."""
     if update.adds_up or update.param_group is None:
         return update
     sparse, _ = sparse_form(update.param_group)
-    return update if sparse is None else replace(sparse, reason="a step may look it up more than once")
+    return (
+        update if sparse is None else replace(sparse, reason="a step may look it up more than once")
+    )
 
 
 def summed_form(name: str, update: TableUpdate, sums_rows: bool) -> TableUpdate:
-    """Return the update of a fused table that a step looks up more than once. sums_rows: see `can_sum_rows`."""
+    """Return the update of a fused table that a step looks up more than once. sums_rows: see
+    `can_sum_rows`."""
     assert update.param_group is not None
     sparse, _ = sparse_form(update.param_group, sums_rows)
     reason = "a step looks it up more than once"
-    return replace(sparse, reason=reason) if sparse else _dense_form(name, update.param_group, reason, on_request=False)
+    return (
+        replace(sparse, reason=reason)
+        if sparse
+        else _dense_form(name, update.param_group, reason, on_request=False)
+    )
 
 
-def _dense_form(name: str, param_group: TableParamGroup, reason: str, on_request: bool) -> TableUpdate:
+def _dense_form(
+    name: str, param_group: TableParamGroup, reason: str, on_request: bool
+) -> TableUpdate:
     kind = type(param_group.optimizer)
     if kind is RowWiseAdagrad:
-        return TableUpdate("dense", reason, param_group, needs_full_rows=True, bytes_per_element=4.0, bytes_per_row=4.0)
+        return TableUpdate(
+            "dense",
+            reason,
+            param_group,
+            needs_full_rows=True,
+            bytes_per_element=4.0,
+            bytes_per_row=4.0,
+        )
     if kind in ELEMENTWISE:
         num_tensors = 1 + _num_state_tensors(kind, param_group.group)  # the gradient, and the state
         return TableUpdate("dense", reason, param_group, bytes_per_element=4.0 * num_tensors)
     if kind is optim.SparseAdam:
-        raise OptimizerError(f"table '{name}': SparseAdam needs sparse gradients. Set embedding_update='sparse'.")
+        raise OptimizerError(
+            f"table '{name}': SparseAdam needs sparse gradients. Set embedding_update='sparse'."
+        )
     # 12 bytes: the gradient, and two tensors of state as Adam's, in float32.
     if on_request:
-        return TableUpdate("dense", f"{reason}; not known to be exact", param_group, bytes_per_element=12.0)
+        return TableUpdate(
+            "dense", f"{reason}; not known to be exact", param_group, bytes_per_element=12.0
+        )
     raise OptimizerError(
-        f"table '{name}': {kind.__module__}.{kind.__qualname__} is not known to give the same numbers on a part of a "
-        "table as on the whole. Give the table an optimizer of its own (torch.optim.Adagrad, Adam, SGD ...), or set "
+        f"table '{name}': {kind.__module__}.{kind.__qualname__} is not known to give the same "
+        "numbers on a part of a "
+        "table as on the whole. Give the table an optimizer of its own (torch.optim.Adagrad, "
+        "Adam, SGD ...), or set "
         "embedding_update='dense' for it if the optimizer treats every element alone."
     )
 
@@ -300,25 +367,38 @@ def _lazy_form(name: str, param_group: TableParamGroup, device_type: str) -> Tab
     group, kind = param_group.group, type(param_group.optimizer)
     if kind not in (optim.Adam, optim.AdamW):
         raise OptimizerError(
-            f"table '{name}': embedding_update='fused_lazy' is for Adam and AdamW, not {kind.__name__}. "
+            f"table '{name}': embedding_update='fused_lazy' is for Adam and AdamW, not "
+            f"{kind.__name__}. "
             "Use 'auto', which is exact."
         )
     if device_type == "cpu":
         raise OptimizerError(
-            f"table '{name}': embedding_update='fused_lazy', but FBGEMM has no {kind.__name__} on CPU. Use 'dense'."
+            f"table '{name}': embedding_update='fused_lazy', but FBGEMM has no {kind.__name__} on "
+            "CPU. Use 'dense'."
         )
     # Adam adds its decay to the gradient (L2). FBGEMM's Adam shrinks the weight, as AdamW does.
-    coupled_decay = kind is optim.Adam and group["weight_decay"] and not group.get("decoupled_weight_decay")
-    setting = _first_set(group, {"amsgrad": False, "maximize": False}) or ("L2 weight_decay" if coupled_decay else "")
+    coupled_decay = (
+        kind is optim.Adam and group["weight_decay"] and not group.get("decoupled_weight_decay")
+    )
+    setting = _first_set(group, {"amsgrad": False, "maximize": False}) or (
+        "L2 weight_decay" if coupled_decay else ""
+    )
     if setting:
-        raise OptimizerError(f"table '{name}': FBGEMM's Adam has no {setting}. Use embedding_update='dense'.")
-    (beta1, beta2), reason = map(float, group["betas"]), "touched rows only, as asked for; not the same numbers"
+        raise OptimizerError(
+            f"table '{name}': FBGEMM's Adam has no {setting}. Use embedding_update='dense'."
+        )
+    (beta1, beta2), reason = (
+        map(float, group["betas"]),
+        ("touched rows only, as asked for; not the same numbers"),
+    )
     settings = {name: float(group[name]) for name in ("eps", "weight_decay")}
     update = _fused(param_group, reason, EmbOptimType.ADAM, beta1=beta1, beta2=beta2, **settings)
     return replace(update, kind="fused_lazy", bytes_per_element=8.0)
 
 
-def _fused(param_group: TableParamGroup, reason: str, kind: EmbOptimType, **settings: float) -> TableUpdate:
+def _fused(
+    param_group: TableParamGroup, reason: str, kind: EmbOptimType, **settings: float
+) -> TableUpdate:
     arguments = {"optimizer": kind, "learning_rate": float(param_group.group["lr"]), **settings}
     return TableUpdate("fused", reason, param_group, arguments)
 
@@ -332,11 +412,12 @@ def _first_set(group: Mapping[str, Any], neutral: Mapping[str, Any]) -> str:
 
 
 class LearningRates:
-    """Passes learning rates from the param groups, where schedulers write them, to the fused updates.
+    """Passes learning rates from the param groups, where schedulers write them, to the fused
+    updates.
 
-    FBGEMM takes the rate at forward, for the update inside of the backward that follows. torchrec pushes it in
-    `zero_grad` and `step` (torchrec/distributed/batched_embedding_kernel.py), which under Lightning's closure is one
-    step late.
+    FBGEMM takes the rate at forward, for the update inside of the backward that follows. torchrec
+    pushes it in `zero_grad` and `step` (torchrec/distributed/batched_embedding_kernel.py), which
+    under Lightning's closure is one step late.
     """
 
     def __init__(self, updates: Mapping[str, TableUpdate]) -> None:
@@ -348,22 +429,31 @@ class LearningRates:
     def follow_updates(self) -> None:
         """Check from now on what the updates are now."""
         forms = {"fused": exact_form, "sparse": sparse_form}
-        # One table of each group: they share its hyperparameters, and this is checked in every step.
+        # One table of each group: they share its hyperparameters, and this is checked in every
+        # step.
         self._checks = {
-            (update.kind, update.param_group.label): (name, update, update.param_group, forms[update.kind])
+            (update.kind, update.param_group.label): (
+                name,
+                update,
+                update.param_group,
+                forms[update.kind],
+            )
             for name, update in self._updates.items()
             if update.param_group is not None and update.kind in forms
         }
 
     def connect(self, fused_optimizers: Mapping[str, Any]) -> list[int]:
-        """Link fused tables' kernels to their param groups; returns a handle for each kernel, for `push`.
+        """Link fused tables' kernels to their param groups; returns a handle for each kernel, for
+        `push`.
 
-        fused_optimizers: full name of a table -> torchrec's optimizer of the kernel that holds its shard.
+        fused_optimizers: full name of a table -> torchrec's optimizer of the kernel that holds its
+        shard.
         """
         handles = []
         for name, optimizer in fused_optimizers.items():
             param_group = self._updates[name].param_group
-            in_backward = self._updates[name].in_backward  # other kernels update nothing: their rate is 0
+            # other kernels update nothing: their rate is 0
+            in_backward = self._updates[name].in_backward
             if param_group is not None and in_backward and id(optimizer) not in handles:
                 self._links[id(optimizer)] = (param_group, optimizer)
                 handles.append(id(optimizer))
@@ -377,23 +467,30 @@ class LearningRates:
             rate = float(param_group.group["lr"])
             if rate != self._pushed.get(handle):
                 optimizer.param_groups[0]["lr"] = rate
-                # torchrec's fused optimizer only passes the rate to the kernel here; it updates nothing.
+                # torchrec's fused optimizer only passes the rate to the kernel here; it updates
+                # nothing.
                 optimizer.step()
                 self._pushed[handle] = rate
 
     def check(self) -> None:
-        """Raise OptimizerError where another hyperparameter was changed since the start: it would have no effect."""
+        """Raise OptimizerError where another hyperparameter was changed since the start: it would
+        have no effect."""
         for name, update, param_group, find_form in self._checks.values():
-            # Every rank checks all groups, also those whose tables it does not hold, so that all ranks raise or none.
+            # Every rank checks all groups, also those whose tables it does not hold, so that all
+            # ranks raise or none.
             form, obstacle = find_form(param_group)
             changes = obstacle if form is None else _differences(form.arguments, update.arguments)
             if changes:
                 raise OptimizerError(
-                    f"table '{name}': a hyperparameter of its param group was changed while training ({changes}), "
-                    f"which its {update.kind} update does not follow. Set embedding_update='dense' for it."
+                    f"table '{name}': a hyperparameter of its param group was changed while "
+                    f"training ({changes}), "
+                    f"which its {update.kind} update does not follow. Set "
+                    "embedding_update='dense' for it."
                 )
 
 
 def _differences(current: Mapping[str, Any], initial: Mapping[str, Any]) -> str:
-    names = (name for name in initial if name != "learning_rate" and current.get(name) != initial[name])
+    names = (
+        name for name in initial if name != "learning_rate" and current.get(name) != initial[name]
+    )
     return ", ".join(f"{name}={current.get(name)} was {initial[name]}" for name in names)

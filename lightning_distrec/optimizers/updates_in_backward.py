@@ -1,4 +1,5 @@
-"""Updates of tables inside of backward: where they are allowed, and a watch that they are those of `step`."""
+"""Updates of tables inside of backward: where they are allowed, and a watch that they are those of
+`step`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,13 +22,18 @@ GRADIENT_HOOKS = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
-"""Hooks of a LightningModule that may look at gradients, change them, or step at other times than Lightning."""
+"""Hooks of a LightningModule that may look at gradients, change them, or step at other times than
+Lightning."""
 
 
-def obstacle_to_backward_updates(trainer: Trainer, module: LightningModule, precision: Precision) -> str:
-    """Return why the tables' updates must wait for `optimizer.step()`, or "" where they may run inside of backward."""
+def obstacle_to_backward_updates(
+    trainer: Trainer, module: LightningModule, precision: Precision
+) -> str:
+    """Return why the tables' updates must wait for `optimizer.step()`, or "" where they may run
+    inside of backward."""
     if not module.automatic_optimization:
-        # Whether every step follows a backward of its own shows when it is too late; ManualWatch checks it on request.
+        # Whether every step follows a backward of its own shows when it is too late; ManualWatch
+        # checks it on request.
         return "manual optimization; fused on request"
     max_accumulated = _max_accumulated(trainer)
     if max_accumulated > 1:
@@ -41,7 +47,8 @@ def obstacle_to_backward_updates(trainer: Trainer, module: LightningModule, prec
 
 
 def refuse_inexact_settings(trainer: Trainer, precision: Precision, fused: list[str]) -> None:
-    """Raise UnsupportedError where a setting of the Trainer would give other numbers than an unsharded run.
+    """Raise UnsupportedError where a setting of the Trainer would give other numbers than an
+    unsharded run.
 
     fused: full names of the tables that are updated inside of backward.
     """
@@ -51,43 +58,58 @@ def refuse_inexact_settings(trainer: Trainer, precision: Precision, fused: list[
     max_accumulated = _max_accumulated(trainer)
     if max_accumulated > 1:
         raise UnsupportedError(
-            f"accumulate_grad_batches={max_accumulated}: {subject}, at every batch, because embedding_update asks for "
+            f"accumulate_grad_batches={max_accumulated}: {subject}, at every batch, because "
+            "embedding_update asks for "
             "it. Set embedding_update='auto', or accumulate_grad_batches=1."
         )
     refuse_clip(trainer.gradient_clip_val, fused)
     if getattr(precision, "scaler", None) is not None:
         raise UnsupportedError(
-            f"precision={trainer.precision!r} scales the loss and may skip steps, but {subject}, because "
+            f"precision={trainer.precision!r} scales the loss and may skip steps, but {subject}, "
+            "because "
             "embedding_update asks for it. Set embedding_update='auto', or use 'bf16-mixed'."
         )
 
 
-def refuse_inexact_in_backward(trainer: Trainer, precision: Precision, tables: list[str], averaged: list[str]) -> None:
-    """Raise UnsupportedError where tables' in-backward optimizers would step with other gradients than in one process.
+def refuse_inexact_in_backward(
+    trainer: Trainer, precision: Precision, tables: list[str], averaged: list[str]
+) -> None:
+    """Raise UnsupportedError where tables' in-backward optimizers would step with other gradients
+    than in one process.
 
-    tables: full names of those that have one. averaged: of these, those whose gradients are averaged over ranks.
+    tables: full names of those that have one. averaged: of these, those whose gradients are
+    averaged over ranks.
     """
     if tables and getattr(precision, "scaler", None) is not None:
         raise UnsupportedError(
-            f"precision={trainer.precision!r} scales the loss, and the optimizer of table '{tables[0]}' steps in "
-            "backward (apply_optimizer_in_backward), with scaled gradients. Use 'bf16-mixed', or give the table to "
+            f"precision={trainer.precision!r} scales the loss, and the optimizer of table "
+            f"'{tables[0]}' steps in "
+            "backward (apply_optimizer_in_backward), with scaled gradients. Use 'bf16-mixed', or "
+            "give the table to "
             "configure_optimizers."
         )
     max_accumulated = _max_accumulated(trainer)
     if averaged and max_accumulated > 1:
         raise UnsupportedError(
-            f"accumulate_grad_batches={max_accumulated}: the optimizer of table '{averaged[0]}' steps in every "
-            "backward (apply_optimizer_in_backward), and its gradient is averaged over ranks once for all of them. "
-            "Leave its sharding type to the plan, without sharding_groups, or set accumulate_grad_batches=1."
+            f"accumulate_grad_batches={max_accumulated}: the optimizer of table '{averaged[0]}' "
+            "steps in every "
+            "backward (apply_optimizer_in_backward), and its gradient is averaged over ranks once "
+            "for all of them. "
+            "Leave its sharding type to the plan, without sharding_groups, or set "
+            "accumulate_grad_batches=1."
         )
 
 
 def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
-    """Return the hooks around gradients and steps that the module or a callback of the user overrides."""
+    """Return the hooks around gradients and steps that the module or a callback of the user
+    overrides."""
     hooks = [hook for hook in GRADIENT_HOOKS if is_overridden(hook, module)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Lightning's own callbacks change no gradients, but its LambdaCallback runs the user's code.
-        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith("lightning."):
+        # Lightning's own callbacks change no gradients, but its LambdaCallback runs the user's
+        # code.
+        if isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(
+            "lightning."
+        ):
             name = type(callback).__name__
             hooks += [
                 f"{name}.{hook}"
@@ -97,14 +119,19 @@ def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
     return hooks
 
 
-def hooks_without_gradients(trainer: Trainer, module: LightningModule, fused: list[str]) -> str | None:
-    """Return a warning for users whose hooks would miss the gradients of tables that are fused on request, or None."""
+def hooks_without_gradients(
+    trainer: Trainer, module: LightningModule, fused: list[str]
+) -> str | None:
+    """Return a warning for users whose hooks would miss the gradients of tables that are fused on
+    request, or None."""
     hooks = gradient_hooks(trainer, module)
     if not hooks or not fused:
         return None
     return (
-        f"{' and '.join(hooks)} may look at gradients, but table '{fused[0]}' has none: it is updated inside of "
-        "backward, because embedding_update asks for it. Where the hook must reach it, set embedding_update='auto'."
+        f"{' and '.join(hooks)} may look at gradients, but table '{fused[0]}' has none: it is "
+        "updated inside of "
+        "backward, because embedding_update asks for it. Where the hook must reach it, set "
+        "embedding_update='auto'."
     )
 
 
@@ -112,22 +139,29 @@ def refuse_clip(value: Any, fused: list[str]) -> None:
     """Raise UnsupportedError where a table would be updated before its gradient is clipped."""
     if value and fused:
         raise UnsupportedError(
-            f"gradient_clip_val={value}: table '{fused[0]}' is updated inside of backward, before gradients are "
-            "clipped, because embedding_update asks for it. Set embedding_update='auto', or remove gradient_clip_val."
+            f"gradient_clip_val={value}: table '{fused[0]}' is updated inside of backward, before "
+            "gradients are "
+            "clipped, because embedding_update asks for it. Set embedding_update='auto', or "
+            "remove gradient_clip_val."
         )
 
 
 def _max_accumulated(trainer: Trainer) -> int:
-    schedules = [c.scheduling for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    return max([trainer.accumulate_grad_batches, *(n for schedule in schedules for n in schedule.values())])
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+    return max([
+        trainer.accumulate_grad_batches,
+        *(n for schedule in schedules for n in schedule.values()),
+    ])
 
 
 class BackwardWatch:
     """Counts backward passes and steps of a run with fused tables.
 
-    A fused table is updated by every backward. That is what the user's optimizer does as long as each backward is
-    Lightning's and followed by one `step`; accumulation that begins while training, an `optimizer_step` that skips
-    steps, and a backward that user code calls, in an evaluation or after the run as well, break it.
+    A fused table is updated by every backward. That is what the user's optimizer does as long as
+    each backward is Lightning's and followed by one `step`; accumulation that begins while
+    training, an `optimizer_step` that skips steps, and a backward that user code calls, in an
+    evaluation or after the run as well, break it.
     """
 
     def __init__(self, fused_tables: list[str]) -> None:
@@ -135,10 +169,12 @@ class BackwardWatch:
         self._pending = self._is_running = False
 
     def backward(self) -> None:
-        """A backward is about to begin. Raises OptimizerError: the one before it was not followed by a step."""
+        """A backward is about to begin. Raises OptimizerError: the one before it was not followed
+        by a step."""
         if self._pending and self._tables:
             raise OptimizerError(
-                f"a second backward before optimizer.step(), but table '{self._tables[0]}' is updated inside of every "
+                f"a second backward before optimizer.step(), but table '{self._tables[0]}' is "
+                "updated inside of every "
                 "backward (accumulate_grad_batches was changed, or optimizer_step skips steps). "
                 "Set embedding_update='sparse', or 'dense' for RowWiseAdagrad."
             )
@@ -158,9 +194,12 @@ class BackwardWatch:
     def _gradient_arrived(self, _: Any) -> None:
         if not self._is_running and self._tables:
             raise OptimizerError(
-                f"a backward that user code has called reaches table '{self._tables[0]}', which is updated inside of "
-                "every backward, so that its rows would move without a step: in training_step, in an evaluation or "
-                "after the run. Return the loss from training_step; elsewhere train with embedding_update='sparse' "
+                f"a backward that user code has called reaches table '{self._tables[0]}', which "
+                "is updated inside of "
+                "every backward, so that its rows would move without a step: in training_step, in "
+                "an evaluation or "
+                "after the run. Return the loss from training_step; elsewhere train with "
+                "embedding_update='sparse' "
                 "('dense' for RowWiseAdagrad), which leaves gradients and moves nothing."
             )
 
@@ -184,28 +223,39 @@ class _Steps:
 
 
 class ManualWatch:
-    """The same under manual optimization, where each optimizer has its own backward passes and steps.
+    """The same under manual optimization, where each optimizer has its own backward passes and
+    steps.
 
-    A fused table is updated by every backward that reaches it. That is what its optimizer does where each such backward
-    is followed by one step, with zero_grad between a step and the next backward, and nothing in between that reads the
-    table, drops its gradient or changes its rate. All methods raise OptimizerError where it is not so.
+    A fused table is updated by every backward that reaches it. That is what its optimizer does
+    where each such backward is followed by one step, with zero_grad between a step and the next
+    backward, and nothing in between that reads the table, drops its gradient or changes its rate.
+    All methods raise OptimizerError where it is not so.
     """
 
     def __init__(self, param_groups: Mapping[str, TableParamGroup]) -> None:
         """param_groups: full name of a fused table -> its param group."""
         self._param_groups = param_groups
-        self._steps = {group.optimizer_index: _Steps(type(group.optimizer).__name__) for group in param_groups.values()}
+        self._steps = {
+            group.optimizer_index: _Steps(type(group.optimizer).__name__)
+            for group in param_groups.values()
+        }
 
     def note_call(self, tables: list[str]) -> None:
         """The user's code looks up in a collection with these fused tables."""
         for table in tables:
             steps = self._steps[self._param_groups[table].optimizer_index]
-            # The rows of this lookup have one update already, which the user's optimizer has not made yet.
+            # The rows of this lookup have one update already, which the user's optimizer has not
+            # made yet.
             if steps.backward is not None:
-                _refuse(table, f"it is looked up after a backward and before the step of {steps.name}")
+                _refuse(
+                    table, f"it is looked up after a backward and before the step of {steps.name}"
+                )
 
-    def note_lookup(self, tables: list[str], learns: Callable[[str], bool]) -> Callable[[Any], None] | None:
-        """Rows of these tables are looked up. Return a hook for gradients of the rows; None where no table learns."""
+    def note_lookup(
+        self, tables: list[str], learns: Callable[[str], bool]
+    ) -> Callable[[Any], None] | None:
+        """Rows of these tables are looked up. Return a hook for gradients of the rows; None where
+        no table learns."""
         groups = {table: self._param_groups[table] for table in tables if learns(table)}
         if not groups:
             return None
@@ -213,15 +263,22 @@ class ManualWatch:
         rates = {table: float(group.group["lr"]) for table, group in groups.items()}
         return lambda _: self._gradient_arrived(groups, rates)
 
-    def _gradient_arrived(self, groups: Mapping[str, TableParamGroup], rates: Mapping[str, float]) -> None:
-        # A backward reaches a table once for each of its lookups: only one of another number is a second backward.
+    def _gradient_arrived(
+        self, groups: Mapping[str, TableParamGroup], rates: Mapping[str, float]
+    ) -> None:
+        # A backward reaches a table once for each of its lookups: only one of another number is a
+        # second backward.
         backward = current_backward()
         for table, group in groups.items():
             steps = self._steps[group.optimizer_index]
             if steps.backward not in (None, backward):
                 _refuse(table, f"a second backward reaches it before the step of {steps.name}")
             if steps.holds_gradients:
-                _refuse(table, f"{steps.name}.zero_grad() was not called between its last step and this backward")
+                _refuse(
+                    table,
+                    f"{steps.name}.zero_grad() was not called between its last step "
+                    "and this backward",
+                )
             if steps.rates.setdefault(group.label, (group, rates[table]))[1] != rates[table]:
                 _refuse(table, "its learning rate was changed between two lookups")
         # After all tables are checked: those of one optimizer are reached by one backward.
@@ -233,12 +290,17 @@ class ManualWatch:
         steps = self._steps.get(number)
         if steps is None:
             return
-        # An unsharded step without a new backward would use the last gradients again; a fused table has none left.
+        # An unsharded step without a new backward would use the last gradients again; a fused table
+        # has none left.
         if steps.backward is None and steps.holds_gradients:
             _refuse(self._table_of(number), f"{steps.name} steps again with the same gradients")
         if any(rate != float(group.group["lr"]) for group, rate in steps.rates.values()):
-            _refuse(self._table_of(number), f"its learning rate was changed before the step of {steps.name}")
-        # An unsharded run keeps its gradients until zero_grad: a backward before that would add to them.
+            _refuse(
+                self._table_of(number),
+                f"its learning rate was changed before the step of {steps.name}",
+            )
+        # An unsharded run keeps its gradients until zero_grad: a backward before that would add to
+        # them.
         steps.holds_gradients = steps.backward is not None
         steps.backward = None
         steps.rates.clear()
@@ -249,17 +311,25 @@ class ManualWatch:
         if steps is None:
             return
         if steps.backward is not None:
-            _refuse(self._table_of(number), f"{steps.name}.zero_grad() drops its gradient before the step")
+            _refuse(
+                self._table_of(number),
+                f"{steps.name}.zero_grad() drops its gradient before the step",
+            )
         steps.holds_gradients = False
 
     def end_training_step(self) -> None:
         """A training_step, or the fit, is over."""
         for number, steps in self._steps.items():
             if steps.backward is not None:
-                _refuse(self._table_of(number), f"training_step was left without the step of {steps.name}")
+                _refuse(
+                    self._table_of(number),
+                    f"training_step was left without the step of {steps.name}",
+                )
 
     def _table_of(self, number: int) -> str:
-        return next(name for name, group in self._param_groups.items() if group.optimizer_index == number)
+        return next(
+            name for name, group in self._param_groups.items() if group.optimizer_index == number
+        )
 
 
 @dataclass(frozen=True)
@@ -282,7 +352,9 @@ class CollectionWatch:
 
 def _refuse(table: str, violation: str) -> None:
     raise OptimizerError(
-        f"table '{table}' is updated inside of backward, because embedding_update asks for it, and {violation}. Under "
-        "manual optimization one step of its optimizer must follow each backward that reaches the table, and "
+        f"table '{table}' is updated inside of backward, because embedding_update asks for it, "
+        f"and {violation}. Under "
+        "manual optimization one step of its optimizer must follow each backward that reaches the "
+        "table, and "
         "optimizer.zero_grad() each step. Set embedding_update='auto' or 'dense' for it."
     )

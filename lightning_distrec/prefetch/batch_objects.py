@@ -1,9 +1,10 @@
 """Finds where the inputs of a lookup come from: which objects of the batch, by identity.
 
-A training_step is neither traced nor rewritten. In the first step it runs as it is, and each argument of a lookup is
-looked for among the objects of the batch: the very same object, a view of one of its tensors, or a KeyedJaggedTensor
-made of them. From later batches the argument is built before their steps begin; when the step calls, its argument is
-compared with the one that was built: sources.is_same_input.
+A training_step is neither traced nor rewritten. In the first step it runs as it is, and each
+argument of a lookup is looked for among the objects of the batch: the very same object, a view of
+one of its tensors, or a KeyedJaggedTensor made of them. From later batches the argument is built
+before their steps begin; when the step calls, its argument is compared with the one that was built:
+sources.is_same_input.
 """
 
 import dataclasses
@@ -46,7 +47,8 @@ class BatchObjects:
     """The objects that can be reached from a batch, as they are before its step."""
 
     def __init__(self, roots: BatchRoots) -> None:
-        # By id, and with the object itself: the id of one that was freed may be given to another one.
+        # By id, and with the object itself: the id of one that was freed may be given to another
+        # one.
         self._objects: dict[int, tuple[Any, Path]] = {}
         self._aliases: dict[int, tuple[Path, ...]] = {}
         self._tensors: dict[int, list[tuple[Tensor, Path]]] = {}
@@ -63,7 +65,10 @@ class BatchObjects:
         if isinstance(value, Tensor):
             # Tensors of other layouts have no storage of their own that a view could share.
             if value.layout == torch.strided:
-                self._tensors.setdefault(value.untyped_storage().data_ptr(), []).append((value, path))
+                self._tensors.setdefault(value.untyped_storage().data_ptr(), []).append((
+                    value,
+                    path,
+                ))
             return
         for step, child in _children(value):
             self._walk(child, (*path, step))
@@ -71,7 +76,9 @@ class BatchObjects:
     @property
     def tensors_with_paths(self) -> list[tuple[Tensor, Path]]:
         """Those of them that are tensors, and where they are."""
-        return [(child, path) for child, path in self._objects.values() if isinstance(child, Tensor)]
+        return [
+            (child, path) for child, path in self._objects.values() if isinstance(child, Tensor)
+        ]
 
     def is_unwritten(self, tensor: Tensor) -> bool:
         """Whether one of its tensors was not written to since."""
@@ -80,13 +87,18 @@ class BatchObjects:
     @property
     def containers(self) -> list[tuple[Any, Path]]:
         """Those of them that are not tensors, and where they are."""
-        return [(child, path) for child, path in self._objects.values() if not isinstance(child, Tensor)]
+        return [
+            (child, path) for child, path in self._objects.values() if not isinstance(child, Tensor)
+        ]
 
-    def source_of(self, argument: Any, ids: Any = None, compute: Compute | None = None) -> Source | str:
+    def source_of(
+        self, argument: Any, ids: Any = None, compute: Compute | None = None
+    ) -> Source | str:
         """Return where an argument comes from, or why that is not known.
 
-        ids: those that the argument may be the lengths, offsets or weights of. compute: returns the operations that
-        make a tensor which is no part of the batch, or why they cannot be repeated; None: they are not known.
+        ids: those that the argument may be the lengths, offsets or weights of. compute: returns the
+        operations that make a tensor which is no part of the batch, or why they cannot be repeated;
+        None: they are not known.
         """
         if argument is None or isinstance(argument, SCALARS):
             return ConstantSource(argument)
@@ -95,7 +107,10 @@ class BatchObjects:
         if id(argument) in self._objects:
             _, path = self._objects[id(argument)]
             if any(version is None for _, version in self._versions[id(argument)]):
-                return f"{path_text(path)} was made in inference mode, where writes in place are not counted"
+                return (
+                    f"{path_text(path)} was made in inference mode, where writes in place are "
+                    "not counted"
+                )
             if not are_unwritten(self._versions[id(argument)]):
                 return f"{path_text(path)} is changed in place before it is looked up"
             return self._path_source(argument, path)
@@ -120,13 +135,19 @@ class BatchObjects:
 
     def _view_source(self, tensor: Tensor) -> PathSource | ViewSource | None:
         for base, path in self._tensors.get(tensor.untyped_storage().data_ptr(), []):
-            if base.numel() and base.dtype == tensor.dtype and are_unwritten(self._versions[id(base)]):
+            if (
+                base.numel()
+                and base.dtype == tensor.dtype
+                and are_unwritten(self._versions[id(base)])
+            ):
                 view = _find_view(base, self._path_source(base, path), tensor)
                 if view is not None:
                     return view
         return None
 
-    def _jagged_source(self, argument: KeyedJaggedTensor, compute: Compute | None) -> JaggedSource | str:
+    def _jagged_source(
+        self, argument: KeyedJaggedTensor, compute: Compute | None
+    ) -> JaggedSource | str:
         if argument.variable_stride_per_key() or argument.inverse_indices_or_none() is not None:
             return "a KeyedJaggedTensor with unequal batch sizes per key is made inside of the step"
         jagged = jagged_fields(argument)
@@ -135,13 +156,23 @@ class BatchObjects:
             return values
         fields: list[tuple[str, Source]] = [("values", values)]
         names = [name for name in ("lengths", "offsets") if jagged[name] is not None]
-        candidates = {name: self.source_of(jagged[name], jagged["values"], compute) for name in names}
-        recognized = [(name, source) for name, source in candidates.items() if not isinstance(source, str)]
+        candidates = {
+            name: self.source_of(jagged[name], jagged["values"], compute) for name in names
+        }
+        recognized = [
+            (name, source) for name, source in candidates.items() if not isinstance(source, str)
+        ]
         if not recognized:
             reason = f": {next(iter(candidates.values()))}" if compute is not None else ""
             return f"the lengths of a KeyedJaggedTensor are computed inside of the step{reason}"
-        # An object of the batch is better evidence than a tensor that happens to be uniform in the first batch.
-        fields.append(min(recognized, key=lambda pair: (isinstance(pair[1], UniformSource), not paths_of(pair[1]))))
+        # An object of the batch is better evidence than a tensor that happens to be uniform in the
+        # first batch.
+        fields.append(
+            min(
+                recognized,
+                key=lambda pair: (isinstance(pair[1], UniformSource), not paths_of(pair[1])),
+            )
+        )
         if jagged["weights"] is not None:
             weights = self.source_of(jagged["weights"], jagged["values"], compute)
             if isinstance(weights, str):
@@ -158,7 +189,10 @@ def _children(parent: Any) -> Iterator[tuple[PathStep, Any]]:
     elif isinstance(parent, (list, tuple)):
         yield from ((("item", i), value) for i, value in enumerate(parent))
     elif dataclasses.is_dataclass(parent):
-        yield from ((("attr", field.name), getattr(parent, field.name, None)) for field in dataclasses.fields(parent))
+        yield from (
+            (("attr", field.name), getattr(parent, field.name, None))
+            for field in dataclasses.fields(parent)
+        )
     elif hasattr(parent, "__dict__"):
         yield from ((("attr", name), value) for name, value in vars(parent).items())
 
@@ -169,7 +203,9 @@ def _find_view(base: Tensor, source: PathSource, tensor: Tensor) -> PathSource |
     if same_memory(base, tensor):
         return source
     start = int(tensor.storage_offset()) - int(base.storage_offset())
-    both_contiguous = base.is_contiguous() and tensor.is_contiguous() and base.numel() == tensor.numel()
+    both_contiguous = (
+        base.is_contiguous() and tensor.is_contiguous() and base.numel() == tensor.numel()
+    )
     if start == 0 and both_contiguous and tensor.dim():
         return ViewSource(source, "reshape", tuple(tensor.shape[1:]), tuple(shape[1:]))
     for dim in range(base.dim()):
@@ -177,13 +213,17 @@ def _find_view(base: Tensor, source: PathSource, tensor: Tensor) -> PathSource |
         position, remainder = divmod(start, strides[dim]) if strides[dim] else (0, start)
         if remainder or not 0 <= position < shape[dim]:
             continue
-        if same_geometry(shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :], tensor):
+        if same_geometry(
+            shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :], tensor
+        ):
             return ViewSource(source, "select", (dim, position), (shape[dim],))
         # No range of dim 0: how many rows a batch has changes from step to step.
         if dim > 0 and tensor.dim() == base.dim() and position + tensor.shape[dim] <= shape[dim]:
             narrowed = [*shape[:dim], tensor.shape[dim], *shape[dim + 1 :]]
             if same_geometry(narrowed, strides, tensor):
-                return ViewSource(source, "narrow", (dim, position, tensor.shape[dim]), (shape[dim],))
+                return ViewSource(
+                    source, "narrow", (dim, position, tensor.shape[dim]), (shape[dim],)
+                )
     return None
 
 
@@ -202,25 +242,34 @@ def _describe(argument: Any) -> str:
 class FeatureOrder:
     """The order of features in the first batch of a kind of step.
 
-    objects: those of that batch. paths: of the objects that tables are called with. names: of tables and features.
+    objects: those of that batch. paths: of the objects that tables are called with. names: of
+    tables and features.
     """
 
     def __init__(self, objects: BatchObjects, paths: Iterable[Path], names: set[str]) -> None:
         used = {
-            # An object that is looked up whole may also be what another input is made of: its own path ends there.
-            path[:i]: {used_path[i][1] for used_path in paths if len(used_path) > i and used_path[:i] == path[:i]}
+            # An object that is looked up whole may also be what another input is made of: its own
+            # path ends there.
+            path[:i]: {
+                used_path[i][1]
+                for used_path in paths
+                if len(used_path) > i and used_path[:i] == path[:i]
+            }
             for path in paths
             for i in range(len(path))
         }
         self._orders: list[tuple[Path, set[Any], list[Any]]] = []
-        """Path of a dict or KeyedJaggedTensor, which of its keys count, and these in their order."""
+        """Path of a dict or KeyedJaggedTensor, which of its keys count, and these in their
+        order."""
         self._names: list[tuple[Path, str]] = []
         """Path of a text of the batch that names a feature, and that name."""
         for container, path in objects.containers:
             if path in used and isinstance(container, (dict, KeyedJaggedTensor)):
                 counting = used[path] | names
                 self._orders.append((path, counting, _key_order(container, counting)))
-            self._names += [((*path, step), text) for step, text in _texts(container) if text in names]
+            self._names += [
+                ((*path, step), text) for step, text in _texts(container) if text in names
+            ]
 
     def difference(self, roots: BatchRoots) -> str:
         """Return in what a batch differs from the first one, or "". Raises as `object_at` does."""
@@ -234,11 +283,19 @@ class FeatureOrder:
 
 
 def _key_order(container: Any, counting: set[Any]) -> list[Any]:
-    return [key for key in container if key in counting] if isinstance(container, dict) else list(container.keys())
+    return (
+        [key for key in container if key in counting]
+        if isinstance(container, dict)
+        else list(container.keys())
+    )
 
 
 def _texts(container: Any) -> Iterator[tuple[tuple[str, Any], str]]:
     if isinstance(container, (list, tuple)):
-        yield from ((("item", i), child) for i, child in enumerate(container) if isinstance(child, str))
+        yield from (
+            (("item", i), child) for i, child in enumerate(container) if isinstance(child, str)
+        )
     elif isinstance(container, dict):
-        yield from ((("item", key), child) for key, child in container.items() if isinstance(child, str))
+        yield from (
+            (("item", key), child) for key, child in container.items() if isinstance(child, str)
+        )

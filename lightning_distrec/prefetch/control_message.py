@@ -1,4 +1,5 @@
-"""What ranks send each other in a step: the status of a batch to come, and that a call differs from the prefetched."""
+"""What ranks send each other in a step: the status of a batch to come, and that a call differs from
+the prefetched."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,15 +16,18 @@ from lightning_distrec.ranks import MinReduction, Ranks
 
 NO_FAILURE = 2**31
 DIFFERING_CALL = 2**30
-"""What a rank sends: that nothing failed; this plus its number where a call differs; its number where its step failed.
-The smallest is received: where a step failed, ranks do not gather what differs."""
+"""What a rank sends: that nothing failed; this plus its number where a call differs; its number
+where its step failed. The smallest is received: where a step failed, ranks do not gather what
+differs."""
 UNREADY, REFUSED = (-1, -1), (-2, -2)
-"""In place of a lookup's sizes: it cannot be sent ahead in this batch, or in no later one either."""
+"""In place of a lookup's sizes: it cannot be sent ahead in this batch, or in no later one
+either."""
 
 
 @dataclass(frozen=True)
 class BatchStatus:
-    """The status of one batch: of one rank as sent, of all ranks as received. The minimum over ranks combines them."""
+    """The status of one batch: of one rank as sent, of all ranks as received. The minimum over
+    ranks combines them."""
 
     state: int = HAS_BATCH
     """What the loader gave: FAILED, ENDED or HAS_BATCH."""
@@ -32,35 +36,45 @@ class BatchStatus:
     ids_in_range: bool = True
     """Whether nothing is wrong with the ids that its lookups send."""
     form: int = 0
-    """A number for the types that its lookups send. Of all ranks: that of each; else the batch is not ready."""
+    """A number for the types that its lookups send. Of all ranks: that of each; else the batch is
+    not ready."""
     sizes: tuple[tuple[int, int], ...] = ()
-    """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both are this rank's.
-    A negative minimum: a rank has sent UNREADY or REFUSED."""
+    """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both
+    are this rank's. A negative minimum: a rank has sent UNREADY or REFUSED."""
     failure: int = NO_FAILURE
     weights: int = 0
-    """A number for which weights that followed their ids in the running step need a gradient; negative: for the
-    lookup whose call differs on this rank."""
+    """A number for which weights that followed their ids in the running step need a gradient;
+    negative: for the lookup whose call differs on this rank."""
     weights_are_alike: bool = True
     """Whether that is one number on all ranks, as received."""
     counts: tuple[tuple[int, ...], ...] = ()
-    """Lookup -> the number of its ids for each rank; once it is agreed, of those from each rank. Empty: none of the
-    tables needs them."""
+    """Lookup -> the number of its ids for each rank; once it is agreed, of those from each rank.
+    Empty: none of the tables needs them."""
 
 
 class ControlMessage:
     """Collective. One message of all ranks in flight. All ranks send the same number of sizes."""
 
     def __init__(self, ranks: Ranks, status: BatchStatus) -> None:
-        # A number and its negative: their minima over ranks add up to zero where all ranks have sent the same.
+        # A number and its negative: their minima over ranks add up to zero where all ranks have
+        # sent the same.
         compared = (status.form, -status.form, status.weights, -status.weights)
-        flags = (status.state, int(status.ready), int(status.ids_in_range), status.failure, *compared)
+        flags = (
+            status.state,
+            int(status.ready),
+            int(status.ids_in_range),
+            status.failure,
+            *compared,
+        )
         # The reduction takes minima: a maximum is the negative of the minimum of negatives.
         mins = [smallest for smallest, _ in status.sizes]
         negated_maxs = [-largest for _, largest in status.sizes]
         self._reduction: MinReduction | None
-        # One exchange carries flags and numbers of ids: on sockets each collective costs a round trip.
+        # One exchange carries flags and numbers of ids: on sockets each collective costs a round
+        # trip.
         if status.counts:
-            # Transposed: each rank gets one number for each lookup. `read` transposes what has come from the ranks.
+            # Transposed: each rank gets one number for each lookup. `read` transposes what has come
+            # from the ranks.
             to_ranks = [list(counts) for counts in zip(*status.counts, strict=True)]
             self._reduction = ranks.start_min_and_exchange((*flags, *mins, *negated_maxs), to_ranks)
         else:
@@ -70,14 +84,26 @@ class ControlMessage:
     def read(self) -> BatchStatus:
         """Return the status over all ranks; waits for them the first time."""
         if self._reduction is not None:
-            state, ready, in_range, failure, form, negated_form, weights, negated_weights, *sizes = (
-                self._reduction.wait()
-            )
+            (
+                state,
+                ready,
+                in_range,
+                failure,
+                form,
+                negated_form,
+                weights,
+                negated_weights,
+                *sizes,
+            ) = self._reduction.wait()
             counts = tuple(zip(*self._reduction.received, strict=True))
             self._reduction = None
             half = len(sizes) // 2
-            pairs = tuple((smallest, -negated) for smallest, negated in zip(sizes[:half], sizes[half:], strict=True))
-            # Where ids are out of range, all ranks raise in that step: the batch counts as ready, whatever its forms.
+            pairs = tuple(
+                (smallest, -negated)
+                for smallest, negated in zip(sizes[:half], sizes[half:], strict=True)
+            )
+            # Where ids are out of range, all ranks raise in that step: the batch counts as ready,
+            # whatever its forms.
             ready = ready and (form == -negated_form or not in_range)
             self._agreed = BatchStatus(
                 state=state,
@@ -97,31 +123,37 @@ class ControlMessage:
         return self._reduction is None or self._reduction.wait_up_to(seconds)
 
     def all_differ(self) -> bool:
-        """Return whether a call differs on all ranks, and the same one. Waits for at most COMPARISON_SECONDS."""
+        """Return whether a call differs on all ranks, and the same one. Waits for at most
+        COMPARISON_SECONDS."""
         if not self.wait_up_to(COMPARISON_SECONDS):
             return False
         status = self.read()
         return status.weights < 0 and status.weights_are_alike
 
     def rank_of_differing_call(self) -> int | None:
-        """Return a rank on which a call differs, alike on all ranks; None: on none. Raises RankError: a rank failed."""
+        """Return a rank on which a call differs, alike on all ranks; None: on none. Raises
+        RankError: a rank failed."""
         failure = self.read().failure
         if failure == NO_FAILURE:
             return None
         if failure >= DIFFERING_CALL:
             return failure - DIFFERING_CALL
-        raise RankError(f"rank {failure} failed inside of its step; that rank's own message says why.")
+        raise RankError(
+            f"rank {failure} failed inside of its step; that rank's own message says why."
+        )
 
 
 COMPARISON_SECONDS = 30.0
 """How long a rank whose call differs waits for the others, which may wait for it meanwhile."""
 NOTICE_SECONDS = 30.0
-"""How long a rank waits for the others to gather what differs; one may have failed in its step after all."""
+"""How long a rank waits for the others to gather what differs; one may have failed in its step
+after all."""
 
 
 @dataclass(frozen=True)
 class WeightedCall:
-    """A call of the running step whose weights followed its ids. learns: whether these need a gradient."""
+    """A call of the running step whose weights followed its ids. learns: whether these need a
+    gradient."""
 
     path: str
     learns: bool
@@ -135,7 +167,8 @@ def number_weights(calls: list[WeightedCall]) -> int:
 
 
 class LateComparison:
-    """Compares inputs on a GPU with what was computed ahead; the host reads the result later. Not run on a GPU yet."""
+    """Compares inputs on a GPU with what was computed ahead; the host reads the result later. Not
+    run on a GPU yet."""
 
     def __init__(self) -> None:
         self._differ: list[Tensor] = []
@@ -148,7 +181,8 @@ class LateComparison:
         return not self._differ and self._sent is None
 
     def add(self, argument: Tensor, computed: Tensor) -> bool:
-        """Compare two tensors of one shape on their device; they count as equal until the result is here."""
+        """Compare two tensors of one shape on their device; they count as equal until the result is
+        here."""
         if gpu.is_on_gpu(computed):  # it was computed on the stream of ids
             computed.record_stream(torch.cuda.current_stream(computed.device))
         # Reading the result would make the host wait for the GPU in the middle of the forward.
@@ -164,11 +198,14 @@ class LateComparison:
             self._sent = differ
             return
         # To pinned memory: a copy to other memory makes the host wait for the GPU.
-        self._sent = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(differ, non_blocking=True)
+        self._sent = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(
+            differ, non_blocking=True
+        )
         self._arrived = torch.cuda.current_stream(differ.device).record_event()
 
     def check(self, wait: bool = False) -> None:
-        """Raise ProvenanceError where an input of an earlier step differs. wait: for what is not here yet."""
+        """Raise ProvenanceError where an input of an earlier step differs. wait: for what is not
+        here yet."""
         if wait:
             self.end_step()
         if self._sent is None:
@@ -180,17 +217,21 @@ class LateComparison:
         sent, self._sent, self._arrived = self._sent, None, None
         if bool(sent):
             raise ProvenanceError(
-                "a table was called with another input than the step's operations computed ahead of it, in an earlier "
-                "step, whose update is wrong: resume from a checkpoint before it. Set prefetch={'computed_ids': False} "
+                "a table was called with another input than the step's operations computed ahead "
+                "of it, in an earlier "
+                "step, whose update is wrong: resume from a checkpoint before it. Set "
+                "prefetch={'computed_ids': False} "
                 "to look up what the step computes as it is called."
             )
 
 
 class DifferingCalls:
-    """The calls of one trainer that differ from what was prefetched, or between ranks: all ranks raise together.
+    """The calls of one trainer that differ from what was prefetched, or between ranks: all ranks
+    raise together.
 
-    A rank that raised at once would not reach the lookups, or the user's own collectives, in which the others wait for
-    it. The next lookup that is made as it is called carries the failure to all ranks, else the step's control message.
+    A rank that raised at once would not reach the lookups, or the user's own collectives, in which
+    the others wait for it. The next lookup that is made as it is called carries the failure to all
+    ranks, else the step's control message.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -203,7 +244,8 @@ class DifferingCalls:
         self._ranks = ranks
 
     def note(self, failure: ProvenanceError, make_rows: Callable[[], Any]) -> Any:
-        """Note that a call differs, and return what it gets for rows. Of several, the first is raised."""
+        """Note that a call differs, and return what it gets for rows. Of several, the first is
+        raised."""
         self.failure = self.failure or failure
         try:
             return make_rows()
@@ -225,8 +267,10 @@ class DifferingCalls:
         path, flags = next((call.path, flags) for call, flags in pairs if len(set(flags)) > 1)
         learning = [rank for rank, learns in enumerate(flags) if learns]
         raise ShardingError(
-            f"'{path}' was called with ids whose weights need a gradient on ranks {learning} of {len(flags)}, and on "
-            "no others. Freeze feature processors, and layers that compute weights, on all ranks alike."
+            f"'{path}' was called with ids whose weights need a gradient on ranks {learning} of "
+            f"{len(flags)}, and on "
+            "no others. Freeze feature processors, and layers that compute weights, on all ranks "
+            "alike."
         )
 
     def check_late(self, wait: bool = False) -> None:
@@ -237,15 +281,18 @@ class DifferingCalls:
             self.failure = self.failure or failure
 
     def raise_in_lookup(self) -> None:
-        """Raise this rank's failure, if any, in a lookup that is made as it is called; that carries it to all ranks."""
+        """Raise this rank's failure, if any, in a lookup that is made as it is called; that carries
+        it to all ranks."""
         if self.failure is not None:
             self.is_reported = True
             raise self.failure
 
     def raise_failure(self, rank: int) -> None:
-        """Collective. Raise this rank's failure, or that of `rank`, as its control message has announced."""
+        """Collective. Raise this rank's failure, or that of `rank`, as its control message has
+        announced."""
         self.is_reported = True
-        # A rank that failed in the meantime does not come: the others raise all the same, with less to say.
+        # A rank that failed in the meantime does not come: the others raise all the same, with less
+        # to say.
         text = "a call differs from what was prefetched; that rank's own message says which"
         if self._ranks.start_all_reduce_min().wait_up_to(NOTICE_SECONDS):
             text = self._ranks.all_gather(None if self.failure is None else str(self.failure))[rank]

@@ -1,7 +1,8 @@
-"""Stops all ranks after the last batch that every rank has; or, for predictions, after the last that any rank has.
+"""Stops all ranks after the last batch that every rank has; or, for predictions, after the last
+that any rank has.
 
-A rank that still has a batch when another has none would wait in the tables' exchange forever. Ranks compare the
-lengths of sized loaders once, and the states of other loaders before every batch.
+A rank that still has a batch when another has none would wait in the tables' exchange forever.
+Ranks compare the lengths of sized loaders once, and the states of other loaders before every batch.
 """
 
 import inspect
@@ -24,16 +25,25 @@ from lightning_distrec.ranks import Ranks
 
 UnevenInputs = Literal["stop", "error"]
 Repeats = Literal["no", "last", "empty"]
-"""What a rank gets that has had its batches, while other ranks have some: nothing; its last one; that, or None."""
+"""What a rank gets that has had its batches, while other ranks have some: nothing; its last one;
+that, or None."""
 FAILED, ENDED, HAS_BATCH = 0, 1, 2
 """What a loader gives when it is asked for a batch; the minimum over ranks decides."""
 
 
-def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], None], repeats: Repeats = "no") -> Any:
-    """Collective. Return a loader that gives the same number of batches on every rank, `loader` itself if it does.
+def even(
+    loader: Any,
+    ranks: Ranks,
+    mode: UnevenInputs,
+    warn: Callable[[str], None],
+    repeats: Repeats = "no",
+) -> Any:
+    """Collective. Return a loader that gives the same number of batches on every rank, `loader`
+    itself if it does.
 
     repeats: whether ranks with fewer batches get `Repeated` ones, instead of all ranks stopping.
-    Raises DataError on every rank: the lengths differ and mode is "error"; a rank has no batch at all.
+    Raises DataError on every rank: the lengths differ and mode is "error"; a rank has no batch at
+    all.
     """
     if ranks.num_ranks == 1:
         return loader
@@ -42,7 +52,10 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
     gathered = ranks.all_gather((sized_len(loader), is_exact))
     lengths = [length for length, _ in gathered]
     sizes = [length for length in lengths if length is not None]
-    end, all_exact = EndPolicy(ranks, mode, warn), None not in lengths and all(is_exact for _, is_exact in gathered)
+    end, all_exact = (
+        EndPolicy(ranks, mode, warn),
+        None not in lengths and all(is_exact for _, is_exact in gathered),
+    )
     if not all_exact and repeats != "no" and mode == "stop":
         return RepeatingLoader(loader, None, end, repeats)
     if not all_exact:
@@ -51,7 +64,10 @@ def even(loader: Any, ranks: Ranks, mode: UnevenInputs, warn: Callable[[str], No
         return loader
     text = f"the ranks have {', '.join(map(str, sizes))} batches of {type(loader).__name__}"
     if mode == "error":
-        raise DataError(f"{text}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+        raise DataError(
+            f"{text}, and uneven_inputs='error'. Give each rank as many, or set "
+            "uneven_inputs='stop'."
+        )
     if min(sizes) == 0 and repeats != "empty":
         raise DataError(f"{text}: none that all of them have. Give every rank at least one batch.")
     if repeats != "no":
@@ -67,7 +83,8 @@ def _with_attributes(kind: type, attributes: dict[str, Any]) -> Any:
 
 
 class Wrapper:
-    """A loader around another one, which has all other attributes: sampler, dataset, state for resuming."""
+    """A loader around another one, which has all other attributes: sampler, dataset, state for
+    resuming."""
 
     _attributes: tuple[str, ...] = ("end", "agrees", "length", "repeats")
     """Attributes of the wrappers; all others are the loader's."""
@@ -75,7 +92,8 @@ class Wrapper:
     def __init__(self, loader: Any) -> None:
         # Past our own __setattr__, which would hand the attributes on to the loader.
         object.__setattr__(self, "_loader", loader)
-        # isinstance checks of Lightning's Protocol of stateful loaders pass over __getattr__ since Python 3.12.
+        # isinstance checks of Lightning's Protocol of stateful loaders pass over __getattr__ since
+        # Python 3.12.
         for name in ("state_dict", "load_state_dict"):
             if hasattr(loader, name):
                 object.__setattr__(self, name, getattr(loader, name))
@@ -92,17 +110,20 @@ class Wrapper:
     has_begun = False
     """Whether an iterator of `_begin_late` has begun."""
     continues = False
-    """Whether the next one goes on in an epoch: what it draws when it begins was drawn before the checkpoint."""
+    """Whether the next one goes on in an epoch: what it draws when it begins was drawn before the
+    checkpoint."""
 
     def _begin_late(self) -> Iterator[Any]:
-        """Return the loader's batches; it begins, and draws seeds of workers, with the first one."""
+        """Return the loader's batches; it begins, and draws seeds of workers, with the first
+        one."""
         with torch.random.fork_rng(devices=[]) if self.continues else nullcontext():
             batches = iter(self._loader)
         vars(self).update(continues=False, has_begun=True)
         yield from batches
 
     def __getattr__(self, name: str) -> Any:
-        # copy.deepcopy asks the instance for __deepcopy__: the loader's own would return a copy without this wrapper.
+        # copy.deepcopy asks the instance for __deepcopy__: the loader's own would return a copy
+        # without this wrapper.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(object.__getattribute__(self, "_loader"), name)
@@ -142,8 +163,8 @@ class EndPolicy:
     def apply(self, count: int, state: int, failure: Exception | None) -> None:
         """Collective. End the epoch after `count` batches, once not every rank has another one.
 
-        Raises DataError on every rank: one rank's loader failed (it raises its own exception); the numbers of batches
-        differ and mode is "error", or a rank has none.
+        Raises DataError on every rank: one rank's loader failed (it raises its own exception); the
+        numbers of batches differ and mode is "error", or a rank has none.
         """
         # Before anything is raised, so that the rank whose loader failed takes part.
         states = self.ranks.all_gather((state, failure and f"{type(failure).__name__}: {failure}"))
@@ -151,21 +172,30 @@ class EndPolicy:
             raise failure
         for rank, (other, reported) in enumerate(states):
             if other == FAILED:
-                raise DataError(f"the dataloader of rank {rank} failed at batch {count}: {reported}")
+                raise DataError(
+                    f"the dataloader of rank {rank} failed at batch {count}: {reported}"
+                )
         longer = [rank for rank, (other, _) in enumerate(states) if other == HAS_BATCH]
         if not longer:
             return
         text = f"after {count} batches ranks {longer} have more, the others none"
         if self.mode == "error":
-            raise DataError(f"{text}, and uneven_inputs='error'. Give each rank as many, or set uneven_inputs='stop'.")
+            raise DataError(
+                f"{text}, and uneven_inputs='error'. Give each rank as many, or set "
+                "uneven_inputs='stop'."
+            )
         if count == 0:
-            raise DataError(f"{text}: there is no batch that all ranks have. Give every rank at least one batch.")
+            raise DataError(
+                f"{text}: there is no batch that all ranks have. Give every rank at "
+                "least one batch."
+            )
         self.warn(f"{text}; all stop here (uneven_inputs='stop').")
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A rank's last batch again, None if it has had none: other ranks have one, and wait for this rank's exchanges."""
+    """A rank's last batch again, None if it has had none: other ranks have one, and wait for this
+    rank's exchanges."""
 
     batch: Any
 
@@ -173,8 +203,9 @@ class Repeated:
 class RepeatingLoader(Wrapper):
     """All batches of a loader, and then `Repeated` ones while any rank has batches.
 
-    length: the largest of any rank; None: it is not known, ranks agree on each batch, and iterating is collective.
-    Iterating raises DataError as `EndPolicy` does; under repeats="empty" a rank may have no batch.
+    length: the largest of any rank; None: it is not known, ranks agree on each batch, and iterating
+    is collective. Iterating raises DataError as `EndPolicy` does; under repeats="empty" a rank may
+    have no batch.
     """
 
     def __init__(self, loader: Any, length: int | None, end: EndPolicy, repeats: Repeats) -> None:
@@ -205,17 +236,20 @@ class RepeatingLoader(Wrapper):
 
 
 class EvenLoader(Wrapper):
-    """A loader without an exact length; the ranks agree before each batch that all of them have one.
+    """A loader without an exact length; the ranks agree before each batch that all of them have
+    one.
 
-    Iterating over it is collective: a callback that looks at batches on one rank only must take the loader from its
-    own datamodule instead. length: the minimum over ranks of what the loaders say; None: some say nothing.
+    Iterating over it is collective: a callback that looks at batches on one rank only must take the
+    loader from its own datamodule instead. length: the minimum over ranks of what the loaders say;
+    None: some say nothing.
     """
 
     def __init__(self, loader: Any, end: EndPolicy, length: int | None = None) -> None:
         super().__init__(loader)
         self.end, self.length = end, length
         self.agrees = True
-        """Whether iterators that begin now agree on their end; false where the fetcher of the batches does it."""
+        """Whether iterators that begin now agree on their end; false where the fetcher of the
+        batches does it."""
 
     def __len__(self) -> int:
         if self.length is None:
@@ -223,8 +257,10 @@ class EvenLoader(Wrapper):
         return self.length
 
     def __iter__(self) -> Iterator[Any]:
-        """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy` does."""
-        # Decided when the iterator begins: the fetcher resets `agrees` as soon as all iterators exist.
+        """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy`
+        does."""
+        # Decided when the iterator begins: the fetcher resets `agrees` as soon as all iterators
+        # exist.
         # One that fails to start fails at the first batch, where all ranks learn of it.
         batches = self._begin_late()
         return self._agreed(batches) if self.agrees else batches
@@ -233,7 +269,8 @@ class EvenLoader(Wrapper):
         count = 0
         while True:
             state, batch, failure = draw_next(batches)
-            # A batch of this rank is left out where another rank has none, and would never join its lookups.
+            # A batch of this rank is left out where another rank has none, and would never join its
+            # lookups.
             if self.end.ranks.all_reduce_min(state) < HAS_BATCH:
                 self.end.apply(count, state, failure)
                 return
@@ -261,15 +298,19 @@ def choose_repeats(trainer: Trainer, strategy: Any) -> Repeats:
 
 
 def _predicts_alone(strategy: Any, module: nn.Module) -> bool:
-    """Return whether predict_step exchanges nothing. Tables that an earlier run has sharded exchange rows in it."""
+    """Return whether predict_step exchanges nothing. Tables that an earlier run has sharded
+    exchange rows in it."""
     # By name: what defines the class imports torchrec, which other strategies do without.
     return strategy.predicts_alone and all(
-        kind.__name__ != "ShardedProxy" for child in module.modules() for kind in type(child).__mro__
+        kind.__name__ != "ShardedProxy"
+        for child in module.modules()
+        for kind in type(child).__mro__
     )
 
 
 def join_predictions(trainer: Trainer, strategy: Any) -> Patches:
-    """Let a rank run its last batch again for other ranks' batches: no hook is called, and no result is kept."""
+    """Let a rank run its last batch again for other ranks' batches: no hook is called, and no
+    result is kept."""
 
     def take_part(repeated: Repeated, batch_idx: int, dataloader_idx: int) -> None:
         """Collective, with the predict_step of ranks that have a batch."""

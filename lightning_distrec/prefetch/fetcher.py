@@ -1,11 +1,13 @@
-"""Draws batches ahead of their steps, in the place of Lightning's own fetcher; on a GPU, on streams of their own.
+"""Draws batches ahead of their steps, in the place of Lightning's own fetcher; on a GPU, on streams
+of their own.
 
-What Lightning does to a batch between loader and step (precision, transfer hooks, device) is done when the batch is
-drawn. Lightning's loop then gets a `ReadyBatch`, which the strategy unpacks where it would have moved the batch.
+What Lightning does to a batch between loader and step (precision, transfer hooks, device) is done
+when the batch is drawn. Lightning's loop then gets a `ReadyBatch`, which the strategy unpacks where
+it would have moved the batch.
 
-On a GPU batches are copied from pinned memory on one CUDA stream, and their ids are exchanged on another. Not run on a
-GPU yet, but on tests/support/host_cuda. Without a GPU there is nothing of it: gloo threads work during the computation
-by themselves.
+On a GPU batches are copied from pinned memory on one CUDA stream, and their ids are exchanged on
+another. Not run on a GPU yet, but on tests/support/host_cuda. Without a GPU there is nothing of it:
+gloo threads work during the computation by themselves.
 """
 
 from collections import deque
@@ -21,16 +23,29 @@ from typing_extensions import override
 
 from lightning_distrec import gpu, spans
 from lightning_distrec._compat.lightning import DataFetcher
-from lightning_distrec._compat.lightning_data import combining_mode, loader_states, override_loader_states
+from lightning_distrec._compat.lightning_data import (
+    combining_mode,
+    loader_states,
+    override_loader_states,
+)
 from lightning_distrec._compat.tensors import parts_of
 from lightning_distrec.prefetch.batch_objects import tensors_in
-from lightning_distrec.prefetch.even_batches import ENDED, FAILED, HAS_BATCH, EndPolicy, EvenLoader, Repeated, draw_next
+from lightning_distrec.prefetch.even_batches import (
+    ENDED,
+    FAILED,
+    HAS_BATCH,
+    EndPolicy,
+    EvenLoader,
+    Repeated,
+    draw_next,
+)
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.prefetcher import Prefetcher
 
 
 class ReadyBatch:
-    """A batch that is ready for its step. It is no container, so that Lightning's conversions leave it alone."""
+    """A batch that is ready for its step. It is no container, so that Lightning's conversions leave
+    it alone."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -44,10 +59,19 @@ class PrefetchFetcher(DataFetcher):
     """
 
     def __init__(
-        self, kind: str, prefetcher: Prefetcher, end: EndPolicy, make_ready: Callable[[InFlightBatch, Any, int], None]
+        self,
+        kind: str,
+        prefetcher: Prefetcher,
+        end: EndPolicy,
+        make_ready: Callable[[InFlightBatch, Any, int], None],
     ) -> None:
         super().__init__()
-        self._kind, self._prefetcher, self._end, self._make_ready = kind, prefetcher, end, make_ready
+        self._kind, self._prefetcher, self._end, self._make_ready = (
+            kind,
+            prefetcher,
+            end,
+            make_ready,
+        )
         self._queue: deque[InFlightBatch] = deque()
         self._count = self._num_drawn = 0
         self._has_more, self._agrees_on_draws, self._has_ended = True, False, False
@@ -56,11 +80,18 @@ class PrefetchFetcher(DataFetcher):
     @override
     def __iter__(self) -> "PrefetchFetcher":
         self.drop()
-        loaders = [loader for loader in self.combined_loader.flattened if isinstance(loader, EvenLoader)]
-        if len(self.combined_loader.flattened) > 1 and combining_mode(self.combined_loader) != "min_size":
-            # Each has an end of its own: Lightning restarts it then, leaves it out, or goes on with the next one.
+        loaders = [
+            loader for loader in self.combined_loader.flattened if isinstance(loader, EvenLoader)
+        ]
+        if (
+            len(self.combined_loader.flattened) > 1
+            and combining_mode(self.combined_loader) != "min_size"
+        ):
+            # Each has an end of its own: Lightning restarts it then, leaves it out, or goes on with
+            # the next one.
             self._agrees_on_draws, loaders = bool(loaders), []
-        # Iterators that begin now leave it to this fetcher to agree: its messages carry the state of each batch.
+        # Iterators that begin now leave it to this fetcher to agree: its messages carry the state
+        # of each batch.
         for loader in loaders:
             loader.agrees = False
         try:
@@ -76,8 +107,10 @@ class PrefetchFetcher(DataFetcher):
 
     @override
     def __next__(self) -> Any:
-        """Collective. Return the next batch, its index and its loader's. Raises DataError as `EndPolicy` does."""
-        # First: where the last step has failed on another rank this raises, and no loader is drawn from.
+        """Collective. Return the next batch, its index and its loader's. Raises DataError as
+        `EndPolicy` does."""
+        # First: where the last step has failed on another rank this raises, and no loader is drawn
+        # from.
         self._prefetcher.finish_step()
         if self.length is not None and self.fetched >= self.length:
             self.done = True
@@ -89,10 +122,15 @@ class PrefetchFetcher(DataFetcher):
             self._stop_profiler()
         self.fetched += 1
         self._count += 1
-        # A checkpoint in this step resumes after this batch, though later ones were drawn from the loaders.
+        # A checkpoint in this step resumes after this batch, though later ones were drawn from the
+        # loaders.
         self._loader_states = in_flight.loader_states
         counted = self.length is not None and self.fetched >= self.length
-        if self.length is None and self._queue and self._prefetcher.agreed_status(self._queue[0]).state == ENDED:
+        if (
+            self.length is None
+            and self._queue
+            and self._prefetcher.agreed_status(self._queue[0]).state == ENDED
+        ):
             self._end_epoch()  # now: Lightning does not ask again after the last batch
         self.done = counted or self._has_ended
         self._prefetcher.current, self._prefetcher.following = in_flight, list(self._queue)
@@ -113,7 +151,8 @@ class PrefetchFetcher(DataFetcher):
         return in_flight
 
     def _end_epoch(self) -> None:
-        """Collective. End the epoch where not every rank has another batch. Raises DataError as `EndPolicy` does."""
+        """Collective. End the epoch where not every rank has another batch. Raises DataError as
+        `EndPolicy` does."""
         self.done = True
         # Lightning may ask again after the end; `apply` is collective, and warns.
         if not self._has_ended:
@@ -128,22 +167,26 @@ class PrefetchFetcher(DataFetcher):
             self._prefetcher.prepare(in_flight)
 
     def _has_more_after(self, in_flight: InFlightBatch) -> bool:
-        """Return whether to draw another batch; collective where loaders agree when they are drawn from.
+        """Return whether to draw another batch; collective where loaders agree when they are drawn
+        from.
 
-        No batch is drawn that will have no step: a stream would continue after it in the next epoch.
+        No batch is drawn that will have no step: a stream would continue after it in the next
+        epoch.
         """
         self._num_drawn += 1
         if self.length is not None and self._num_drawn >= self.length:
             return False
         state = in_flight.state
         if self._agrees_on_draws:
-            # Every rank draws until the first batch that some rank lacks, so that all of them come here together.
+            # Every rank draws until the first batch that some rank lacks, so that all of them come
+            # here together.
             state = self._prefetcher.ranks.all_reduce_min(state)
         return state == HAS_BATCH
 
     def _draw(self) -> InFlightBatch:
         assert self.iterator is not None
-        # In inference mode torch does not count writes in place, by which changed inputs are noticed.
+        # In inference mode torch does not count writes in place, by which changed inputs are
+        # noticed.
         with torch.inference_mode(False):
             state, drawn, failure = draw_next(self.iterator)
             batch, batch_idx, dataloader_idx = drawn if state == HAS_BATCH else (None, 0, 0)
@@ -217,10 +260,12 @@ class Streams:
             step.wait_stream(self.ids)
 
     def copied(self, batch: Any) -> Any:
-        """Let the stream of ids use a batch that was copied; returns the event that `hand_over` waits for."""
+        """Let the stream of ids use a batch that was copied; returns the event that `hand_over`
+        waits for."""
         if self._copies is None or self.ids is None:
             return None
-        # The allocator must not give this memory away while kernels on the stream of ids may still read it.
+        # The allocator must not give this memory away while kernels on the stream of ids may still
+        # read it.
         event = self._copies.record_event()
         self.ids.wait_event(event)
         for tensor in self._on_device(batch):
@@ -232,13 +277,19 @@ class Streams:
         if copied is None:
             return
         stream = torch.cuda.current_stream(self._device)
-        # The copies' stream has allocated the memory, and could use it again while kernels of the step still read it.
+        # The copies' stream has allocated the memory, and could use it again while kernels of the
+        # step still read it.
         stream.wait_event(copied)
         for tensor in self._on_device(batch):
             tensor.record_stream(stream)
 
     def _on_device(self, batch: Any) -> list[Tensor]:
-        return [part for tensor in tensors_in(batch) if gpu.is_on_gpu(tensor) for part in parts_of(tensor)]
+        return [
+            part
+            for tensor in tensors_in(batch)
+            if gpu.is_on_gpu(tensor)
+            for part in parts_of(tensor)
+        ]
 
 
 @runtime_checkable
@@ -250,16 +301,23 @@ class Pinnable(Protocol):
 
 
 def pin(batch: Any) -> Any:
-    """Return the batch with its dense tensors on the host pinned, in dicts, lists, tuples and dataclasses."""
+    """Return the batch with its dense tensors on the host pinned, in dicts, lists, tuples and
+    dataclasses."""
     return apply_to_collection(batch, Pinnable, _pin, allow_frozen=True)
 
 
 def _pin(data: Any) -> Any:
     tensors = [data] if isinstance(data, Tensor) else tensors_in(data)
-    can_be = all(tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested for tensor in tensors)
+    can_be = all(
+        tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
+        for tensor in tensors
+    )
     return data.pin_memory() if can_be else data
 
 
 def move_jagged(batch: Any, device: torch.device) -> Any:
-    """Return the batch with KeyedJaggedTensors copied to the device, for which Lightning's `to(device)` would wait."""
-    return apply_to_collection(batch, Pipelineable, lambda data: data.to(device, non_blocking=True), allow_frozen=True)
+    """Return the batch with KeyedJaggedTensors copied to the device, for which Lightning's
+    `to(device)` would wait."""
+    return apply_to_collection(
+        batch, Pipelineable, lambda data: data.to(device, non_blocking=True), allow_frozen=True
+    )

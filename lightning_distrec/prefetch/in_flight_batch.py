@@ -1,4 +1,5 @@
-"""One batch in flight: its lookups are prepared, their ids sent, their rows looked up, and user code takes them."""
+"""One batch in flight: its lookups are prepared, their ids sent, their rows looked up, and user
+code takes them."""
 
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -8,13 +9,20 @@ from lightning_distrec.errors import IdsError, ProvenanceError
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.computed_calls import ComputedCall, replaying
 from lightning_distrec.prefetch.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
-from lightning_distrec.prefetch.sources import BatchRoots, Compare, are_unwritten, is_same_input, versions
+from lightning_distrec.prefetch.sources import (
+    BatchRoots,
+    Compare,
+    are_unwritten,
+    is_same_input,
+    versions,
+)
 from lightning_distrec.prefetch.step_calls import PrefetchedCall, StepCalls
 from lightning_distrec.ranks import Ranks
 
 
 class PrefetchedLookup:
-    """One call that the step will make. table: a PrefetchableTable (strategies/tables/prefetching.py)."""
+    """One call that the step will make. table: a PrefetchableTable
+    (strategies/tables/prefetching.py)."""
 
     def __init__(self, call: PrefetchedCall, table: Any, roots: BatchRoots) -> None:
         self.call, self.table = call, table
@@ -22,7 +30,8 @@ class PrefetchedLookup:
         self._versions = versions(*self._arguments)
         self._begun = table.begin(self._arguments)
         self.request: Any = None if table.on_gpu else table.prepare(self._begun)
-        """Its LookupRequest, once it is prepared. Its `late_weights`, which the step computes, follow the ids."""
+        """Its LookupRequest, once it is prepared. Its `late_weights`, which the step computes,
+        follow the ids."""
         self._looked_up: Any = None
         self._state: Any = None
         self.is_taken = False
@@ -38,10 +47,12 @@ class PrefetchedLookup:
         self._looked_up = self.table.look_up(self.request)
 
     def is_called_with(self, arguments: tuple[Any, ...], compare: Compare | None) -> bool:
-        """Whether these are the prefetched arguments, not written to since. compare: as of `is_same_input`."""
+        """Whether these are the prefetched arguments, not written to since. compare: as of
+        `is_same_input`."""
         if len(arguments) != len(self._arguments):
             return False
-        # On a GPU numbers are compared for computed inputs only; what was found in the batch must be the same memory.
+        # On a GPU numbers are compared for computed inputs only; what was found in the batch must
+        # be the same memory.
         compare = compare if isinstance(self.call, ComputedCall) else None
         is_same = all(
             is_same_input(argument, prefetched, compare)
@@ -55,20 +66,22 @@ class PrefetchedLookup:
         return self._looked_up is not None
 
     def take(self, arguments: tuple[Any, ...] | None = None) -> tuple[Any, bool]:
-        """Collective. Return the outputs, and whether they were looked up before. arguments: None where they differ."""
+        """Collective. Return the outputs, and whether they were looked up before. arguments: None
+        where they differ."""
         self.is_taken = True
         self.table.note_call(self.request)
         if self.request.late_weights is not None and arguments is not None:
             self.table.give_weights(self.request, arguments)
-        # Under manual optimization an optimizer may have stepped since the rows were looked up. The state is alike on
-        # all ranks: either all of them look up again or none does.
+        # Under manual optimization an optimizer may have stepped since the rows were looked up. The
+        # state is alike on all ranks: either all of them look up again or none does.
         if self._looked_up is not None and self._state == self.table.state():
             return self._looked_up, True
         return self.table.look_up(self.request), False
 
 
 class InFlightBatch:
-    """A batch, from the loader to the end of its step. state: what the loader gave: a batch, its end, or a failure."""
+    """A batch, from the loader to the end of its step. state: what the loader gave: a batch, its
+    end, or a failure."""
 
     def __init__(self, kind: str, state: int, failure: Exception | None = None) -> None:
         self.kind, self.state, self.failure = kind, state, failure
@@ -93,7 +106,8 @@ class InFlightBatch:
         self._lookups: list[PrefetchedLookup | None] = []
         """For each call of the step its lookup on this rank, None where it is unready."""
         self.placed_paths: frozenset[str] = frozenset()
-        """Tables of which some calls are prefetched: a call is distinguished by how many come before it."""
+        """Tables of which some calls are prefetched: a call is distinguished by how many come
+        before it."""
         self._places: dict[str, int] = {}
         self._message: ControlMessage | None = None
         self._is_read = False
@@ -109,7 +123,8 @@ class InFlightBatch:
             self.prefetched = [lookup for lookup in self._lookups if lookup is not None]
         except Exception as error:
             self._fail(error)
-        # The lookups have what they need; the memo would hold intermediate results until the step of this batch.
+        # The lookups have what they need; the memo would hold intermediate results until the step
+        # of this batch.
         self.roots.memo.clear()
 
     def _prepared(self, call: PrefetchedCall, table: Any) -> PrefetchedLookup | None:
@@ -122,7 +137,8 @@ class InFlightBatch:
             return None
 
     def finish_preparing(self) -> None:
-        """Prepare the lookups that were only begun, since a GPU had not got the batch yet. Waits for it."""
+        """Prepare the lookups that were only begun, since a GPU had not got the batch yet. Waits
+        for it."""
         try:
             with replaying():
                 for lookup in self.prefetched or []:
@@ -142,8 +158,12 @@ class InFlightBatch:
             return BatchStatus(self.state, ready=False)
         in_range = all(lookup.request.problem is None for lookup in self.prefetched)
         sizes, form = tuple(self._sizes()), self._form()
-        counts = tuple([() if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._lookups])
-        return BatchStatus(self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes, counts=counts)
+        counts = tuple([
+            () if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._lookups
+        ])
+        return BatchStatus(
+            self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes, counts=counts
+        )
 
     def _sizes(self) -> list[tuple[int, int]]:
         assert self._step is not None
@@ -156,9 +176,11 @@ class InFlightBatch:
         ]
 
     def _form(self) -> int:
-        """Return a number for the types of all lookups in order; for an unready one, those of a batch before it.
+        """Return a number for the types of all lookups in order; for an unready one, those of a
+        batch before it.
 
-        Of one that a rank refuses there is none: the others may have had it ready once, and would differ for ever.
+        Of one that a rank refuses there is none: the others may have had it ready once, and would
+        differ for ever.
         """
         assert self._step is not None
         form = 0
@@ -167,7 +189,8 @@ class InFlightBatch:
                 self._step.forms[i] = 0
             elif lookup is not None:
                 self._step.forms[i] = lookup.request.form
-            # A polynomial hash that fits into an int64 of the message; Python's own hash differs between processes.
+            # A polynomial hash that fits into an int64 of the message; Python's own hash differs
+            # between processes.
             form = (form * 1_000_003 + self._step.forms[i]) % 2**61
         return form
 
@@ -190,18 +213,30 @@ class InFlightBatch:
             if not status.ready:
                 self.prefetched = None
             elif self._step is not None:
-                self._take_sizes(self._step, status.sizes, status.counts or ((),) * len(status.sizes))
+                self._take_sizes(
+                    self._step, status.sizes, status.counts or ((),) * len(status.sizes)
+                )
         return status
 
     def _take_sizes(
-        self, step: StepCalls, sizes_by_lookup: tuple[tuple[int, int], ...], counts: tuple[tuple[int, ...], ...]
+        self,
+        step: StepCalls,
+        sizes_by_lookup: tuple[tuple[int, int], ...],
+        counts: tuple[tuple[int, ...], ...],
     ) -> None:
         # A negative size: some rank has sent UNREADY or REFUSED.
-        unready = {call.path for call, sizes in zip(step.calls, sizes_by_lookup, strict=False) if sizes[0] < 0}
-        # Decided by the agreed sizes, so that all ranks send the ids of the same lookups in one exchange.
+        unready = {
+            call.path
+            for call, sizes in zip(step.calls, sizes_by_lookup, strict=False)
+            if sizes[0] < 0
+        }
+        # Decided by the agreed sizes, so that all ranks send the ids of the same lookups in one
+        # exchange.
         # Not strict below: messages are padded to the kind of step with the most calls.
         self.prefetched, self.placed_paths = [], step.placed_paths | unready
-        for call, lookup, sizes, received in zip(step.calls, self._lookups, sizes_by_lookup, counts, strict=False):
+        for call, lookup, sizes, received in zip(
+            step.calls, self._lookups, sizes_by_lookup, counts, strict=False
+        ):
             is_ready = sizes[0] >= 0 and (call.path in step.regular or call.path not in unready)
             if lookup is not None and is_ready:
                 lookup.request.sizes, lookup.request.received = sizes, received
@@ -211,15 +246,23 @@ class InFlightBatch:
     def is_complete(self) -> bool:
         """Whether all lookups of its step are prefetched."""
         all_calls = self._step is not None and self._step.is_complete
-        return all_calls and self.prefetched is not None and len(self.prefetched) == len(self._lookups)
+        return (
+            all_calls and self.prefetched is not None and len(self.prefetched) == len(self._lookups)
+        )
 
     def refused_calls(self) -> list[ComputedCall]:
-        """Return the calls that a rank cannot compute ahead, alike on all ranks, once its status is agreed."""
+        """Return the calls that a rank cannot compute ahead, alike on all ranks, once its status is
+        agreed."""
         if self._step is None:
             return []
         pairs = zip(self._step.calls, self.agreed_status().sizes, strict=False)
-        # The smallest is that of a rank that refuses; the largest may be of another, which does not.
-        return [call for call, (smallest, _) in pairs if smallest == REFUSED[0] and isinstance(call, ComputedCall)]
+        # The smallest is that of a rank that refuses; the largest may be of another, which does
+        # not.
+        return [
+            call
+            for call, (smallest, _) in pairs
+            if smallest == REFUSED[0] and isinstance(call, ComputedCall)
+        ]
 
     def raise_problem(self, ranks: Ranks) -> None:
         """Collective. Raise IdsError: what is wrong with the ids on one of the ranks."""
@@ -236,10 +279,16 @@ class InFlightBatch:
     def find(
         self, path: str, arguments: tuple[Any, ...], compare: Compare | None = None
     ) -> tuple[PrefetchedLookup | None, ProvenanceError | None]:
-        """Return the prefetched lookup of this call, or None; the error: it was prefetched with other arguments."""
-        waiting = [lookup for lookup in self.prefetched or [] if lookup.call.path == path and not lookup.is_taken]
+        """Return the prefetched lookup of this call, or None; the error: it was prefetched with
+        other arguments."""
+        waiting = [
+            lookup
+            for lookup in self.prefetched or []
+            if lookup.call.path == path and not lookup.is_taken
+        ]
         # Counted for calls that were not prefetched too, since all ranks make them.
-        if path in self.placed_paths:  # another call may have the same input by chance, but not on all ranks
+        # another call may have the same input by chance, but not on all ranks
+        if path in self.placed_paths:
             place = self._places.get(path, 0)
             self._places[path] = place + 1
             waiting = [lookup for lookup in waiting if getattr(lookup.call, "place", None) == place]
@@ -266,11 +315,13 @@ def cause_of_difference(call: PrefetchedCall) -> str:
     """Return why a step may call a table with something else than what was prefetched."""
     if isinstance(call, ComputedCall):
         return (
-            "another input than its operations computed ahead of the step; something that they depend on has changed "
+            "another input than its operations computed ahead of the step; something that they "
+            "depend on has changed "
             "since the first steps"
         )
     return (
-        "an input that is not the part of the batch it was called with in the first step, or that was written to in "
+        "an input that is not the part of the batch it was called with in the first step, or that "
+        "was written to in "
         "place since the batch was fetched"
     )
 
@@ -278,7 +329,9 @@ def cause_of_difference(call: PrefetchedCall) -> str:
 def _describe_difference(call: PrefetchedCall) -> str:
     option = "{'computed_ids': False}" if isinstance(call, ComputedCall) else "{'depth': 1}"
     return (
-        f"'{call.path}' is called with {cause_of_difference(call)}; its ids have already been sent, and other ranks "
-        "call it as before. Make what you look up in a method sparse_inputs(batch) of the module, or set "
+        f"'{call.path}' is called with {cause_of_difference(call)}; its ids have already been "
+        "sent, and other ranks "
+        "call it as before. Make what you look up in a method sparse_inputs(batch) of the module, "
+        "or set "
         f"prefetch={option} to look it up as it is called."
     )

@@ -1,4 +1,5 @@
-"""What is asked of users' loaders: their first batches, without a change to later ones, and the state of their own."""
+"""What is asked of users' loaders: their first batches, without a change to later ones, and the
+state of their own."""
 
 import copy
 import random
@@ -20,13 +21,16 @@ from lightning_distrec._compat.lightning_data import wrapped_sampler
 from lightning_distrec.prefetch.even_batches import Wrapper
 
 MAX_DEPTH = 5
-"""How far below a dataset its random generators are searched for, through attributes and containers."""
+"""How far below a dataset its random generators are searched for, through attributes and
+containers."""
 MAX_CHILDREN, MAX_OBJECTS = 100, 10_000
-"""How many children of a container, and objects in total, are searched: they may be a dataset's samples."""
+"""How many children of a container, and objects in total, are searched: they may be a dataset's
+samples."""
 
 
 def loaders_in(loaders: Any) -> list[Any]:
-    """Return the loaders of what a Trainer takes for dataloaders: one, a CombinedLoader, or containers of them."""
+    """Return the loaders of what a Trainer takes for dataloaders: one, a CombinedLoader, or
+    containers of them."""
     if isinstance(loaders, CombinedLoader):
         return loaders_in(loaders.flattened)
     if isinstance(loaders, Mapping):
@@ -39,9 +43,15 @@ def loaders_in(loaders: Any) -> list[Any]:
 def peek_obstacle(loader: Any) -> str:
     """Return why one cannot peek at the batches of `loader`; "" where one can."""
     if not isinstance(loader, DataLoader):
-        return f"a {type(loader).__name__} is no DataLoader, and may not start twice with the same batches"
+        return (
+            f"a {type(loader).__name__} is no DataLoader, and may not start twice with the "
+            "same batches"
+        )
     if isinstance(loader.dataset, IterableDataset):
-        return f"{type(loader.dataset).__name__} is an IterableDataset, which may not start twice with the same batches"
+        return (
+            f"{type(loader.dataset).__name__} is an IterableDataset, which may not start twice "
+            "with the same batches"
+        )
     return ""
 
 
@@ -60,11 +70,12 @@ def unchanged(*, include_cuda: bool) -> Iterator[None]:
 
 
 def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, None]:
-    """Yield up to `count` batches of `loader`, made in this process, whatever workers it has; see `peek_obstacle`.
+    """Yield up to `count` batches of `loader`, made in this process, whatever workers it has; see
+    `peek_obstacle`.
 
-    Its sampler stays as it is, since a copy is drawn from; the random generators of its dataset and its collate_fn are
-    restored when this generator is closed or ends. What else a dataset changes when a sample is taken stays changed.
-    Use it inside of `unchanged`.
+    Its sampler stays as it is, since a copy is drawn from; the random generators of its dataset and
+    its collate_fn are restored when this generator is closed or ends. What else a dataset changes
+    when a sample is taken stays changed. Use it inside of `unchanged`.
     """
     fetched: dict[str, Any] = {"collate_fn": loader.collate_fn}
     memo = {id(loader.dataset): loader.dataset}  # a copy of the sampler is for the same dataset
@@ -73,13 +84,16 @@ def first_batches(loader: DataLoader[Any], count: int) -> Generator[Any, None, N
     else:
         fetched |= {"sampler": copy.deepcopy(loader.sampler, memo), "batch_size": None}
     with _keep_generators(loader.dataset, loader.collate_fn):
-        # With a generator, since torch draws a seed for each iterator, by default from its global random numbers.
+        # With a generator, since torch draws a seed for each iterator, by default from its global
+        # random numbers.
         yield from islice(DataLoader(loader.dataset, generator=torch.Generator(), **fetched), count)
 
 
 @contextmanager
 def _keep_generators(*roots: Any) -> Iterator[None]:
-    generators = {id(generator): generator for root in roots for generator in _generators(root, 0, set())}
+    generators = {
+        id(generator): generator for root in roots for generator in _generators(root, 0, set())
+    }
     states = [(generator, _state(generator)) for generator in generators.values()]
     try:
         yield
@@ -89,12 +103,16 @@ def _keep_generators(*roots: Any) -> Iterator[None]:
 
 
 def _generators(root: Any, depth: int, seen: set[int]) -> Iterator[Any]:
-    """Yield the random generators that `root` leads to; seen: ids of the objects that were visited."""
-    # A dataset in memory may hold millions of samples: beyond the limits a generator is not found, nor restored.
+    """Yield the random generators that `root` leads to; seen: ids of the objects that were
+    visited."""
+    # A dataset in memory may hold millions of samples: beyond the limits a generator is not found,
+    # nor restored.
     if depth > MAX_DEPTH or id(root) in seen or len(seen) > MAX_OBJECTS:
         return
     seen.add(id(root))
-    if isinstance(root, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+    if isinstance(
+        root, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+    ):
         yield root
         return
     children: Iterable[Any] = ()
@@ -146,8 +164,8 @@ def has_state(loader: DataLoader[Any]) -> bool:
     """Return whether a DataLoader's own state holds more than a position in its sampler."""
     if not hasattr(loader, "load_state_dict"):
         return False
-    # torchdata's loader over a map-style dataset: its state is the sampler's, and that of Lightning's wrapper around
-    # the sampler is none, so that it would go on in another order.
+    # torchdata's loader over a map-style dataset: its state is the sampler's, and that of
+    # Lightning's wrapper around the sampler is none, so that it would go on in another order.
     sampler = _entries_of(loader)
     parts = (loader.dataset, loader.batch_sampler, sampler, wrapped_sampler(sampler))
     return not is_of_torchdata(loader) or any(hasattr(part, "state_dict") for part in parts)
@@ -164,14 +182,17 @@ def has_position(loader: Any) -> bool:
 
 
 def end_epoch(loader: Any, state: State) -> None:
-    """Let torchdata's loader begin its next epoch as it does after one that has ended in `state`."""
+    """Let torchdata's loader begin its next epoch as it does after one that has ended in
+    `state`."""
     if is_of_torchdata(original_loader(loader)):
         loader.load_state_dict(state)
-        iter(original_loader(loader))  # is at the end; the sampler's and the dataset's state is theirs from now on
+        # is at the end; the sampler's and the dataset's state is theirs from now on
+        iter(original_loader(loader))
 
 
 def loses_order(loader: Any) -> bool:
-    """Return whether a loader's own state lacks the order of its sampler, which Lightning has wrapped."""
+    """Return whether a loader's own state lacks the order of its sampler, which Lightning has
+    wrapped."""
     original = original_loader(loader)
     sampler = _entries_of(original) if isinstance(original, DataLoader) else None
     is_wrapped = isinstance(sampler, DistributedSamplerWrapper)

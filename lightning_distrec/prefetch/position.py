@@ -1,7 +1,9 @@
-"""Resumes a DataLoader in the middle of an epoch, at the first batch that was not trained, on any number of ranks.
+"""Resumes a DataLoader in the middle of an epoch, at the first batch that was not trained, on any
+number of ranks.
 
-Samples that were trained are left out by the sampler, so that they are not loaded. An entry is what a sampler yields:
-the index of a sample, or a batch of indices where a custom batch sampler makes those in its own way.
+Samples that were trained are left out by the sampler, so that they are not loaded. An entry is what
+a sampler yields: the index of a sample, or a batch of indices where a custom batch sampler makes
+those in its own way.
 """
 
 import copy
@@ -14,22 +16,30 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_distrec._compat.lightning_data import wrapped_sampler
 from lightning_distrec.prefetch.even_batches import ShortenedLoader, Wrapper
 from lightning_distrec.prefetch.loaders import has_state, is_of_torchdata
 
 State = dict[str, Any]
-"""A position in plain types and a tensor: batches that this rank was given, samples (entries) that all ranks were given
-in total, `ResumableSampler.layout`, and `ResumableSampler.origin`, from which the order of the epoch is made."""
+"""A position in plain types and a tensor: batches that this rank was given, samples (entries) that
+all ranks were given in total, `ResumableSampler.layout`, and `ResumableSampler.origin`, from which
+the order of the epoch is made."""
 
 
 class ResumableSampler:
-    """What a DataLoader draws from in place of its own sampler: the entries of that one, from `start` on.
+    """What a DataLoader draws from in place of its own sampler: the entries of that one, from
+    `start` on.
 
-    `order` is how the order of all ranks' entries is made, so that other ranks can make it too; None if each rank has
-    an order of its own.
+    `order` is how the order of all ranks' entries is made, so that other ranks can make it too;
+    None if each rank has an order of its own.
     """
 
     def __init__(self, sampler: Any, rank: int, num_ranks: int) -> None:
@@ -42,7 +52,9 @@ class ResumableSampler:
         # Lightning's wrapper draws each epoch's order from the user's sampler.
         self.generator = _generator_of(wrapped_sampler(self.entries)) or torch.default_generator
         distributed = [
-            kind for kind in (DistributedSampler, DistributedSamplerWrapper) if _iterates_as(self.entries, kind)
+            kind
+            for kind in (DistributedSampler, DistributedSamplerWrapper)
+            if _iterates_as(self.entries, kind)
         ]
         self.is_distributed = bool(distributed)
         self.rank, self.num_ranks = rank, num_ranks
@@ -54,12 +66,15 @@ class ResumableSampler:
         self.origin: State = {}
 
     def layout(self) -> State:
-        """Return how entries are distributed over ranks: rank, number of ranks, batch size, length, what is dropped."""
+        """Return how entries are distributed over ranks: rank, number of ranks, batch size, length,
+        what is dropped."""
         return {
             "rank": self.rank,
             "num_ranks": self.num_ranks,
             "batch_size": self.base.batch_size if self.in_batches else 1,
-            "length": len(self.entries.dataset) if self.is_distributed else len(self.entries) * self.num_ranks,
+            "length": len(self.entries.dataset)
+            if self.is_distributed
+            else len(self.entries) * self.num_ranks,
             "drop_last": bool(self.in_batches and self.base.drop_last),
             "drop_uneven": bool(self.is_distributed and self.entries.drop_last),
         }
@@ -73,12 +88,19 @@ class ResumableSampler:
         return len(self.base)
 
     def __iter__(self) -> Iterator[Any]:
-        # Nothing is done before the first entry is drawn: torch makes this iterator twice where there are workers.
+        # Nothing is done before the first entry is drawn: torch makes this iterator twice where
+        # there are workers.
         batches = self.base
         if self.start is None:
             entries = self.entries
-            epoch_settings = (entries.epoch, entries.seed, entries.shuffle) if self.is_distributed else None
-            self.origin = {"order": self.order, "generator": self.generator.get_state(), "of_epoch": epoch_settings}
+            epoch_settings = (
+                (entries.epoch, entries.seed, entries.shuffle) if self.is_distributed else None
+            )
+            self.origin = {
+                "order": self.order,
+                "generator": self.generator.get_state(),
+                "of_epoch": epoch_settings,
+            }
         else:
             self.origin = {name: self.start[name] for name in ("order", "generator", "of_epoch")}
             batches = entries = self._remaining_entries(self.start)
@@ -92,7 +114,8 @@ class ResumableSampler:
         if start["order"] is None or (start["order"] == self.order and not self.is_distributed):
             with torch.random.fork_rng(devices=[]):
                 self.generator.set_state(start["generator"])  # a generator of its own is not reset
-                # Trained entries are drawn once more and dropped; the fork restores the global random numbers.
+                # Trained entries are drawn once more and dropped; the fork restores the global
+                # random numbers.
                 entries = iter(self.entries)
                 deque(islice(entries, start["samples"] // self.num_ranks), maxlen=0)
             return entries
@@ -102,21 +125,32 @@ class ResumableSampler:
         if start["drop_uneven"]:
             del remaining[len(remaining) - uneven :]
         elif uneven:
-            remaining += [order[i % len(order)] for i in range(self.num_ranks - uneven)]  # as DistributedSampler does
+            # as DistributedSampler does
+            remaining += [order[i % len(order)] for i in range(self.num_ranks - uneven)]
         return remaining[self.rank :: self.num_ranks]
 
     def _full_order(self, start: State) -> list[Any]:
-        """Return the entries of all ranks in the order of `start`, whose sampler may have been another one."""
+        """Return the entries of all ranks in the order of `start`, whose sampler may have been
+        another one."""
         samples: Any = range(start["length"])
         is_ours = start["order"] == "DistributedSamplerWrapper"
         if start["order"] == "SequentialSampler":
             return list(samples)
         if start["order"].startswith("RandomSampler"):
-            # Without one of its own RandomSampler draws a seed from torch's global generator, whose state is set below.
-            generator = torch.Generator().set_state(start["generator"]) if "(generator)" in start["order"] else None
+            # Without one of its own RandomSampler draws a seed from torch's global generator, whose
+            # state is set below.
+            generator = (
+                torch.Generator().set_state(start["generator"])
+                if "(generator)" in start["order"]
+                else None
+            )
             sampler: Any = RandomSampler(samples, generator=generator)
         else:
-            sampler = copy.copy(self.entries) if is_ours else DistributedSampler(samples, num_replicas=1, rank=0)
+            sampler = (
+                copy.copy(self.entries)
+                if is_ours
+                else DistributedSampler(samples, num_replicas=1, rank=0)
+            )
             sampler.num_replicas, sampler.rank, sampler.drop_last = 1, 0, False
             # Its constructor has computed both for the number of ranks.
             sampler.num_samples = sampler.total_size = len(samples)
@@ -127,15 +161,21 @@ class ResumableSampler:
 
 
 def _iterates_as(sampler: Any, kind: type[Any]) -> bool:
-    # A subclass that only adds methods draws in the same order; with an __iter__ of its own the order is unknown.
+    # A subclass that only adds methods draws in the same order; with an __iter__ of its own the
+    # order is unknown.
     return getattr(type(sampler), "__iter__", None) is kind.__iter__
 
 
 def _sampler_order(sampler: Any) -> str | None:
-    """Return the name of the order in which torch's own samplers draw each entry once; None: another sampler."""
+    """Return the name of the order in which torch's own samplers draw each entry once; None:
+    another sampler."""
     if type(sampler) is SequentialSampler:
         return "SequentialSampler"
-    if type(sampler) is not RandomSampler or sampler.replacement or len(sampler) != len(sampler.data_source):
+    if (
+        type(sampler) is not RandomSampler
+        or sampler.replacement
+        or len(sampler) != len(sampler.data_source)
+    ):
         return None
     return "RandomSampler" if sampler.generator is None else "RandomSampler(generator)"
 
@@ -149,32 +189,38 @@ def _generator_of(source: Any) -> torch.Generator | None:
 def resumable(loader: Any, rank: int, num_ranks: int, warn: Callable[[str], None]) -> Any:
     """Return a loader of the same batches whose position Lightning stores in checkpoints.
 
-    `loader` itself where its dataset or its sampler has a state of its own, or nothing can be left out of it: it is no
-    DataLoader, nor one that `even` shortened; it has no length; it reads an IterableDataset.
+    `loader` itself where its dataset or its sampler has a state of its own, or nothing can be left
+    out of it: it is no DataLoader, nor one that `even` shortened; it has no length; it reads an
+    IterableDataset.
     warn: called with the reason where a position cannot be used.
     """
     torch_loader = vars(loader)["_loader"] if isinstance(loader, ShortenedLoader) else loader
     is_wrapped = isinstance(torch_loader, Wrapper)
     if is_wrapped or not isinstance(torch_loader, DataLoader) or has_state(torch_loader):
         return loader
-    sampler = torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
+    sampler = (
+        torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
+    )
     if sized_len(sampler) is None:  # that of an IterableDataset is one of these
         return loader
     return PositionedLoader(loader, torch_loader, ResumableSampler(sampler, rank, num_ranks), warn)
 
 
 def num_batches(state: State, num_ranks: int, batch_size: int, trained: int = 0) -> int:
-    """Return how many batches each rank has of `state`'s epoch after the first `trained` entries of it."""
+    """Return how many batches each rank has of `state`'s epoch after the first `trained` entries of
+    it."""
     remaining = max(0, state["length"] - trained)
     per_rank = remaining // num_ranks if state["drop_uneven"] else -(-remaining // num_ranks)
     return int(per_rank // batch_size if state["drop_last"] else -(-per_rank // batch_size))
 
 
 def rescale(progress: int, state: State, num_ranks: int, batch_size: int) -> int:
-    """Return a count of batches for another number of ranks, so that the rest of the epoch brings it to `num_batches`.
+    """Return a count of batches for another number of ranks, so that the rest of the epoch brings
+    it to `num_batches`.
 
-    progress: `state["batches"]`, or a count that is behind it by some batches and stays so. `state["batches"]` becomes
-    0 where this number of ranks cannot resume from `state`: their epoch restarts.
+    progress: `state["batches"]`, or a count that is behind it by some batches and stays so.
+    `state["batches"]` becomes 0 where this number of ranks cannot resume from `state`: their epoch
+    restarts.
     """
     stays = (num_ranks, batch_size) == (state["num_ranks"], state["batch_size"])
     is_own = state["rank"] is not None and (stays or num_ranks == state["num_ranks"] == 1)
@@ -188,28 +234,39 @@ def rescale(progress: int, state: State, num_ranks: int, batch_size: int) -> int
 
 
 def merge_states(rank_states: list[list[State]]) -> list[State]:
-    """Return the states of the loaders, from which any number of ranks can resume; rank_states: each rank's states.
+    """Return the states of the loaders, from which any number of ranks can resume; rank_states:
+    each rank's states.
 
-    Ranks that draw in orders of their own, or batches of unequal size, can resume from their own states only: their
-    "order" is None. Nothing is returned where a loader of another kind has a state.
+    Ranks that draw in orders of their own, or batches of unequal size, can resume from their own
+    states only: their "order" is None. Nothing is returned where a loader of another kind has a
+    state.
     """
     loaders = list(zip(*rank_states, strict=True))
     if len(rank_states) == 1 or not all("of_epoch" in states[0] for states in loaders):
         return rank_states[0] if len(rank_states) == 1 else []
     have_one_size = [len({state["batch_size"] for state in states}) == 1 for states in loaders]
-    orders = [states[0]["order"] if is_alike else None for states, is_alike in zip(loaders, have_one_size, strict=True)]
-    return [{**states[0], "order": order, "rank": None} for states, order in zip(loaders, orders, strict=True)]
+    orders = [
+        states[0]["order"] if is_alike else None
+        for states, is_alike in zip(loaders, have_one_size, strict=True)
+    ]
+    return [
+        {**states[0], "order": order, "rank": None}
+        for states, order in zip(loaders, orders, strict=True)
+    ]
 
 
 def adapt_progress(fit_loop: dict[str, Any], num_ranks: int, num_accumulated: int = 1) -> None:
     """Make positions and Lightning's counts, which end an epoch, consistent for `num_ranks` ranks.
 
-    fit_loop: `checkpoint["loops"]["fit_loop"]`, which is changed. The longest loader counts. Batch sizes are assumed to
-    stay as they are. A step in which an exception was raised is repeated, and so are the batches whose gradients had
-    been accumulated for a step to come. num_accumulated: batches to a step.
+    fit_loop: `checkpoint["loops"]["fit_loop"]`, which is changed. The longest loader counts. Batch
+    sizes are assumed to stay as they are. A step in which an exception was raised is repeated, and
+    so are the batches whose gradients had been accumulated for a step to come. num_accumulated:
+    batches to a step.
     """
     _reopen_epoch(fit_loop)
-    states = [state for state in fit_loop["state_dict"].get("combined_loader", []) if "of_epoch" in state]
+    states = [
+        state for state in fit_loop["state_dict"].get("combined_loader", []) if "of_epoch" in state
+    ]
     progress = fit_loop["epoch_loop.batch_progress"]
     if not states:
         return
@@ -218,7 +275,8 @@ def adapt_progress(fit_loop: dict[str, Any], num_ranks: int, num_accumulated: in
     for name in progress["total"]:
         progress["total"][name] -= pending
     current = {name: min(count, processed) - pending for name, count in progress["current"].items()}
-    # Lightning counts a batch as ready before its step and as processed after it: the difference is a failed step.
+    # Lightning counts a batch as ready before its step and as processed after it: the difference is
+    # a failed step.
     undone = progress["current"]["ready"] - current["ready"]
     for state in states:
         state["samples"] -= min(undone, state["batches"]) * state["batch_size"] * state["num_ranks"]
@@ -229,35 +287,56 @@ def adapt_progress(fit_loop: dict[str, Any], num_ranks: int, num_accumulated: in
     if progress["is_last_batch"] and not undone:
         batches = full  # also where Trainer(limit_train_batches=...) ended the epoch before
     progress["is_last_batch"] = batches >= full
-    progress["current"] = {name: count + batches - state["batches"] for name, count in current.items()}
+    progress["current"] = {
+        name: count + batches - state["batches"] for name, count in current.items()
+    }
     if progress["is_last_batch"]:
         for state in states:
             state.update(batches=0, samples=0)
 
 
 def _reopen_epoch(fit_loop: dict[str, Any]) -> None:
-    """Let an epoch continue that max_steps, max_time or should_stop has ended: Lightning counts it as complete."""
+    """Let an epoch continue that max_steps, max_time or should_stop has ended: Lightning counts it
+    as complete."""
     batches, epochs = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_progress"]
     current = epochs["current"]
-    if batches["is_last_batch"] or not batches["current"]["ready"] or current["processed"] < current["started"]:
+    if (
+        batches["is_last_batch"]
+        or not batches["current"]["ready"]
+        or current["processed"] < current["started"]
+    ):
         return
     for counts in epochs.values():
         counts["processed"] = counts["completed"] = counts["started"] - 1
 
 
 class PositionedLoader(Wrapper):
-    """A loader whose state is the position of its iterator, the one that was begun or drawn from last.
+    """A loader whose state is the position of its iterator, the one that was begun or drawn from
+    last.
 
-    torch_loader: `loader`, or the DataLoader that it shortens. The next iterator begins at a loaded position, later
-    ones do not. A position that no batch follows, or of another epoch than a DistributedSampler is set to, is the
-    beginning of the next epoch. `len` stays that of full epochs. Only torch's random numbers are restored: the order of
-    a sampler that uses others is another one after resuming.
+    torch_loader: `loader`, or the DataLoader that it shortens. The next iterator begins at a loaded
+    position, later ones do not. A position that no batch follows, or of another epoch than a
+    DistributedSampler is set to, is the beginning of the next epoch. `len` stays that of full
+    epochs. Only torch's random numbers are restored: the order of a sampler that uses others is
+    another one after resuming.
     """
 
-    _attributes = ("torch_loader", "sampler_in_use", "warn", "start", "state", "generators", "states_to_set")
+    _attributes = (
+        "torch_loader",
+        "sampler_in_use",
+        "warn",
+        "start",
+        "state",
+        "generators",
+        "states_to_set",
+    )
 
     def __init__(
-        self, loader: Any, torch_loader: Any, sampler_in_use: ResumableSampler, warn: Callable[[str], None]
+        self,
+        loader: Any,
+        torch_loader: Any,
+        sampler_in_use: ResumableSampler,
+        warn: Callable[[str], None],
     ) -> None:
         super().__init__(loader)
         for name in ("state_dict", "load_state_dict"):
@@ -266,8 +345,11 @@ class PositionedLoader(Wrapper):
         self.start: State | None = None
         self.state = self._beginning()
         generators = (_generator_of(torch_loader), sampler_in_use.generator)
-        self.generators = [g for g in dict.fromkeys(generators) if g not in (None, torch.default_generator)]
-        """Those of the loader, from which workers get seeds, and of the sampler, other than torch's global one."""
+        self.generators = [
+            g for g in dict.fromkeys(generators) if g not in (None, torch.default_generator)
+        ]
+        """Those of the loader, from which workers get seeds, and of the sampler, other than torch's
+        global one."""
         self.states_to_set: list[Any] = []
 
     def _beginning(self) -> State:
@@ -283,11 +365,13 @@ class PositionedLoader(Wrapper):
         return {**self.state, "next_generators": states}
 
     def continue_generators(self, state: State) -> None:
-        """Let the next iterator draw from where generators of its own were when `state` was taken, between epochs."""
+        """Let the next iterator draw from where generators of its own were when `state` was taken,
+        between epochs."""
         self.states_to_set = state.get("next_generators", [])
 
     def load_state_dict(self, state: State) -> None:
-        """Let the next iterator begin at `state`, or warn why it cannot. Then `state_dict` is where it will begin."""
+        """Let the next iterator begin at `state`, or warn why it cannot. Then `state_dict` is where
+        it will begin."""
         reason = self._refusal(state)
         if reason is not None:
             self._restart(reason)
@@ -299,24 +383,35 @@ class PositionedLoader(Wrapper):
 
     def _refusal(self, state: State) -> str | None:
         """Return why it cannot resume from `state`, None if it can."""
-        if not self.state.keys() <= state.keys() or (state["samples"] and state["generator"] is None):
+        if not self.state.keys() <= state.keys() or (
+            state["samples"] and state["generator"] is None
+        ):
             return "the checkpoint does not hold the position of such a dataloader"
         order, layout = self.sampler_in_use.order, self.sampler_in_use.layout()
         if order is None or state["order"] is None:
             compared = ("rank", "num_ranks", "length" if layout["num_ranks"] == 1 else "batch_size")
-            can_resume = order == state["order"] and all(layout[name] == state[name] for name in compared)
+            can_resume = order == state["order"] and all(
+                layout[name] == state[name] for name in compared
+            )
         else:
             wraps = "DistributedSamplerWrapper" in (order, state["order"])
-            can_resume = (order == state["order"] or not wraps) and layout["length"] == state["length"]
+            can_resume = (order == state["order"] or not wraps) and layout["length"] == state[
+                "length"
+            ]
         if can_resume or not state["samples"]:
             return None
         text = "{length} samples on {num_ranks} rank(s) in the order of {order}"
-        return f"the checkpoint is of {text.format(**state)}, and now there are {text.format(**layout, order=order)}"
+        return (
+            f"the checkpoint is of {text.format(**state)}, and now there are "
+            f"{text.format(**layout, order=order)}"
+        )
 
     def _restart(self, reason: str) -> None:
         self.warn(
-            f"resuming in the middle of an epoch: {reason}. So this epoch restarts, with samples that were trained. "
-            "Resume with the same data, sampler, batch_size and number of ranks, or from the end of an epoch."
+            f"resuming in the middle of an epoch: {reason}. So this epoch restarts, with samples "
+            "that were trained. "
+            "Resume with the same data, sampler, batch_size and number of ranks, or from the end "
+            "of an epoch."
         )
         self.start, self.state = None, self._beginning()
 
@@ -328,28 +423,53 @@ class PositionedLoader(Wrapper):
         return self._batches(start)
 
     def _batches(self, start: State | None) -> Iterator[Any]:
-        # Starts with the first batch, not before: when Lightning resumes, it makes iterators before it sets the
-        # samplers' epoch, and before on_train_start, where random numbers may be restored.
+        # Starts with the first batch, not before: when Lightning resumes, it makes iterators before
+        # it sets the samplers' epoch, and before on_train_start, where random numbers may be
+        # restored.
         sampler = self.sampler_in_use
-        if start and start["of_epoch"] and sampler.is_distributed and start["of_epoch"][0] != sampler.entries.epoch:
+        if (
+            start
+            and start["of_epoch"]
+            and sampler.is_distributed
+            and start["of_epoch"][0] != sampler.entries.epoch
+        ):
             start = None
         sampler.start, sampler.origin = start, {}
         # A position that continues begins as its epoch began.
-        _set_states(self.generators, self.states_to_set if start is None else start.get("first_generators", []))
-        first_generators, self.states_to_set = [generator.get_state() for generator in self.generators], []
+        _set_states(
+            self.generators,
+            self.states_to_set if start is None else start.get("first_generators", []),
+        )
+        first_generators, self.states_to_set = (
+            [generator.get_state() for generator in self.generators],
+            [],
+        )
         with _draw_from(self.torch_loader, sampler):
-            with nullcontext() if start is None else torch.random.fork_rng(devices=[]):  # workers' seeds are drawn
+            # workers' seeds are drawn
+            with nullcontext() if start is None else torch.random.fork_rng(devices=[]):
                 batches = iter(self._loader)
-            # With the first batch: `ResumableSampler.__iter__` runs, and sets `origin`, once it is drawn from.
+            # With the first batch: `ResumableSampler.__iter__` runs, and sets `origin`, once it is
+            # drawn from.
             batches = chain(list(islice(batches, 1)), batches)
         if start is not None and not sampler.origin:
-            self._restart(f"{type(self.torch_loader).__name__} started its workers before, or draws in its own way")
+            self._restart(
+                f"{type(self.torch_loader).__name__} started its workers before, or "
+                "draws in its own way"
+            )
             start = None
-        state = {**(start or self._beginning()), **sampler.origin, "first_generators": first_generators}
+        state = {
+            **(start or self._beginning()),
+            **sampler.origin,
+            "first_generators": first_generators,
+        }
         drawn = state["batch_size"] * state["num_ranks"]
         is_shortened = start is not None and self._loader is not self.torch_loader
         for batch in islice(batches, len(self) - state["batches"] if is_shortened else None):
-            state = self.state = {**state, "batches": state["batches"] + 1, "samples": state["samples"] + drawn}
+            state = self.state = {
+                **state,
+                "batches": state["batches"] + 1,
+                "samples": state["samples"] + drawn,
+            }
             yield batch
 
 
@@ -363,8 +483,8 @@ def _set_states(generators: list[torch.Generator], states: list[Any]) -> None:
 @contextmanager
 def _draw_from(loader: DataLoader[Any], sampler: ResumableSampler) -> Iterator[None]:
     """Inside of the context let iterators that begin draw from `sampler`, which they keep."""
-    # Past DataLoader's __setattr__, which refuses to replace a sampler: workers may have a copy of it. Here the
-    # iterator that starts the workers is made inside of the context.
+    # Past DataLoader's __setattr__, which refuses to replace a sampler: workers may have a copy of
+    # it. Here the iterator that starts the workers is made inside of the context.
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     replaced = getattr(loader, name)
     object.__setattr__(loader, name, sampler)

@@ -1,13 +1,13 @@
 """Prefetching: the next batch's ids are exchanged while this batch computes.
 
-Each kind of step (training, validation of the first loader, ...) runs as it is the first time, while the inputs of its
-lookups are recorded and found in the batch. From then on:
+Each kind of step (training, validation of the first loader, ...) runs as it is the first time,
+while the inputs of its lookups are recorded and found in the batch. From then on:
 
-fetch           the batch after the next one is drawn from the loader, copied to the device, its lookups are prepared
-step begins     the sizes of the next batch's ids are sent; this batch's ids are here, and its rows are looked up
-rows arrive     the next batch's ids are sent over the free link; on NCCL they are sent at the end of forward
-last lookup     the control message about the batch after the next one is sent
-backward        the control message is read
+fetch           the batch after the next one is drawn from the loader, copied to the device, its
+lookups are prepared step begins     the sizes of the next batch's ids are sent; this batch's ids
+are here, and its rows are looked up rows arrive     the next batch's ids are sent over the free
+link; on NCCL they are sent at the end of forward last lookup     the control message about the
+batch after the next one is sent backward        the control message is read
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,11 @@ from lightning_distrec.prefetch.control_message import (
     WeightedCall,
     number_weights,
 )
-from lightning_distrec.prefetch.in_flight_batch import InFlightBatch, PrefetchedLookup, cause_of_difference
+from lightning_distrec.prefetch.in_flight_batch import (
+    InFlightBatch,
+    PrefetchedLookup,
+    cause_of_difference,
+)
 from lightning_distrec.prefetch.step_calls import Learner, LookupCounts
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
@@ -38,9 +42,12 @@ NOT_RECORDED = nullcontext()
 
 
 class Step:
-    """What lasts from the beginning of one step to the end of its backward. following: the batches after its own."""
+    """What lasts from the beginning of one step to the end of its backward. following: the batches
+    after its own."""
 
-    def __init__(self, batch: InFlightBatch, following: list[InFlightBatch], counts: LookupCounts) -> None:
+    def __init__(
+        self, batch: InFlightBatch, following: list[InFlightBatch], counts: LookupCounts
+    ) -> None:
         self.batch, self.following, self.counts = batch, following, counts
         self.takes_prefetched = True
         """Whether user code is in its step, whose calls get what was prefetched."""
@@ -68,18 +75,26 @@ class IdsExchange:
     has_own_group: bool
     """Whether ids may be sent at a moment that is not the same on all ranks."""
     preparing: Callable[[Callable[[], bool]], AbstractContextManager[Any]] = nullcontext
-    """Returns the context in which lookups are prepared; it is given `StepCalls.reads_written_tensors`."""
+    """Returns the context in which lookups are prepared; it is given
+    `StepCalls.reads_written_tensors`."""
 
 
 class Prefetcher:
     """The steps of one trainer.
 
-    depth: batches in flight, at least 2; with 3, the ranks exchange a batch's status a whole step before its ids.
-    tables: path -> PrefetchableTable (strategies/tables/prefetching.py). learner: learns which calls are prefetched.
+    depth: batches in flight, at least 2; with 3, the ranks exchange a batch's status a whole step
+    before its ids.
+    tables: path -> PrefetchableTable (strategies/tables/prefetching.py). learner: learns which
+    calls are prefetched.
     """
 
     def __init__(
-        self, depth: int, ranks: Ranks, tables: Mapping[str, Any], exchange: IdsExchange, learner: Learner
+        self,
+        depth: int,
+        ranks: Ranks,
+        tables: Mapping[str, Any],
+        exchange: IdsExchange,
+        learner: Learner,
     ) -> None:
         self.depth, self.ranks = depth, ranks
         self._tables, self._exchange, self._learner = tables, exchange, learner
@@ -108,8 +123,8 @@ class Prefetcher:
                 batch.prepare(calls, self._tables)
             if batch.preparation_failure:
                 self._learner.report_unlike(batch)
-        # With a depth of 2 its ids are sent in the step that begins next. With a higher one its status goes along with
-        # the control message of a step.
+        # With a depth of 2 its ids are sent in the step that begins next. With a higher one its
+        # status goes along with the control message of a step.
         if self.depth == 2:
             batch.announce(self._message_about(batch))
 
@@ -122,7 +137,8 @@ class Prefetcher:
     def _message_about(
         self, batch: InFlightBatch | None, failure: int = NO_FAILURE, weights: int = 0
     ) -> ControlMessage:
-        """Collective. All messages have the same number of sizes, also those of ranks that have no such batch."""
+        """Collective. All messages have the same number of sizes, also those of ranks that have no
+        such batch."""
         if batch is not None and self._on_gpu:
             # What depends on tensors that a step writes to was computed before.
             with self._exchange.preparing(lambda: False):
@@ -145,12 +161,15 @@ class Prefetcher:
     # -- a step
 
     def begin_step(self, batch: Any) -> None:
-        """Collective. Begin the step of `batch`. Raises IdsError on every rank: an id on one rank is out of range."""
+        """Collective. Begin the step of `batch`. Raises IdsError on every rank: an id on one rank
+        is out of range."""
         self._step = None
         current = self.current
         if current is None or batch is not current.batch:
             return  # no fetcher of ours has drawn it, with dataloader_iter for example
-        self._step = step = Step(current, self.following, self.counts.setdefault(current.kind, LookupCounts()))
+        self._step = step = Step(
+            current, self.following, self.counts.setdefault(current.kind, LookupCounts())
+        )
         self._learner.report_refused(current)
         self._learner.begin_step(current)
         if current.kind not in self._learner.calls:
@@ -158,7 +177,8 @@ class Prefetcher:
         # Agreed by all ranks, so that all of them reach the collective in `raise_problem`.
         if current.prefetched is not None and not current.agreed_status().ids_in_range:
             current.raise_problem(self.ranks)
-        # Sizes leave before this batch's rows: they are small, and the ids can follow as soon as the link is free.
+        # Sizes leave before this batch's rows: they are small, and the ids can follow as soon as
+        # the link is free.
         if self.following and self.following[0].kind in self._learner.calls:
             self.agreed_status(self.following[0])
             self.following[0].start_exchange(self._exchange.start)
@@ -171,9 +191,16 @@ class Prefetcher:
         current.exchange.wait()
         step.pending_rows = {id(lookup.request) for lookup in current.prefetched}
         for i, lookup in enumerate(current.prefetched):
-            # Lookups of one table are made in the order of the calls, in which their gradients are added up.
-            in_order = lookup.call.path not in current.placed_paths and lookup.request.late_weights is None
-            if in_order and self._tables[lookup.call.path].early and (current.kind, i) not in self._late:
+            # Lookups of one table are made in the order of the calls, in which their gradients are
+            # added up.
+            in_order = (
+                lookup.call.path not in current.placed_paths and lookup.request.late_weights is None
+            )
+            if (
+                in_order
+                and self._tables[lookup.call.path].early
+                and (current.kind, i) not in self._late
+            ):
                 lookup.look_up()
 
     def recording(self) -> AbstractContextManager[None]:
@@ -182,10 +209,11 @@ class Prefetcher:
         return self._learner.recording() if is_recorded else NOT_RECORDED
 
     def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
-        """Collective. Return what was looked up for a call of the module at `path`, or None: it was not prefetched.
+        """Collective. Return what was looked up for a call of the module at `path`, or None: it was
+        not prefetched.
 
-        Where it was prefetched with other arguments: None too, if the same call differs on all ranks. Else zeros, and
-        all ranks raise ProvenanceError later in the step.
+        Where it was prefetched with other arguments: None too, if the same call differs on all
+        ranks. Else zeros, and all ranks raise ProvenanceError later in the step.
         """
         step = self._step
         if step is None or not step.takes_prefetched:
@@ -205,12 +233,14 @@ class Prefetcher:
         lookup, difference = current.find(path, arguments, differing.late.add)
         if lookup is None or (difference is not None and self._abandon_call(step, lookup)):
             return None
-        # Also where the call differs: the other ranks take part in this lookup, and wait for this rank's rows.
+        # Also where the call differs: the other ranks take part in this lookup, and wait for this
+        # rank's rows.
         looked_up, was_early = lookup.take(arguments if difference is None else None)
         step.counts.ahead += step.was_sent
         if lookup.request.late_weights is not None:
             step.weighted_calls.append(WeightedCall(path, lookup.request.learns))
-        # What changes its rows before the call does so in later steps too: an early lookup would be made twice.
+        # What changes its rows before the call does so in later steps too: an early lookup would be
+        # made twice.
         if not was_early:
             self._late.add((current.kind, (current.prefetched or []).index(lookup)))
         if difference is not None:
@@ -223,9 +253,11 @@ class Prefetcher:
         return looked_up
 
     def _abandon_call(self, step: Step, lookup: PrefetchedLookup) -> bool:
-        """Collective. Return whether this call differs on all ranks: they make it, and what follows, as it is called.
+        """Collective. Return whether this call differs on all ranks: they make it, and what
+        follows, as it is called.
 
-        The step's control message says so. A rank whose call does not differ sends it after its last lookup.
+        The step's control message says so. A rank whose call does not differ sends it after its
+        last lookup.
         """
         current = step.batch
         if step.message is not None:  # a call before this one has differed on this rank alone
@@ -244,16 +276,19 @@ class Prefetcher:
         return True
 
     def rows_arrived(self, request: Any) -> None:
-        """Note that the rows of a lookup are here; after the last one, send the next batch's ids over the free link."""
+        """Note that the rows of a lookup are here; after the last one, send the next batch's ids
+        over the free link."""
         step = self._step
         if step is not None and step.pending_rows:
             step.pending_rows.discard(id(request))
-            # Rows arrive at other moments on each rank: in a group that others use too, collectives would change order.
+            # Rows arrive at other moments on each rank: in a group that others use too, collectives
+            # would change order.
             if not step.pending_rows and self._exchange.has_own_group:
                 step.send_following()
 
     def before_backward(self) -> None:
-        """Collective. Read the control message. Raises what `end_step` does, and ShardingError: weights differ."""
+        """Collective. Read the control message. Raises what `end_step` does, and ShardingError:
+        weights differ."""
         step = self._step
         if step is None:
             return
@@ -264,15 +299,22 @@ class Prefetcher:
             self.differing.agree_on_weights(step.weighted_calls)
 
     def num_waiting(self) -> int:
-        """Return how many lookups of the running step were prefetched, and neither looked up nor called yet."""
-        return 0 if self._step is None else sum(not lookup.is_looked_up for lookup in self._step.batch.waiting)
+        """Return how many lookups of the running step were prefetched, and neither looked up nor
+        called yet."""
+        return (
+            0
+            if self._step is None
+            else sum(not lookup.is_looked_up for lookup in self._step.batch.waiting)
+        )
 
     def end_step(self, has_backward: bool) -> None:
-        """Collective. End the user's step. Raises ProvenanceError or RankError where no backward follows."""
+        """Collective. End the user's step. Raises ProvenanceError or RankError where no backward
+        follows."""
         step = self._step
         if step is None:
             return
-        # Calls after the step are those of hooks, or of a backward that recomputes: none was prefetched.
+        # Calls after the step are those of hooks, or of a backward that recomputes: none was
+        # prefetched.
         step.takes_prefetched = False
         if self._learner.is_recording and self._learner.end_step():
             self._prefetch_following(step)
@@ -280,20 +322,23 @@ class Prefetcher:
         for lookup in step.batch.waiting:  # the other ranks may call what this rank's step has not
             lookup.take()
         step.send_following()
-        # Not sent yet where nothing was prefetched, or where the step made fewer calls. Each rank sends one in a step.
+        # Not sent yet where nothing was prefetched, or where the step made fewer calls. Each rank
+        # sends one in a step.
         message = step.message or self._send_message(step)
         if not has_backward:
             self._read_message(step, message)
 
     def abandon(self, failure: Exception) -> None:
-        """Take part in the lookups that the other ranks still make, and report that the step failed on this rank."""
+        """Take part in the lookups that the other ranks still make, and report that the step failed
+        on this rank."""
         step, self._step = self._step, None
         if step is None:
             return
         self.failed = True
         if not step.batch.is_complete:
-            # The others are, or will be, in a collective that this rank does not reach. Not so where all ranks raise in
-            # a lookup that a call differs: on that rank the message has been sent.
+            # The others are, or will be, in a collective that this rank does not reach. Not so
+            # where all ranks raise in a lookup that a call differs: on that rank the message has
+            # been sent.
             if isinstance(failure, ProvenanceError) and step.message is None:
                 self._send_message(step, self.ranks.rank)
             return
@@ -304,10 +349,14 @@ class Prefetcher:
             if step.message is None:
                 self._send_message(step, self.ranks.rank).wait_up_to(FAILURE_NOTICE_SECONDS)
             elif self.differing.failure is not None and not self.differing.is_reported:
-                self._read_message(step, step.message)  # the others, who read it, gather what differs
+                # the others, who read it, gather what differs
+                self._read_message(step, step.message)
 
-    def _send_message(self, step: Step, failure: int = NO_FAILURE, weights: int = 0) -> ControlMessage:
-        """Collective. Send the step's control message, with the status of the first batch that was not announced."""
+    def _send_message(
+        self, step: Step, failure: int = NO_FAILURE, weights: int = 0
+    ) -> ControlMessage:
+        """Collective. Send the step's control message, with the status of the first batch that was
+        not announced."""
         if failure == NO_FAILURE and self.differing.failure is not None:
             failure = DIFFERING_CALL + self.ranks.rank
         batch = next((batch for batch in step.following if not batch.is_announced), None)
@@ -331,14 +380,17 @@ class Prefetcher:
             raise
 
     def finish_step(self) -> None:
-        """Collective. End the step and its backward. Raises as `end_step`, where the message has not been read."""
-        # Unread where Lightning has skipped the backward, as after a training_step that returned None.
+        """Collective. End the step and its backward. Raises as `end_step`, where the message has
+        not been read."""
+        # Unread where Lightning has skipped the backward, as after a training_step that returned
+        # None.
         if self._step is not None and self._step.message is not None:
             self._read_message(self._step, self._step.message)
         self._step = None
 
     def _prefetch_following(self, step: Step) -> None:
-        """Collective. After the first step of a kind: prepare the batches that were drawn before it."""
+        """Collective. After the first step of a kind: prepare the batches that were drawn before
+        it."""
         kind = step.batch.kind
         for batch in step.following:
             if batch.kind == kind:
@@ -347,7 +399,8 @@ class Prefetcher:
                 calls = self._learner.calls[kind]
                 with self._exchange.preparing(calls.reads_written_tensors):
                     batch.prepare(calls, self._tables)
-        for batch in step.following[:1]:  # ranks whose batches end have fewer, and announce one at each step
+        # ranks whose batches end have fewer, and announce one at each step
+        for batch in step.following[:1]:
             batch.announce(self._message_about(batch))
             batch.agreed_status()
             batch.start_exchange(self._exchange.start)
@@ -367,14 +420,17 @@ class PrefetchOptions:
     """How far batches are prefetched."""
 
     depth: int = 3
-    """Batches in flight on this rank. 1: no prefetching; tables are looked up as they are called. 2: the next batch's
-    ids are sent during this step. 3: the batch after it is on the device too, so that ranks have its status before its
-    ids are due. Higher values hide a slower loader."""
+    """Batches in flight on this rank. 1: no prefetching; tables are looked up as they are called.
+    2: the next batch's ids are sent during this step. 3: the batch after it is on the device too,
+    so that ranks have its status before its ids are due. Higher values hide a slower loader."""
     computed_ids: bool = True
-    """Prefetch also what a step computes from its batch: its operations are recorded in its first steps, and repeated
-    ahead for later batches. Off, it is looked up as the step calls."""
+    """Prefetch also what a step computes from its batch: its operations are recorded in its first
+    steps, and repeated ahead for later batches. Off, it is looked up as the step calls."""
 
     def __post_init__(self) -> None:
         plain_fields(self)
         if self.depth < 1:
-            raise ConfigError(f"prefetch: depth={self.depth!r} must be a whole number of batches, at least 1 (off).")
+            raise ConfigError(
+                f"prefetch: depth={self.depth!r} must be a whole number of batches, "
+                "at least 1 (off)."
+            )

@@ -1,6 +1,7 @@
 """Records the operations of one step that depend on its batch, and on constants, alone.
 
-Used in the first steps of each kind, and where a later batch is unlike them. computed_calls.py repeats operations.
+Used in the first steps of each kind, and where a later batch is unlike them. computed_calls.py
+repeats operations.
 """
 
 import random
@@ -14,16 +15,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_distrec._compat.tensors import argument_names, storage_key, watch_operations, written_by
+from lightning_distrec._compat.tensors import (
+    argument_names,
+    storage_key,
+    watch_operations,
+    written_by,
+)
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.sources import BatchRoots, Path, PathSource, object_at, path_text
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 
 aten = torch.ops.aten
-UNINITIALIZED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+UNINITIALIZED = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.empty_strided.default,
+}
 NAMESPACES = ("aten", "prim", "prims", "fbgemm")
-"""Of operations without side effects but those in their schemas: repeating them ahead does nothing else."""
+"""Of operations without side effects but those in their schemas: repeating them ahead does nothing
+else."""
 HINTS = {"permuted_lengths_sum", "output_size"}
 """Arguments that give the size of the result, for speed; without them it is computed."""
 LARGEST = 2**62
@@ -33,7 +45,8 @@ COPIED_BYTES = 64 * 2**20
 
 
 class HeldTensor:
-    """A buffer, or another tensor that a module had before the step. read: returns it as it is now."""
+    """A buffer, or another tensor that a module had before the step. read: returns it as it is
+    now."""
 
     def __init__(self, name: str, read: Callable[[], Any]) -> None:
         self.name, self.read = name, read
@@ -44,7 +57,8 @@ class HeldTensor:
         return self.name
 
     def keep(self) -> None:
-        """Note its value, with which `changed` compares later ones: where a lookup of the step first depends on it."""
+        """Note its value, with which `changed` compares later ones: where a lookup of the step
+        first depends on it."""
         if self._stamp is None:
             tensor = self.read()
             self._stamp = _stamp(tensor)
@@ -62,7 +76,11 @@ class HeldTensor:
         if stamp != self._stamp:
             self._was_written = True
             # A broadcast of buffers writes to them and changes nothing.
-            if self._copy is None or not isinstance(tensor, Tensor) or not are_equal(tensor, self._copy):
+            if (
+                self._copy is None
+                or not isinstance(tensor, Tensor)
+                or not are_equal(tensor, self._copy)
+            ):
                 return True
             self._stamp = stamp
         return False
@@ -79,13 +97,14 @@ class Result:
 Input = PathSource | HeldTensor | Tensor | Result
 """A Tensor is one that the step makes of Python numbers: torch.tensor([...])."""
 Origin = tuple[Any, ...]
-"""Where a number may come from: ("const", value), ("size", path, dim), ("numel", path), or ("read", operation), for one
-that Python has read."""
+"""Where a number may come from: ("const", value), ("size", path, dim), ("numel", path), or ("read",
+operation), for one that Python has read."""
 
 
 @dataclass
 class Number:
-    """An integer that is given to an operation. It has come from any of these origins in every step so far."""
+    """An integer that is given to an operation. It has come from any of these origins in every step
+    so far."""
 
     origins: frozenset[Origin]
 
@@ -96,13 +115,14 @@ class Number:
 
 
 Guards = dict[int, bool | Number]
-"""Operation whose value Python has read before a call, and may have branched on -> what it was; the number that it has
-been."""
+"""Operation whose value Python has read before a call, and may have branched on -> what it was; the
+number that it has been."""
 
 
 @dataclass
 class Operation:
-    """One operation that torch has dispatched. storages: of its tensors, in the step that was recorded."""
+    """One operation that torch has dispatched. storages: of its tensors, in the step that was
+    recorded."""
 
     function: Any
     args: Any
@@ -119,8 +139,8 @@ class Operation:
 class TracedSource:
     """A tensor that operations of the step make of its batch.
 
-    end: None for the guards alone. operations: by their place in the recording. recording: the key of their repeated
-    results in `BatchRoots.memo`.
+    end: None for the guards alone. operations: by their place in the recording. recording: the key
+    of their repeated results in `BatchRoots.memo`.
     """
 
     end: Input | None
@@ -130,7 +150,10 @@ class TracedSource:
     @property
     def parts(self) -> list[Any]:
         """What the operations are given, and the end."""
-        return [*(part for operation in self.operations.values() for part in operation.parts), self.end]
+        return [
+            *(part for operation in self.operations.values() for part in operation.parts),
+            self.end,
+        ]
 
     @property
     def paths(self) -> list[Path]:
@@ -143,7 +166,8 @@ class TracedSource:
 
 
 class Recorder:
-    """A recording of one step. module: whose tensors may be used. objects, roots: of the batch before the step."""
+    """A recording of one step. module: whose tensors may be used. objects, roots: of the batch
+    before the step."""
 
     def __init__(self, module: nn.Module, objects: BatchObjects, roots: BatchRoots) -> None:
         self.roots, self.objects = roots, objects
@@ -152,14 +176,17 @@ class Recorder:
         self._identity = object()  # numbers of operations have a meaning within one recording only
         self._operations: list[Operation] = []
         self._spoiled: dict[int, str] = {}
-        """Storage of the batch, or of what is computed, that was written to -> a reason to refuse what reads it."""
+        """Storage of the batch, or of what is computed, that was written to -> a reason to refuse
+        what reads it."""
         self._failure = ""
         self._sources: dict[int, tuple[Tensor, Input]] = {}
-        """id of a tensor that can be computed ahead -> it, so that its id stays its own, and where it comes from."""
+        """id of a tensor that can be computed ahead -> it, so that its id stays its own, and where
+        it comes from."""
         self._storages: dict[int, str] = {}
-        """Storage -> what it is called where writes to it spoil a recording; "" for held tensors."""
-        # Tensor -> why it cannot be. By identity, since tensors compare element by element; weak, so that activations
-        # are freed as usual.
+        """Storage -> what it is called where writes to it spoil a recording; "" for held
+        tensors."""
+        # Tensor -> why it cannot be. By identity, since tensors compare element by element; weak,
+        # so that activations are freed as usual.
         self._refused: Any = WeakIdKeyDictionary()
         self.has_read = False
         self.guards: Guards = {}
@@ -179,7 +206,10 @@ class Recorder:
             if weight.requires_grad:
                 self._refused[weight] = f"it depends on the weight '{name}'"
         for prefix, child in module.named_modules():
-            attributes = [*child.named_buffers(recurse=False), *child.named_parameters(recurse=False)]
+            attributes = [
+                *child.named_buffers(recurse=False),
+                *child.named_parameters(recurse=False),
+            ]
             for key, value in [*attributes, *vars(child).items()]:
                 if isinstance(value, Tensor) and not value.requires_grad:
                     name = ".".join(filter(None, ("self", prefix, key)))
@@ -197,7 +227,8 @@ class Recorder:
             self._refused[tensor] = f"it depends on rows of '{path}'"
 
     def trace(self, tensor: Tensor | None, guards: Guards) -> TracedSource | str:
-        """Return the operations that make a tensor (None: the guards alone), or why they cannot be repeated ahead."""
+        """Return the operations that make a tensor (None: the guards alone), or why they cannot be
+        repeated ahead."""
         if self._failure:
             return self._failure
         if self._random_states != _random_states():
@@ -210,10 +241,19 @@ class Recorder:
             index = pending.pop()
             if index not in needed:
                 needed.add(index)
-                pending += [maker for part in self._operations[index].parts for maker in _operations_behind(part)]
-        source = TracedSource(end, {index: self._operations[index] for index in sorted(needed)}, self._identity)
-        # A write counts for all that shares the memory, also for operations that have read it before the write.
-        for storage in [storage for operation in source.operations.values() for storage in operation.storages]:
+                pending += [
+                    maker
+                    for part in self._operations[index].parts
+                    for maker in _operations_behind(part)
+                ]
+        source = TracedSource(
+            end, {index: self._operations[index] for index in sorted(needed)}, self._identity
+        )
+        # A write counts for all that shares the memory, also for operations that have read it
+        # before the write.
+        for storage in [
+            storage for operation in source.operations.values() for storage in operation.storages
+        ]:
             if storage in self._spoiled:
                 return self._spoiled[storage]
         for path in source.paths:
@@ -229,11 +269,15 @@ class Recorder:
             return self._spoiled.get(storage_key(tensor)) or self._sources[id(tensor)][1]
         return str(self._refused.get(tensor, "it depends on a tensor of unknown origin"))
 
-    def _add(self, tensor: Tensor, source: Input, name: str = "a tensor that the step computes") -> None:
+    def _add(
+        self, tensor: Tensor, source: Input, name: str = "a tensor that the step computes"
+    ) -> None:
         self._sources.setdefault(id(tensor), (tensor, source))
         self._storages.setdefault(storage_key(tensor), name)
 
-    def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _note(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if LIBRARY_OPERATIONS.depth or self._failure:
             return
         try:
@@ -241,9 +285,11 @@ class Recorder:
         except Exception as error:  # the user's step goes on
             self._failure = f"{function} could not be recorded: {type(error).__name__}: {error}"
 
-    def _note_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        # Dispatched for what Python has made, by torch.tensor([...]) or from_numpy, before the user gets it: no other
-        # operation shows its values.
+    def _note_operation(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        # Dispatched for what Python has made, by torch.tensor([...]) or from_numpy, before the user
+        # gets it: no other operation shows its values.
         if function is aten.lift_fresh.default:
             self._add(output, args[0].detach().clone())
             return
@@ -255,11 +301,17 @@ class Recorder:
                 self._note_read(function, args, kwargs, output, reason)
             return
         for tensor in _tensors_in(list(written_by(function, args, kwargs))):
-            # Held tensors have no name, since their values are compared: a broadcast of buffers writes to them.
+            # Held tensors have no name, since their values are compared: a broadcast of buffers
+            # writes to them.
             if name := self._storages.get(storage_key(tensor)):
                 self._spoiled[storage_key(tensor)] = f"{name} is changed in place"
-        # An operation in place returns its argument, which keeps its source: by now it is spoiled, or held.
-        made = [(i, tensor) for i, tensor in enumerate(outputs) if not any(tensor is argument for argument in inputs)]
+        # An operation in place returns its argument, which keeps its source: by now it is spoiled,
+        # or held.
+        made = [
+            (i, tensor)
+            for i, tensor in enumerate(outputs)
+            if not any(tensor is argument for argument in inputs)
+        ]
         if made and not reason:
             index = self._record(function, args, kwargs, [*inputs, *outputs])
         for i, tensor in made:
@@ -276,12 +328,16 @@ class Recorder:
             return f"{function} draws random numbers"
         if function in UNINITIALIZED:
             return f"{function} is not initialized"
-        return next((source for tensor in inputs if isinstance(source := self._source_of(tensor), str)), "")
+        return next(
+            (source for tensor in inputs if isinstance(source := self._source_of(tensor), str)), ""
+        )
 
     def _note_read(self, function: Any, args: Any, kwargs: Any, value: Any, reason: str) -> None:
         self.has_read = True
         if reason:
-            self.read_refusal = self.read_refusal or f"Python has read a value before the call: {reason}"
+            self.read_refusal = self.read_refusal or (
+                f"Python has read a value before the call: {reason}"
+            )
             return
         index = self._record(function, args, kwargs, _tensors_in((args, kwargs)))
         self.guards[index] = value if isinstance(value, bool) else self._number(value)
@@ -289,9 +345,14 @@ class Recorder:
             self._origins.setdefault(value, set()).add(("read", index))
 
     def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> int:
-        encoded = [self._encode(name, value) for name, value in zip(argument_names(function), args, strict=False)]
+        encoded = [
+            self._encode(name, value)
+            for name, value in zip(argument_names(function), args, strict=False)
+        ]
         options = {name: self._encode(name, value) for name, value in kwargs.items()}
-        self._operations.append(Operation(function, encoded, options, frozenset(map(storage_key, tensors))))
+        self._operations.append(
+            Operation(function, encoded, options, frozenset(map(storage_key, tensors)))
+        )
         return len(self._operations) - 1
 
     def _encode(self, name: str, value: Any) -> Any:
@@ -301,11 +362,13 @@ class Recorder:
             return None  # the sum of other lengths in later batches
         if type(value) in (list, tuple):
             return type(value)(self._encode(name, child) for child in value)
-        # dims are not sizes: a dim of 1 must not become "the batch size", which is 1 in the first batch by chance.
+        # dims are not sizes: a dim of 1 must not become "the batch size", which is 1 in the first
+        # batch by chance.
         if type(value) is not int or value >= LARGEST or "dim" in name:
             return value
         number = self._number(value)
-        # What Python does with the number is known from here on, so that it needs not be the same in later batches.
+        # What Python does with the number is known from here on, so that it needs not be the same
+        # in later batches.
         for index in number.reads:
             self.guards.pop(index, None)
         return number
@@ -337,7 +400,9 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 def are_equal(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values, of one type, on one device."""
-    return tensor.dtype == other.dtype and tensor.device == other.device and torch.equal(tensor, other)
+    return (
+        tensor.dtype == other.dtype and tensor.device == other.device and torch.equal(tensor, other)
+    )
 
 
 def _stamp(tensor: Any) -> tuple[int, int | None]:
@@ -346,6 +411,7 @@ def _stamp(tensor: Any) -> tuple[int, int | None]:
 
 
 def _random_states() -> tuple[Any, ...]:
-    # The words of numpy's generator, as bytes since arrays compare element by element, and the position in them.
+    # The words of numpy's generator, as bytes since arrays compare element by element, and the
+    # position in them.
     numpy_state: Any = np.random.get_state()
     return random.getstate(), numpy_state[1].tobytes(), numpy_state[2]

@@ -1,4 +1,5 @@
-"""Where an input of a lookup comes from in the batch, how it is built from a later one, and compared at the call."""
+"""Where an input of a lookup comes from in the batch, how it is built from a later one, and
+compared at the call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,16 +24,19 @@ Path = tuple[PathStep, ...]
 
 @dataclass(frozen=True)
 class BatchRoots:
-    """Where paths begin. sparse_inputs: what the user's method of this name returned for the batch, if there is one."""
+    """Where paths begin. sparse_inputs: what the user's method of this name returned for the batch,
+    if there is one."""
 
     batch: Any
     sparse_inputs: Any = None
     memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What was computed from the batch, until its lookups are prepared; empty whenever paths are looked for."""
+    """What was computed from the batch, until its lookups are prepared; empty whenever paths are
+    looked for."""
 
 
 def object_at(roots: Any, path: Path) -> Any:
-    """Return what is at `path`. Raises KeyError, IndexError, AttributeError or TypeError: nothing is."""
+    """Return what is at `path`. Raises KeyError, IndexError, AttributeError or TypeError: nothing
+    is."""
     for kind, key in path:
         roots = getattr(roots, key) if kind == "attr" else roots[key]
     return roots
@@ -65,28 +69,37 @@ class PathSource:
     """Other paths at which the same object was found: which of them the step takes is not known."""
 
     def get(self, roots: Any, ids: Any = None) -> Any:
-        """Return it. Raises as `object_at`, or ValueError: different objects at paths where the first batch had one."""
+        """Return it. Raises as `object_at`, or ValueError: different objects at paths where the
+        first batch had one."""
         value = object_at(roots, self.path)
         if any(object_at(roots, path) is not value for path in self.aliases):
-            raise ValueError(f"{path_text(self.path)} was the same as {path_text(self.aliases[0])}, and is not")
+            raise ValueError(
+                f"{path_text(self.path)} was the same as {path_text(self.aliases[0])}, and is not"
+            )
         return value
 
 
 @dataclass(frozen=True)
 class ViewSource:
-    """A view of a tensor of the batch: a column, a range of columns, or another shape of the same rows."""
+    """A view of a tensor of the batch: a column, a range of columns, or another shape of the same
+    rows."""
 
     base: PathSource
     form: str
     """"select", "narrow" or "reshape"."""
     numbers: tuple[int, ...]
     size: tuple[int, ...]
-    """Of the dim that is picked from, or of all but the first: in a wider tensor, -1 would be another column."""
+    """Of the dim that is picked from, or of all but the first: in a wider tensor, -1 would be
+    another column."""
 
     def get(self, roots: Any, ids: Any = None) -> Tensor:
         """Return it. Raises ValueError: this batch's tensor is wider or narrower."""
         tensor: Tensor = self.base.get(roots)
-        size = tensor.shape[1:] if self.form == "reshape" else tensor.shape[self.numbers[0] : self.numbers[0] + 1]
+        size = (
+            tensor.shape[1:]
+            if self.form == "reshape"
+            else tensor.shape[self.numbers[0] : self.numbers[0] + 1]
+        )
         if tuple(size) != self.size:
             raise ValueError(f"{tuple(size)} in place of {self.size}")
         if self.form == "select":
@@ -98,9 +111,11 @@ class ViewSource:
 
 @dataclass(frozen=True)
 class UniformSource:
-    """Lengths or offsets that the step makes itself, because all bags have one size: torch.full, torch.arange.
+    """Lengths or offsets that the step makes itself, because all bags have one size: torch.full,
+    torch.arange.
 
-    form: "lengths" or "offsets". bag_size: ids in each bag. has_end: whether the last offset is the number of ids.
+    form: "lengths" or "offsets". bag_size: ids in each bag. has_end: whether the last offset is the
+    number of ids.
     """
 
     form: str
@@ -109,18 +124,23 @@ class UniformSource:
     dtype: torch.dtype
 
     def get(self, roots: Any, ids: Any) -> Tensor:
-        """Return those of `ids`, (num_ids,). Raises ValueError: their number is no multiple of the bag size."""
+        """Return those of `ids`, (num_ids,). Raises ValueError: their number is no multiple of the
+        bag size."""
         num_bags, remainder = divmod(ids.numel(), self.bag_size)
         if remainder:
             raise ValueError(f"{ids.numel()} ids are no bags of {self.bag_size}")
         if self.form == "lengths":
             return torch.full((num_bags,), self.bag_size, dtype=self.dtype, device=ids.device)
-        return torch.arange(num_bags + self.has_end, dtype=self.dtype, device=ids.device) * self.bag_size
+        return (
+            torch.arange(num_bags + self.has_end, dtype=self.dtype, device=ids.device)
+            * self.bag_size
+        )
 
 
 @dataclass(frozen=True)
 class LateSource:
-    """Weights of ids that the step computes of what is not known ahead of it. They follow their ids at the call."""
+    """Weights of ids that the step computes of what is not known ahead of it. They follow their ids
+    at the call."""
 
     def get(self, roots: Any, ids: Any) -> Tensor:
         """Return what stands for those of `ids`."""
@@ -140,7 +160,11 @@ class JaggedSource:
         fields: dict[str, Any] = {}
         for name, source in self.fields:
             fields[name] = source.get(roots, fields.get("values"))
-        num_bags = fields["lengths"].numel() if "lengths" in fields else max(0, fields["offsets"].numel() - 1)
+        num_bags = (
+            fields["lengths"].numel()
+            if "lengths" in fields
+            else max(0, fields["offsets"].numel() - 1)
+        )
         if num_bags % len(self.keys):
             raise ValueError(f"{num_bags} bags are not the same number for {len(self.keys)} keys")
         return KeyedJaggedTensor(keys=list(self.keys), **fields)
@@ -157,7 +181,9 @@ def paths_of(source: Any) -> list[Path]:
     return [] if isinstance(source, (ConstantSource, UniformSource, LateSource)) else source.paths
 
 
-Source = Union[ConstantSource, PathSource, ViewSource, JaggedSource, UniformSource, LateSource, "TracedSource"]
+Source = Union[
+    ConstantSource, PathSource, ViewSource, JaggedSource, UniformSource, LateSource, "TracedSource"
+]
 
 
 @dataclass(frozen=True)
@@ -178,16 +204,26 @@ class LookupCall:
 
 
 def find_uniform_source(tensor: Tensor, ids: Tensor | None) -> UniformSource | None:
-    """Return `tensor` as lengths or offsets of `ids`, (num_ids,), in bags of one size, if it is; on a CPU alone."""
-    if ids is None or tensor.dim() != 1 or tensor.dtype not in (torch.int32, torch.int64) or ids.numel() == 0:
+    """Return `tensor` as lengths or offsets of `ids`, (num_ids,), in bags of one size, if it is; on
+    a CPU alone."""
+    if (
+        ids is None
+        or tensor.dim() != 1
+        or tensor.dtype not in (torch.int32, torch.int64)
+        or ids.numel() == 0
+    ):
         return None
     if tensor.device.type != "cpu" or ids.device.type != "cpu" or tensor.numel() == 0:
         return None
     size = int(tensor[0])
     guesses = [UniformSource("lengths", size, False, tensor.dtype)] if size > 0 else []
-    # Offsets begin with 0. nn.EmbeddingBag takes them with or without the last one: include_last_offset.
+    # Offsets begin with 0. nn.EmbeddingBag takes them with or without the last one:
+    # include_last_offset.
     if size == 0 and tensor.numel() > 1 and int(tensor[1]) > 0:
-        guesses += [UniformSource("offsets", int(tensor[1]), has_end, tensor.dtype) for has_end in (False, True)]
+        guesses += [
+            UniformSource("offsets", int(tensor[1]), has_end, tensor.dtype)
+            for has_end in (False, True)
+        ]
     for guess in guesses:
         if ids.numel() % guess.bag_size == 0 and torch.equal(guess.get(None, ids), tensor):
             return guess
@@ -199,27 +235,43 @@ SCALARS = (bool, int, float, str)
 
 
 def is_same_input(argument: Any, prefetched: Any, compare: Compare | None = None) -> bool:
-    """Whether it is the prefetched one: the same memory, or equal numbers, which `compare` compares on a GPU."""
+    """Whether it is the prefetched one: the same memory, or equal numbers, which `compare` compares
+    on a GPU."""
     if argument is prefetched:
         return True
     if isinstance(prefetched, LateWeights):
         # Their numbers follow the ids at the call; only the shape must be that of the ids.
-        return isinstance(argument, Tensor) and argument.shape == prefetched.shape and argument.is_floating_point()
+        return (
+            isinstance(argument, Tensor)
+            and argument.shape == prefetched.shape
+            and argument.is_floating_point()
+        )
     if isinstance(argument, Tensor) and isinstance(prefetched, Tensor):
         return same_memory(argument, prefetched) or _are_equal(argument, prefetched, compare)
     if isinstance(argument, KeyedJaggedTensor) and isinstance(prefetched, KeyedJaggedTensor):
         return _is_same_jagged(argument, prefetched, compare)
-    return type(argument) is type(prefetched) and isinstance(argument, SCALARS) and argument == prefetched
+    return (
+        type(argument) is type(prefetched)
+        and isinstance(argument, SCALARS)
+        and argument == prefetched
+    )
 
 
-def _is_same_jagged(argument: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, compare: Compare | None) -> bool:
+def _is_same_jagged(
+    argument: KeyedJaggedTensor, prefetched: KeyedJaggedTensor, compare: Compare | None
+) -> bool:
     if argument.keys() != prefetched.keys() or argument.variable_stride_per_key():
         return False
     prefetched_fields, fields = jagged_fields(prefetched), jagged_fields(argument)
-    if not all(is_same_input(fields[name], prefetched_fields[name], compare) for name in ("values", "weights")):
+    if not all(
+        is_same_input(fields[name], prefetched_fields[name], compare)
+        for name in ("values", "weights")
+    ):
         return False
     names = [
-        name for name in ("lengths", "offsets") if prefetched_fields[name] is not None and fields[name] is not None
+        name
+        for name in ("lengths", "offsets")
+        if prefetched_fields[name] is not None and fields[name] is not None
     ]
     # Each of them determines the other, so that one is enough.
     return any(is_same_input(fields[name], prefetched_fields[name], compare) for name in names)
@@ -245,14 +297,18 @@ def same_memory(tensor: Tensor, other: Tensor) -> bool:
 
 
 def same_geometry(shape: list[int], strides: list[int], tensor: Tensor) -> bool:
-    """Whether a tensor has this shape and these strides; strides of dims of one element do not matter."""
+    """Whether a tensor has this shape and these strides; strides of dims of one element do not
+    matter."""
     if list(tensor.shape) != shape:
         return False
-    return all(size == 1 or a == b for size, a, b in zip(shape, strides, tensor.stride(), strict=True))
+    return all(
+        size == 1 or a == b for size, a, b in zip(shape, strides, tensor.stride(), strict=True)
+    )
 
 
 def versions(*arguments: Any) -> list[tuple[Tensor, int | None]]:
-    """Return the tensors of these arguments, and how often each was written to in place; None: it is not counted."""
+    """Return the tensors of these arguments, and how often each was written to in place; None: it
+    is not counted."""
     tensors: list[Tensor] = []
     for argument in arguments:
         if isinstance(argument, Tensor):
@@ -263,20 +319,26 @@ def versions(*arguments: Any) -> list[tuple[Tensor, int | None]]:
 
 
 def are_unwritten(versioned: list[tuple[Tensor, int | None]]) -> bool:
-    """Whether none of the tensors was written to in place since `versions`; false where writes are not counted."""
-    return all(version is not None and version_of(tensor) == version for tensor, version in versioned)
+    """Whether none of the tensors was written to in place since `versions`; false where writes are
+    not counted."""
+    return all(
+        version is not None and version_of(tensor) == version for tensor, version in versioned
+    )
 
 
 def has_same_leaves(argument: Any, batch: Any) -> bool:
     """Whether this is the batch, or dicts, lists and tuples around the very same objects.
 
-    DistributedDataParallel with device_ids and FSDP2's root rebuild the containers of what they are called with.
+    DistributedDataParallel with device_ids and FSDP2's root rebuild the containers of what they are
+    called with.
     """
     if argument is batch:
         return True
     if isinstance(batch, dict):
         same_keys = isinstance(argument, dict) and argument.keys() == batch.keys()
-        return same_keys and all(has_same_leaves(argument[key], value) for key, value in batch.items())
+        return same_keys and all(
+            has_same_leaves(argument[key], value) for key, value in batch.items()
+        )
     if isinstance(batch, (list, tuple)):
         same_length = isinstance(argument, (list, tuple)) and len(argument) == len(batch)
         return same_length and all(map(has_same_leaves, argument, batch))

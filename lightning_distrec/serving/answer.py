@@ -1,13 +1,15 @@
 """Answers requests from this folder. It needs torch, numpy and safetensors, and no process group.
 
     python serve.py                  answers request.json, the first of the examples
-    python serve.py other.json       answers another request: the inputs by name, as request.json has them
-    python serve.py --http 8080      answers requests that are sent by POST to this port, from this machine alone
-    python serve.py --check          compares answers to the examples with those of the trained module
+    python serve.py other.json       answers another request: the inputs by name, as request.json
+    has them
+    python serve.py --http 8080      answers requests that are sent by POST to this port, from this
+    machine alone python serve.py --check          compares answers to the examples with those of
+    the trained module
 
-Where the folder has columns.json, a request is a row of raw values by column, or a list of rows. In a program:
-`serve.Server(folder).answer({"name": tensor, ...})`, or `answer_plain(request)`. Tables stay in their file, mapped into
-memory.
+Where the folder has columns.json, a request is a row of raw values by column, or a list of rows. In
+a program: `serve.Server(folder).answer({"name": tensor, ...})`, or `answer_plain(request)`. Tables
+stay in their file, mapped into memory.
 """
 
 import importlib.util
@@ -26,7 +28,10 @@ try:
 except ImportError:
     if __name__ != "__main__":
         raise
-    sys.exit("serve.py needs the package safetensors, which is not installed. Run pip install safetensors.")
+    sys.exit(
+        "serve.py needs the package safetensors, which is not installed. Run pip install "
+        "safetensors."
+    )
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -35,12 +40,15 @@ class Server:
     """The trained module, as `lightning-distrec export` wrote it."""
 
     def __init__(self, folder: str | Path = FOLDER, verify: bool = True) -> None:
-        """Load the program, and map the tables. verify: whether to read all bytes first; ValueError: damaged."""
+        """Load the program, and map the tables. verify: whether to read all bytes first;
+        ValueError: damaged."""
         folder = Path(folder)
         self.about = json.loads((folder / "serving.json").read_text())
         for name, checksum in self.about.get("crc32", {}).items() if verify else ():
             if file_crc32(folder / name) != checksum:
-                raise ValueError(f"{folder / name} is damaged: it does not match its checksum. Export it again.")
+                raise ValueError(
+                    f"{folder / name} is damaged: it does not match its checksum. Export it again."
+                )
         for package in self.about["needs"]:
             # Registers operators, which torch.export.load looks up by name.
             importlib.import_module(package)
@@ -50,7 +58,9 @@ class Server:
         self.encoder: Any = None
         """From raw values to inputs, where the module was trained on columns."""
         if (folder / "columns.json").exists():
-            spec: Any = importlib.util.spec_from_file_location("raw_values", folder / "raw_values.py")
+            spec: Any = importlib.util.spec_from_file_location(
+                "raw_values", folder / "raw_values.py"
+            )
             raw_values = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(raw_values)
             self.encoder = raw_values.Encoder(json.loads((folder / "columns.json").read_text()))
@@ -69,33 +79,56 @@ class Server:
             with torch.no_grad():
                 return self.program(self.tables, order)
         except IdError as error:
-            integers = {name: ids for name, ids in order.items() if not ids.is_floating_point() and ids.numel()}
-            ids = ", ".join(f"{int(ids.min())} to {int(ids.max())} in '{name}'" for name, ids in integers.items())
+            integers = {
+                name: ids
+                for name, ids in order.items()
+                if not ids.is_floating_point() and ids.numel()
+            }
+            ids = ", ".join(
+                f"{int(ids.min())} to {int(ids.max())} in '{name}'"
+                for name, ids in integers.items()
+            )
             raise ValueError(f"{error}; there are {ids}") from error
-        except (AssertionError, RuntimeError) as error:  # torch.export's guards on sizes, and operators' own
-            raise ValueError(f"the inputs do not fit each other: {str(error).splitlines()[0]}") from error
+        # torch.export's guards on sizes, and operators' own
+        except (AssertionError, RuntimeError) as error:
+            raise ValueError(
+                f"the inputs do not fit each other: {str(error).splitlines()[0]}"
+            ) from error
 
-    def _check_input(self, name: str, tensor: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
-        """Raise ValueError where an input has another type or shape, or lengths do not divide their values."""
+    def _check_input(
+        self, name: str, tensor: torch.Tensor, inputs: dict[str, torch.Tensor]
+    ) -> None:
+        """Raise ValueError where an input has another type or shape, or lengths do not divide their
+        values."""
         about = self.about["inputs"][name]
         dtype, sizes = about["dtype"], about["shape"]
         actual = getattr(tensor, "dtype", type(tensor).__name__)
         if str(actual) != f"torch.{dtype}":
             raise ValueError(f"'{name}' must be a tensor of {dtype}, not {actual}")
-        matches = [size is None or size == length for size, length in zip(sizes, tensor.shape, strict=False)]
+        matches = [
+            size is None or size == length
+            for size, length in zip(sizes, tensor.shape, strict=False)
+        ]
         if len(sizes) != tensor.dim() or not all(matches):
-            shape = " x ".join("any" if size is None else str(size) for size in sizes) or "one number"
-            raise ValueError(f"'{name}' must have the shape {shape}, not {' x '.join(map(str, tensor.shape))}")
+            shape = (
+                " x ".join("any" if size is None else str(size) for size in sizes) or "one number"
+            )
+            raise ValueError(
+                f"'{name}' must have the shape {shape}, not {' x '.join(map(str, tensor.shape))}"
+            )
         values = about.get("lengths_of")
         if values in inputs:
             if tensor.numel() and int(tensor.min()) < 0:
                 raise ValueError(f"'{name}' has the length {int(tensor.min())}")
             total = int(tensor.sum(dtype=torch.float64))  # integers of 64 bits would wrap around
             if total != len(inputs[values]):
-                raise ValueError(f"'{name}' sum up to {total}, and '{values}' has {len(inputs[values])}")
+                raise ValueError(
+                    f"'{name}' sum up to {total}, and '{values}' has {len(inputs[values])}"
+                )
 
     def _check_sizes(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Raise ValueError where inputs that grow with the number of examples are of unequal numbers of them."""
+        """Raise ValueError where inputs that grow with the number of examples are of unequal
+        numbers of them."""
         shares: dict[str, dict[str, float]] = {}
         for name, tensor in inputs.items():
             rows = self.about["inputs"][name].get("rows")
@@ -106,25 +139,42 @@ class Server:
         for group in shares.values():
             if len(set(group.values())) > 1:
                 listed = ", ".join(f"{len(inputs[name])} in '{name}'" for name in group)
-                raise ValueError(f"inputs must have rows for as many examples as each other, and there are {listed}")
+                raise ValueError(
+                    "inputs must have rows for as many examples as each other, and "
+                    f"there are {listed}"
+                )
 
     def inputs_of_rows(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return the inputs of raw rows. Raises ValueError: a column is unknown, or a value of another type."""
+        """Return the inputs of raw rows. Raises ValueError: a column is unknown, or a value of
+        another type."""
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a request is a row of values by column, or a list of rows, one or more")
+            raise ValueError(
+                "a request is a row of values by column, or a list of rows, one or more"
+            )
         arrays = self.encoder.arrays_of_rows(rows)
-        return {name: torch.from_numpy(array) for name, array in arrays.items() if name in self.about["inputs"]}
+        return {
+            name: torch.from_numpy(array)
+            for name, array in arrays.items()
+            if name in self.about["inputs"]
+        }
 
     def answer_plain(self, request: Any) -> Any:
-        """Return the answer as lists and dicts. request: lists by name; with columns.json, a row or a list of rows."""
+        """Return the answer as lists and dicts. request: lists by name; with columns.json, a row or
+        a list of rows."""
         if self.encoder is not None:
-            return plain(self.answer(self.inputs_of_rows([request] if isinstance(request, dict) else request)))
+            return plain(
+                self.answer(
+                    self.inputs_of_rows([request] if isinstance(request, dict) else request)
+                )
+            )
         if not isinstance(request, dict):
             raise ValueError("a request is a dict of inputs by name")
         inputs_by_name = self.about["inputs"]
         unknown = request.keys() - inputs_by_name.keys()
         if unknown:
-            raise ValueError(f"the request has {sorted(unknown)}, and the inputs are {sorted(inputs_by_name)}")
+            raise ValueError(
+                f"the request has {sorted(unknown)}, and the inputs are {sorted(inputs_by_name)}"
+            )
         inputs = {}
         for name, values in request.items():
             shape, dtype = inputs_by_name[name]["shape"], inputs_by_name[name]["dtype"]
@@ -137,9 +187,13 @@ class Server:
             try:
                 tensor = torch.tensor(values, dtype=getattr(torch, dtype))
             except (OverflowError, TypeError, ValueError, RuntimeError) as error:
-                raise ValueError(f"'{name}' must be lists of {dtype} in equal lengths: {error}") from error
+                raise ValueError(
+                    f"'{name}' must be lists of {dtype} in equal lengths: {error}"
+                ) from error
             # Lists without examples do not show their inner sizes; these come from the export.
-            inputs[name] = tensor if tensor.numel() or None in shape[1:] else tensor.reshape(0, *shape[1:])
+            inputs[name] = (
+                tensor if tensor.numel() or None in shape[1:] else tensor.reshape(0, *shape[1:])
+            )
         return plain(self.answer(inputs))
 
 
@@ -163,7 +217,8 @@ def check_ids(ids: torch.Tensor, table: torch.Tensor) -> None:
 
 
 def add_id_checks(program: Any) -> None:
-    """Check ids before a program's lookups: operators differ in what they say, and in what they read."""
+    """Check ids before a program's lookups: operators differ in what they say, and in what they
+    read."""
     for node in list(program.graph.nodes):
         position = LOOKUPS.get(str(node.target).rpartition(".")[0])
         if position is not None and node.args[0].op == "placeholder":
@@ -191,7 +246,8 @@ def file_crc32(path: Path) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return nested tensors as nested lists, with None for what is no finite number: JSON has no such numbers."""
+    """Return nested tensors as nested lists, with None for what is no finite number: JSON has no
+    such numbers."""
     if isinstance(value, torch.Tensor):
         if value.isfinite().all():
             return value.tolist()
@@ -205,14 +261,23 @@ def leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [leaf for item in items for leaf in leaves(item)]
 
 
 def check(server: Server, folder: Path = FOLDER) -> float:
-    """Return the largest difference from the trained module's answers to the examples; of integers, 1 or 0."""
+    """Return the largest difference from the trained module's answers to the examples; of integers,
+    1 or 0."""
     stored = load_file(folder / "examples.safetensors")
-    answers = leaves(server.answer({name: stored["inputs." + name] for name in server.about["inputs"]}))
+    answers = leaves(
+        server.answer({name: stored["inputs." + name] for name in server.about["inputs"]})
+    )
     expected = [stored[f"answers.{number}"] for number in range(len(answers))]
     largest = 0.0
     for a, b in zip(answers, expected, strict=True):
@@ -222,13 +287,15 @@ def check(server: Server, folder: Path = FOLDER) -> float:
 
 
 class HTTPServer(ThreadingHTTPServer):
-    """A thread for each connection; as many connections wait for theirs as clients are likely to open at once."""
+    """A thread for each connection; as many connections wait for theirs as clients are likely to
+    open at once."""
 
     request_queue_size = 1024
 
 
 def http_server(server: Server, port: int) -> ThreadingHTTPServer:
-    """Return a server of this machine's own port, for requests by POST; what does not fit is answered with 400."""
+    """Return a server of this machine's own port, for requests by POST; what does not fit is
+    answered with 400."""
     turn = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -247,7 +314,9 @@ def http_server(server: Server, port: int) -> ThreadingHTTPServer:
             try:
                 length = int(self.headers.get("Content-Length", 0))
                 if not 0 < length <= MAX_REQUEST_BYTES:
-                    raise ValueError(f"a request needs a Content-Length of 1 to {MAX_REQUEST_BYTES} bytes")
+                    raise ValueError(
+                        f"a request needs a Content-Length of 1 to {MAX_REQUEST_BYTES} bytes"
+                    )
                 request = json.loads(self.rfile.read(length))
                 with turn:
                     status, answer = 200, server.answer_plain(request)
@@ -281,7 +350,10 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["--check"]:
         allowed = json.loads((FOLDER / "serving.json").read_text())["largest_difference"]
         difference = check(Server())
-        print(f"largest difference from the trained module: {difference:.3g} ({allowed:.3g} when it was exported)")
+        print(
+            f"largest difference from the trained module: {difference:.3g} ({allowed:.3g} when "
+            "it was exported)"
+        )
     else:
         request = Path(sys.argv[1]) if sys.argv[1:] else FOLDER / "request.json"
         try:

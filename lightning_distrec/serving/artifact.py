@@ -1,11 +1,13 @@
-"""Writes a trained module as a folder that answers without this package, and compares its answers with the module's.
+"""Writes a trained module as a folder that answers without this package, and compares its answers
+with the module's.
 
 program.pt2      predict_step, by torch.export, with all weights but the tables'
 tables.safetensors  the tables, in float or quantized; a server maps them into memory
 serving.json     inputs, quantization, and how far the answers were from the module's
 examples.safetensors, request.json  a batch with the module's answers; a first request
 serve.py         answers requests: answer.py
-columns.json, raw_values.py   how raw values become inputs, where the data was columns: data/raw_values.py
+columns.json, raw_values.py   how raw values become inputs, where the data was columns:
+data/raw_values.py
 """
 
 import contextlib
@@ -65,7 +67,8 @@ class Served:
     """The size that the tables have in the checkpoint."""
     num_examples: int
     largest_difference: float
-    """Of the folder's answers to the examples from the trained module's; of numbers that are no integers."""
+    """Of the folder's answers to the examples from the trained module's; of numbers that are no
+    integers."""
     mean_difference: float
     largest_answer: float
     integers: int
@@ -90,14 +93,17 @@ def export_for_serving(
     overwrite: bool = False,
     on_progress: Callable[[int], None] = lambda written: None,
 ) -> Served:
-    """Write `predict_step` of a trained, unsharded module and its tables as a folder that answers by itself.
+    """Write `predict_step` of a trained, unsharded module and its tables as a folder that answers
+    by itself.
 
-    module: on the host; with `state`, its tables may be on the meta device. batch: for predict_step; the program takes
-    batches of any size that have the same containers. state: the module's weights, tensors or handles; None: its
-    own. first_request: a smaller batch, for request.json. raw: what `batch` was made of; requests are raw rows then.
+    module: on the host; with `state`, its tables may be on the meta device. batch: for
+    predict_step; the program takes batches of any size that have the same containers. state: the
+    module's weights, tensors or handles; None: its own. first_request: a smaller batch, for
+    request.json. raw: what `batch` was made of; requests are raw rows then.
     bits: 8 or 4 for quantized rows; None keeps them.
-    on_progress: called with bytes of tables written. Disk: the tables, and with `bits` once more in float meanwhile.
-    Raises ConfigError: it cannot be exported; CheckpointError: the state lacks weights, or the disk has no space.
+    on_progress: called with bytes of tables written. Disk: the tables, and with `bits` once more in
+    float meanwhile. Raises ConfigError: it cannot be exported; CheckpointError: the state lacks
+    weights, or the disk has no space.
     """
     if bits not in (None, 8, 4):
         raise ConfigError(f"bits={bits}: must be 8 or 4.")
@@ -110,19 +116,26 @@ def export_for_serving(
         try:
             return _write(module, batch, first_request, raw, tables, new_folder, bits, on_progress)
         except OSError as error:
-            raise CheckpointError(f"{folder} cannot be written: {error}. Nothing was left there.") from error
+            raise CheckpointError(
+                f"{folder} cannot be written: {error}. Nothing was left there."
+            ) from error
 
 
 def _with_dense_weights(module: LightningModule, state: Mapping[str, Any]) -> LightningModule:
-    """Return a copy in which all but the tables have the state's weights, and tables have no rows."""
+    """Return a copy in which all but the tables have the state's weights, and tables have no
+    rows."""
     lookups = dict(lookups_of(module))
     names = {f"{path}.weight" for path in lookups}
     needed = module.state_dict().keys()
     if missing := sorted(needed - state.keys()):
-        raise CheckpointError(f"the checkpoint lacks '{missing[0]}' ({len(missing)} of {len(needed)} weights).")
-    # deepcopy takes what the memo holds for a finished copy: tables, maybe larger than memory, are never copied.
+        raise CheckpointError(
+            f"the checkpoint lacks '{missing[0]}' ({len(missing)} of {len(needed)} weights)."
+        )
+    # deepcopy takes what the memo holds for a finished copy: tables, maybe larger than memory, are
+    # never copied.
     memo: dict[int, Any] = {
-        id(lookup.weight): nn.Parameter(torch.empty(0), requires_grad=False) for lookup in lookups.values()
+        id(lookup.weight): nn.Parameter(torch.empty(0), requires_grad=False)
+        for lookup in lookups.values()
     }
     copy = deepcopy(module, memo)  # LightningModule leaves its Trainer out
     dense = {name: materialized(state[name]) for name in needed if name not in names}
@@ -165,18 +178,31 @@ def _write(
     shapes = free_sizes(program, inputs)
     needs = needed_packages(program)
     types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in inputs.items()}
-    described: dict[str, Any] = {name: {"dtype": types[name], "shape": shapes[name]} for name in inputs}
+    described: dict[str, Any] = {
+        name: {"dtype": types[name], "shape": shapes[name]} for name in inputs
+    }
     for name in inputs:
         values = f"{name.removesuffix('lengths')}values"
-        if values != f"{name}values" and values in inputs and int(inputs[name].sum()) == len(inputs[values]):
+        if (
+            values != f"{name}values"
+            and values in inputs
+            and int(inputs[name].sum()) == len(inputs[values])
+        ):
             described[name]["lengths_of"] = values
-    about: dict[str, Any] = {"of": type(module).__name__, "inputs": described, "needs": needs, "bits": bits}
+    about: dict[str, Any] = {
+        "of": type(module).__name__,
+        "inputs": described,
+        "needs": needs,
+        "bits": bits,
+    }
     _write_json(folder / ABOUT, about)
     outputs = answer.leaves(expected)
     examples = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
     examples |= {f"answers.{number}": tensor for number, tensor in enumerate(outputs)}
     # safetensors refuses tensors that share memory, as inputs and outputs of a step may.
-    save_file({name: tensor.clone().contiguous() for name, tensor in examples.items()}, folder / EXAMPLES)
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in examples.items()}, folder / EXAMPLES
+    )
     shutil.copyfile(answer.__file__, folder / SCRIPT)
     files = [TABLES, PROGRAM, EXAMPLES, REQUEST]
     if raw is not None:
@@ -192,18 +218,27 @@ def _write(
     request, fixed = tensors_of(batch if first_request is None else first_request), False
     try:
         server.answer(request)
-    except (RuntimeError, ValueError):  # torch.export's guards on a size that predict_step has made a number
+    # torch.export's guards on a size that predict_step has made a number
+    except (RuntimeError, ValueError):
         request, fixed = inputs, True
     if raw is None:
         _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
     else:
-        if any(not torch.equal(tensor, inputs[name]) for name, tensor in server.inputs_of_rows(raw.rows).items()):
-            raise CheckpointError("raw rows become other inputs than the batch has: their data is not this batch's.")
+        if any(
+            not torch.equal(tensor, inputs[name])
+            for name, tensor in server.inputs_of_rows(raw.rows).items()
+        ):
+            raise CheckpointError(
+                "raw rows become other inputs than the batch has: their data is not this batch's."
+            )
         _write_json(folder / REQUEST, raw.rows[: None if fixed else 1])
     if first_request is not None and not fixed:
-        # Inputs that are as long as each other in both batches have a row for each example, but values have lengths.
+        # Inputs that are as long as each other in both batches have a row for each example, but
+        # values have lengths.
         for name in inputs.keys() - {about.get("lengths_of") for about in described.values()}:
-            described[name]["rows"] = [len(inputs[name]), len(request[name])] if inputs[name].dim() else []
+            described[name]["rows"] = (
+                [len(inputs[name]), len(request[name])] if inputs[name].dim() else []
+            )
     differences, differs = _differences(answers, outputs)
     largest = float(differences.max()) if differences.numel() else 0.0
     crc32 = {name: answer.file_crc32(folder / name) for name in files}
@@ -215,7 +250,10 @@ def _write(
         num_examples=len(outputs[0]) if outputs and outputs[0].dim() else 1,
         largest_difference=largest,
         mean_difference=float(differences.mean()) if differences.numel() else 0.0,
-        largest_answer=max((float(o.abs().max()) for o in outputs if o.is_floating_point() and o.numel()), default=0.0),
+        largest_answer=max(
+            (float(o.abs().max()) for o in outputs if o.is_floating_point() and o.numel()),
+            default=0.0,
+        ),
         integers=differs.numel(),
         other_integers=int(differs.sum()),
         needs=needs,
@@ -224,12 +262,20 @@ def _write(
 
 
 def _differences(answers: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the absolute differences of fractions, and where integers differ, one number for each of them."""
+    """Return the absolute differences of fractions, and where integers differ, one number for each
+    of them."""
     pairs = list(zip(answers, expected, strict=True))
     # Infinities, of scores that are masked, are equal where their difference is no number.
-    differences = [torch.where(a == b, 0, (a - b).abs()).double().flatten() for a, b in pairs if b.is_floating_point()]
+    differences = [
+        torch.where(a == b, 0, (a - b).abs()).double().flatten()
+        for a, b in pairs
+        if b.is_floating_point()
+    ]
     differs = [(a != b).flatten() for a, b in pairs if not b.is_floating_point()]
-    return torch.cat([torch.zeros(0).double(), *differences]), torch.cat([torch.zeros(0).bool(), *differs])
+    return torch.cat([torch.zeros(0).double(), *differences]), torch.cat([
+        torch.zeros(0).bool(),
+        *differs,
+    ])
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -244,9 +290,13 @@ def _new_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
         problem = "is no folder that export wrote" if overwrite else "exists already"
         raise CheckpointError(f"{folder} {problem}. Choose another name{advice}.")
     if not folder.absolute().parent.is_dir():
-        raise CheckpointError(f"{folder}: the folder {folder.parent} does not exist. Create it first.")
+        raise CheckpointError(
+            f"{folder}: the folder {folder.parent} does not exist. Create it first."
+        )
     # Next to the target: a rename cannot leave its file system.
-    with tempfile.TemporaryDirectory(prefix=".distrec-export-", dir=folder.absolute().parent) as unfinished:
+    with tempfile.TemporaryDirectory(
+        prefix=".distrec-export-", dir=folder.absolute().parent
+    ) as unfinished:
         new = Path(unfinished, folder.name)
         new.mkdir()
         yield new

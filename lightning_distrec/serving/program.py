@@ -1,7 +1,9 @@
-"""predict_step as a program of torch.export, of tables and of a batch's tensors; tables stay in a file of their own.
+"""predict_step as a program of torch.export, of tables and of a batch's tensors; tables stay in a
+file of their own.
 
-A quantized row is as FBGEMM's inference kernels have it. 8 bits: dim bytes, then scale and offset in float32. 4 bits:
-two numbers in a byte, the first in its low half, then scale and offset in float16. A number is `bits * scale + offset`.
+A quantized row is as FBGEMM's inference kernels have it. 8 bits: dim bytes, then scale and offset
+in float32. 4 bits: two numbers in a byte, the first in its low half, then scale and offset in
+float16. A number is `bits * scale + offset`.
 Source: fbgemm_gpu's FloatToFused8BitRowwiseQuantized and FloatToFusedNBitRowwiseQuantizedSBHalf.
 """
 
@@ -25,16 +27,21 @@ from lightning_distrec.errors import ConfigError
 
 
 def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    """Yield what reads rows, by path. Raises ConfigError: one has a max_norm, with which a lookup changes rows."""
+    """Yield what reads rows, by path. Raises ConfigError: one has a max_norm, with which a lookup
+    changes rows."""
     for path, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)):
             if inner.max_norm is not None:
-                raise ConfigError(f"'{path}' has a max_norm: its lookups change rows, and serving only reads them.")
+                raise ConfigError(
+                    f"'{path}' has a max_norm: its lookups change rows, and serving "
+                    "only reads them."
+                )
             yield path, inner
 
 
 def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
-    """Replace what reads rows of `module` by what reads quantized ones, which are empty. Return bits by path."""
+    """Replace what reads rows of `module` by what reads quantized ones, which are empty. Return
+    bits by path."""
     # A bag's padding_idx is not known to the replacement, so a bag that has one keeps its rows.
     bits_by_path = {}
     for path, inner in list(lookups_of(module)):
@@ -55,7 +62,8 @@ def quantize_lookups(module: nn.Module, bits: int) -> dict[str, int]:
 
 
 def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Let lookups of `module` take ids of any range, where a checkpoint's state has the rows of their ids."""
+    """Let lookups of `module` take ids of any range, where a checkpoint's state has the rows of
+    their ids."""
     if not any(key.endswith((".ids_made_for", "._output_segments_tensor")) for key in state):
         return
     from lightning_distrec.sharding.mapping.state import (
@@ -70,7 +78,9 @@ def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
         share_rows_of_buckets(mch, materialized(segments))
     for lookup, lookup_state in lookups_with_mappings(module, state):
         if not finds_rows(lookup):
-            attach_mapping(lookup, {name: materialized(value) for name, value in lookup_state.items()})
+            attach_mapping(
+                lookup, {name: materialized(value) for name, value in lookup_state.items()}
+            )
 
 
 def packed_width(dim: int, bits: int) -> int:
@@ -79,7 +89,8 @@ def packed_width(dim: int, bits: int) -> int:
 
 
 def quantized(rows: Tensor, bits: int) -> Tensor:
-    """Return rows packed, (num_rows, packed_width) uint8. rows: (num_rows, dim) float32, on the host."""
+    """Return rows packed, (num_rows, packed_width) uint8. rows: (num_rows, dim) float32, on the
+    host."""
     import fbgemm_gpu  # noqa: F401  it registers the operators
 
     if bits == 8:
@@ -90,8 +101,12 @@ def quantized(rows: Tensor, bits: int) -> Tensor:
 
 
 def dequantized(packed: Tensor, dim: int, bits: int) -> Tensor:
-    """Return rows in float32, (num_rows, dim), by operators of torch alone. packed: as `quantized` returns them."""
-    numbers, scale_bytes = packed[:, : dim if bits == 8 else dim // 2], packed[:, dim if bits == 8 else dim // 2 :]
+    """Return rows in float32, (num_rows, dim), by operators of torch alone. packed: as `quantized`
+    returns them."""
+    numbers, scale_bytes = (
+        packed[:, : dim if bits == 8 else dim // 2],
+        packed[:, dim if bits == 8 else dim // 2 :],
+    )
     # A view as floats needs bytes that follow each other; a slice of columns has gaps.
     scales = scale_bytes.contiguous().view(torch.float32 if bits == 8 else torch.float16).float()
     if bits == 4:
@@ -104,7 +119,11 @@ class _Quantized(nn.Module):
 
     def __init__(self, original: nn.Embedding | nn.EmbeddingBag, bits: int) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.bits = original.num_embeddings, original.embedding_dim, bits
+        self.num_embeddings, self.embedding_dim, self.bits = (
+            original.num_embeddings,
+            original.embedding_dim,
+            bits,
+        )
         width = packed_width(self.embedding_dim, bits)
         # Without rows: the program gets them as an input, in the buffer's place.
         self.register_buffer("rows", torch.empty(0, width, dtype=torch.uint8), persistent=False)
@@ -120,7 +139,9 @@ class QuantizedEmbedding(_Quantized):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of ids, input.shape + (embedding_dim,)."""
-        rows = dequantized(self.rows.index_select(0, input.flatten().long()), self.embedding_dim, self.bits)
+        rows = dequantized(
+            self.rows.index_select(0, input.flatten().long()), self.embedding_dim, self.bits
+        )
         return rows.reshape(*input.shape, self.embedding_dim)
 
 
@@ -131,16 +152,28 @@ class QuantizedBag(_Quantized):
         super().__init__(original, bits)
         self.mode, self.include_last_offset = original.mode, original.include_last_offset
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Return one pooled row per bag, (num_bags, embedding_dim). Arguments: nn.EmbeddingBag's."""
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Return one pooled row per bag, (num_bags, embedding_dim). Arguments:
+        nn.EmbeddingBag's."""
         ids = input.flatten().long()
         # Not self.rows[ids], for which -1 is the last row.
         rows = dequantized(self.rows.index_select(0, ids), self.embedding_dim, self.bits)
         # The rows that were looked up become a table themselves, of which each row is read once.
         places = torch.arange(ids.shape[0], device=ids.device).reshape(input.shape)
-        offsets, mode, has_last = None if offsets is None else offsets.long(), self.mode, self.include_last_offset
+        offsets, mode, has_last = (
+            None if offsets is None else offsets.long(),
+            self.mode,
+            self.include_last_offset,
+        )
         return functional.embedding_bag(
-            places, rows, offsets, mode=mode, per_sample_weights=per_sample_weights, include_last_offset=has_last
+            places,
+            rows,
+            offsets,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=has_last,
         )
 
 
@@ -170,7 +203,8 @@ ONLY = "input"
 
 
 def tensors_of(batch: Any) -> dict[str, Tensor]:
-    """Return the tensors in nested dicts, sequences, dataclasses and TorchRec's jagged tensors, by their path."""
+    """Return the tensors in nested dicts, sequences, dataclasses and TorchRec's jagged tensors, by
+    their path."""
     tensors: dict[str, Tensor] = {}
 
     def note(name: str, tensor: Tensor) -> Tensor:
@@ -182,7 +216,8 @@ def tensors_of(batch: Any) -> dict[str, Tensor]:
 
 
 def with_tensors(batch: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return `batch` with other tensors. tensors: by the names that `tensors_of` gives them; left out: as they are."""
+    """Return `batch` with other tensors. tensors: by the names that `tensors_of` gives them; left
+    out: as they are."""
     return _mapped(batch, "", lambda name, tensor: tensors.get(name, tensor))
 
 
@@ -196,13 +231,17 @@ def _mapped(value: Any, path: str, replace: Callable[[str, Tensor], Tensor]) -> 
         return {name: inner(name, item) for name, item in value.items()}
     # Named tuples take their items as arguments, other tuples one iterable.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(inner(name, item) for name, item in zip(value._fields, value, strict=True)))
+        return type(value)(
+            *(inner(name, item) for name, item in zip(value._fields, value, strict=True))
+        )
     if isinstance(value, (list, tuple)):
         return type(value)(inner(number, item) for number, item in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # dataclasses.replace raises for fields that __init__ does not take.
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(value, **{name: inner(name, getattr(value, name)) for name in names})
+        return dataclasses.replace(
+            value, **{name: inner(name, getattr(value, name)) for name in names}
+        )
     if type(value).__module__.startswith("torchrec."):
         return _mapped_jagged(value, path, inner)
     return value
@@ -216,8 +255,13 @@ def _mapped_jagged(value: Any, path: str, inner: Callable[[str, Any], Any]) -> A
     if not isinstance(value, (JaggedTensor, KeyedJaggedTensor)):
         return value
     if isinstance(value, KeyedJaggedTensor) and value.variable_stride_per_key():
-        raise ConfigError(f"'{path or ONLY}' has features of unequal batch sizes, which cannot be exported.")
-    parts = {"values": inner("values", value.values()), "lengths": inner("lengths", value.lengths())}
+        raise ConfigError(
+            f"'{path or ONLY}' has features of unequal batch sizes, which cannot be exported."
+        )
+    parts = {
+        "values": inner("values", value.values()),
+        "lengths": inner("lengths", value.lengths()),
+    }
     if value.weights_or_none() is not None:
         parts["weights"] = inner("weights", value.weights())
     if isinstance(value, KeyedJaggedTensor):
@@ -240,41 +284,58 @@ class Program(nn.Module):
     """predict_step of a module, of tables and of a batch's tensors."""
 
     def __init__(self, module: LightningModule, batch: Any) -> None:
-        """module: unsharded; its own tables are not read. batch: gives the containers, and what is no tensor."""
+        """module: unsharded; its own tables are not read. batch: gives the containers, and what is
+        no tensor."""
         super().__init__()
         self.predictor, self._batch = _Predictor(module), batch
 
     def forward(self, tables: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
-        """Return what predict_step returns. tables: by their names in `module`. inputs: as `tensors_of` names them."""
-        # Passed in place of the module's own weights, tables are inputs of the program and not saved with it.
+        """Return what predict_step returns. tables: by their names in `module`. inputs: as
+        `tensors_of` names them."""
+        # Passed in place of the module's own weights, tables are inputs of the program and not
+        # saved with it.
         named = {f"module.{name}": table for name, table in tables.items()}
-        return torch.func.functional_call(self.predictor, named, (with_tensors(self._batch, inputs),))
+        return torch.func.functional_call(
+            self.predictor, named, (with_tensors(self._batch, inputs),)
+        )
 
 
 def export_program(
     module: LightningModule, tables: dict[str, Tensor], batch: Any
 ) -> tuple[ExportedProgram, dict[str, Tensor]]:
-    """Return the program, for any first sizes, and the inputs that it needs. Raises ConfigError: export fails."""
+    """Return the program, for any first sizes, and the inputs that it needs. Raises ConfigError:
+    export fails."""
     inputs = tensors_of(batch)
     program = Program(module, batch)
-    # Twice: only a program shows which inputs it reads, and a server should not have to send the others.
+    # Twice: only a program shows which inputs it reads, and a server should not have to send the
+    # others.
     used = _used(_exported(program, tables, inputs), inputs)
     return _exported(program, tables, used), used
 
 
-def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> ExportedProgram:
-    sizes = (dict.fromkeys(tables), {name: {0: Dim.AUTO} if tensor.dim() else None for name, tensor in inputs.items()})
+def _exported(
+    program: Program, tables: dict[str, Tensor], inputs: Mapping[str, Tensor]
+) -> ExportedProgram:
+    sizes = (
+        dict.fromkeys(tables),
+        {name: {0: Dim.AUTO} if tensor.dim() else None for name, tensor in inputs.items()},
+    )
     level = logging.root.level
-    logging.root.setLevel(logging.ERROR)  # torchrec warns there that export is slow with a KeyedJaggedTensor
+    # torchrec warns there that export is slow with a KeyedJaggedTensor
+    logging.root.setLevel(logging.ERROR)
     try:
         with torch.no_grad(), sizes_from_zero():
-            # Not strict: the step runs as ordinary Python on traced tensors, without Dynamo's limits.
+            # Not strict: the step runs as ordinary Python on traced tensors, without Dynamo's
+            # limits.
             exported = export(program, (tables, dict(inputs)), dynamic_shapes=sizes, strict=False)
     except Exception as error:
         name = type(program.predictor.module).__name__
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        first = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
         raise ConfigError(
-            f"export: torch.export cannot follow predict_step of {name}: {first.strip()[:300]}. It needs operations of "
+            f"export: torch.export cannot follow predict_step of {name}: {first.strip()[:300]}. "
+            "It needs operations of "
             "tensors, without branches on their values."
         ) from error
     finally:
@@ -285,7 +346,8 @@ def _exported(program: Program, tables: dict[str, Tensor], inputs: Mapping[str, 
             # Operators that torch has as well: with them most servers need no fbgemm_gpu.
             import fbgemm_gpu  # noqa: F401  it registers the operators
 
-            cumsum = torch.ops.fbgemm.asynchronous_complete_cumsum.default  # of jagged offsets, in most programs
+            # of jagged offsets, in most programs
+            cumsum = torch.ops.fbgemm.asynchronous_complete_cumsum.default
             exported = exported.run_decompositions({cumsum: _complete_cumsum})
     exported.example_inputs = None  # they would be saved, with the tables among them
     return exported
@@ -296,12 +358,20 @@ def _used(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, 
     # Tables come first, then the batch. A slice from -0 would be all of them: hence the condition.
     names = exported.graph_signature.user_inputs[-len(inputs) :] if inputs else ()
     read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
-    return {name: inputs[name] for name, inside in zip(inputs, names, strict=True) if inside in read}
+    return {
+        name: inputs[name] for name, inside in zip(inputs, names, strict=True) if inside in read
+    }
 
 
-def free_sizes(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, list[int | None]]:
+def free_sizes(
+    exported: ExportedProgram, inputs: Mapping[str, Tensor]
+) -> dict[str, list[int | None]]:
     """Return the shape of each input; None where the size may differ from request to request."""
-    nodes = [node for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs) :] if inputs else []
+    nodes = (
+        [node for node in exported.graph.nodes if node.op == "placeholder"][-len(inputs) :]
+        if inputs
+        else []
+    )
     return {
         name: [size if isinstance(size, int) else None for size in node.meta["val"].shape]
         for name, node in zip(inputs, nodes, strict=True)
@@ -314,5 +384,9 @@ def _complete_cumsum(lengths: Tensor) -> Tensor:
 
 def needed_packages(exported: ExportedProgram) -> list[str]:
     """Return the packages, beside torch, whose operators the program calls."""
-    spaces = {str(node.target).split(".")[0] for node in exported.graph.nodes if node.op == "call_function"}
+    spaces = {
+        str(node.target).split(".")[0]
+        for node in exported.graph.nodes
+        if node.op == "call_function"
+    }
     return ["fbgemm_gpu"] if "fbgemm" in spaces else []

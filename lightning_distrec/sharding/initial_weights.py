@@ -1,4 +1,5 @@
-"""Brings rows to their shards: the user's own weights, a loaded file's, an earlier plan's, or new ones."""
+"""Brings rows to their shards: the user's own weights, a loaded file's, an earlier plan's, or new
+ones."""
 
 import hashlib
 import inspect
@@ -50,21 +51,26 @@ class TableShard:
 
     def to_be_moved(self) -> "TableShard":
         """Return it in the host's memory, from which it is freed while it is copied."""
-        return replace(self, tensor=None if self.tensor is None else self.tensor.cpu(), is_last_use=True)
+        return replace(
+            self, tensor=None if self.tensor is None else self.tensor.cpu(), is_last_use=True
+        )
 
 
 def table_shards(weight: Tensor, groups: ShardingGroups) -> list[TableShard]:
-    """Return all shards of a table on all ranks, alike on every rank; `tensor` is set for those of this rank."""
+    """Return all shards of a table on all ranks, alike on every rank; `tensor` is set for those of
+    this rank."""
     if not isinstance(weight, ShardedTensor):
         rows, columns = weight.shape
         return [
-            TableShard(r, 0, 0, rows, columns, weight if r == groups.rank else None) for r in range(groups.num_ranks)
+            TableShard(r, 0, 0, rows, columns, weight if r == groups.rank else None)
+            for r in range(groups.num_ranks)
         ]
     local = {tuple(s.metadata.shard_offsets): s.tensor for s in weight.local_shards()}
     shards = []
     for metadata in weight.metadata().shards_metadata:
         assert metadata.placement is not None
-        # The metadata names one rank. With replicas, the rank at its position in each group has the same shard.
+        # The metadata names one rank. With replicas, the rank at its position in each group has the
+        # same shard.
         holder = metadata.placement.rank()
         assert holder is not None
         (row, column), (rows, columns) = metadata.shard_offsets, metadata.shard_sizes
@@ -75,20 +81,29 @@ def table_shards(weight: Tensor, groups: ShardingGroups) -> list[TableShard]:
 
 
 def sharded_weights(sharded: nn.Module, tables: list[Table]) -> dict[str, Tensor]:
-    """Return the weights of one sharded collection by the tables' full names; ShardedTensors that share memory."""
+    """Return the weights of one sharded collection by the tables' full names; ShardedTensors that
+    share memory."""
     state = sharded.state_dict()
     return {table.full_name: state[table.local_key] for table in tables}
 
 
 def chunks_of(shards: list[TableShard]) -> list[Chunk]:
     """Return this rank's shards as those that a tensor in a file fills."""
-    return [Chunk((s.row, s.column), s.tensor) for s in shards if s.tensor is not None and s.tensor.numel()]
+    return [
+        Chunk((s.row, s.column), s.tensor)
+        for s in shards
+        if s.tensor is not None and s.tensor.numel()
+    ]
 
 
 @torch.no_grad()
-def redistribute(sources: list[TableShard], targets: list[TableShard], device: torch.device) -> None:
-    """Collective. Copy shards of one table to others, whichever ranks hold them. Sources that overlap are equal."""
-    # All ranks have the same lists, but for the tensors: they return here together, or broadcast together.
+def redistribute(
+    sources: list[TableShard], targets: list[TableShard], device: torch.device
+) -> None:
+    """Collective. Copy shards of one table to others, whichever ranks hold them. Sources that
+    overlap are equal."""
+    # All ranks have the same lists, but for the tensors: they return here together, or broadcast
+    # together.
     if all(any(_same_place(source, target) for source in sources) for target in targets):
         for target in targets:
             if target.tensor is not None:
@@ -103,18 +118,26 @@ def redistribute(sources: list[TableShard], targets: list[TableShard], device: t
 
 
 @torch.no_grad()
-def gather_rows(sources: list[TableShard], first: int, last: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Collective. Return rows `first` to `last` (not included) of a table on the host of every rank, (rows, columns).
+def gather_rows(
+    sources: list[TableShard], first: int, last: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Collective. Return rows `first` to `last` (not included) of a table on the host of every
+    rank, (rows, columns).
 
-    sources: all shards of the table on all ranks. They are sent in blocks of 64 MiB, through `device`.
+    sources: all shards of the table on all ranks. They are sent in blocks of 64 MiB, through
+    `device`.
     """
     columns = max(source.column + source.num_columns for source in sources)
-    target = TableShard(0, first, 0, last - first, columns, torch.empty(last - first, columns, dtype=dtype))
+    target = TableShard(
+        0, first, 0, last - first, columns, torch.empty(last - first, columns, dtype=dtype)
+    )
     for source in _without_replicas(sources):
         top, bottom = max(source.row, first), min(source.row + source.num_rows, last)
         if top >= bottom:
             continue
-        rows = None if source.tensor is None else source.tensor[top - source.row : bottom - source.row]
+        rows = (
+            None if source.tensor is None else source.tensor[top - source.row : bottom - source.row]
+        )
         part = replace(source, row=top, num_rows=bottom - top, tensor=rows)
         for chunk, buffer in _sent(part, device):
             _copy_overlap(buffer, chunk, target)
@@ -123,7 +146,8 @@ def gather_rows(sources: list[TableShard], first: int, last: int, dtype: torch.d
 
 
 def copy_from_full(targets: list[TableShard], tensor: Tensor) -> None:
-    """Copy an unsharded table that this rank holds, `tensor` (num_rows, dim), into the shards of this rank."""
+    """Copy an unsharded table that this rank holds, `tensor` (num_rows, dim), into the shards of
+    this rank."""
     rows, columns = tensor.shape
     full = TableShard(0, 0, 0, rows, columns, tensor)
     for target in targets:
@@ -131,47 +155,60 @@ def copy_from_full(targets: list[TableShard], tensor: Tensor) -> None:
 
 
 def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
-    """Fill this rank's shards of a table that was built without memory, by the init function of its config.
+    """Fill this rank's shards of a table that was built without memory, by the init function of its
+    config.
 
-    The function is called on blocks of BLOCK_ROWS rows, each with a generator seeded by the seed, the table and the
-    block; the rank keeps what it holds of a block. So the values do not depend on ranks, threads or plan, for tables of
-    one block whatever the function, for larger ones where it treats all elements alike (uniform_, normal_ ...).
+    The function is called on blocks of BLOCK_ROWS rows, each with a generator seeded by the seed,
+    the table and the block; the rank keeps what it holds of a block. So the values do not depend on
+    ranks, threads or plan, for tables of one block whatever the function, for larger ones where it
+    treats all elements alike (uniform_, normal_ ...).
     """
     name, start, next_line = table.full_name, time.monotonic(), PROGRESS_SECONDS
     blocks = [
         (target, target.tensor, block)
         for target in targets
         if target.tensor is not None and target.num_rows
-        for block in range(target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS + 1)
+        for block in range(
+            target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS + 1
+        )
     ]
     num_threads = _num_threads(table, [tensor for _, tensor, _ in blocks])
     # Torch draws a tensor by one thread, and lets others run meanwhile.
     with ThreadPoolExecutor(num_threads) as pool:
         draw = partial(_draw_block, table, seed, num_threads > 1)
-        for count, _ in enumerate(pool.map(draw, blocks) if num_threads > 1 else map(draw, blocks), 1):
+        for count, _ in enumerate(
+            pool.map(draw, blocks) if num_threads > 1 else map(draw, blocks), 1
+        ):
             seconds = time.monotonic() - start
             if seconds > next_line and count < len(blocks):
                 next_line = 2 * seconds
                 rank_zero_info(
-                    f"torchrec_sharded: table '{name}': rank 0 has drawn {count / len(blocks):.0%} of its rows "
+                    f"torchrec_sharded: table '{name}': rank 0 has drawn "
+                    f"{count / len(blocks):.0%} of its rows "
                     f"in {seconds:.0f} s."
                 )
 
 
 def _num_threads(table: Table, tensors: list[Tensor]) -> int:
-    """Return how many threads may draw: one where the init function draws by the process's only global generator."""
+    """Return how many threads may draw: one where the init function draws by the process's only
+    global generator."""
     function = table.config.init_fn
     while isinstance(function, partial):
         function = function.func
-    if getattr(function, "__module__", "") != nn.init.__name__ or any(tensor.is_cuda for tensor in tensors):
+    if getattr(function, "__module__", "") != nn.init.__name__ or any(
+        tensor.is_cuda for tensor in tensors
+    ):
         return 1
     if "generator" not in inspect.signature(function).parameters:  # type: ignore[arg-type]
         return 1
     return max(1, min(torch.get_num_threads(), len(tensors)))
 
 
-def _draw_block(table: Table, seed: int, uses_generator: bool, place: tuple[TableShard, Tensor, int]) -> None:
-    """Fill what a shard, with its tensor, holds of a block. uses_generator: leave the global generator alone."""
+def _draw_block(
+    table: Table, seed: int, uses_generator: bool, place: tuple[TableShard, Tensor, int]
+) -> None:
+    """Fill what a shard, with its tensor, holds of a block. uses_generator: leave the global
+    generator alone."""
     (target, tensor, block), (config, name) = place, (table.config, table.full_name)
     fill = initial_rows(table.parameter, config.init_fn)
     start = block * BLOCK_ROWS
@@ -179,9 +216,12 @@ def _draw_block(table: Table, seed: int, uses_generator: bool, place: tuple[Tabl
     source = TableShard(target.rank, start, 0, rows, config.embedding_dim)
     first = start - target.row
     values = tensor.detach()[max(0, first) : first + rows]
-    is_in_place = values.shape == (rows, config.embedding_dim) and values.dtype == torch.get_default_dtype()
+    is_in_place = (
+        values.shape == (rows, config.embedding_dim) and values.dtype == torch.get_default_dtype()
+    )
     if not is_in_place:
-        # All columns, though a column-wise shard keeps some: the draws must be those of the unsharded table.
+        # All columns, though a column-wise shard keeps some: the draws must be those of the
+        # unsharded table.
         values = torch.empty(rows, config.embedding_dim, device=tensor.device)
     # Not Python's hash, which differs between processes. 63 bits fit into torch's signed seeds.
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
@@ -210,10 +250,12 @@ def _without_replicas(shards: list[TableShard]) -> list[TableShard]:
 
 
 def _sent(source: TableShard, device: torch.device) -> Iterator[tuple[TableShard, Tensor]]:
-    """Collective. Yield the blocks of a shard with their values, which its rank sends to all others."""
+    """Collective. Yield the blocks of a shard with their values, which its rank sends to all
+    others."""
     for block, values in _blocks(source):
         if values is not None:
-            # float32 holds half precision exactly, and copying into the target brings the bits back.
+            # float32 holds half precision exactly, and copying into the target brings the bits
+            # back.
             buffer = values.to(device, torch.float32).contiguous()
         else:
             buffer = torch.empty(block.num_rows, block.num_columns, device=device)
@@ -222,7 +264,8 @@ def _sent(source: TableShard, device: torch.device) -> Iterator[tuple[TableShard
 
 
 def _blocks(shard: TableShard) -> Iterator[tuple[TableShard, Any]]:
-    """Yield a shard by CHUNK_BYTES, with the values where this rank holds it; they may be gone after each."""
+    """Yield a shard by CHUNK_BYTES, with the values where this rank holds it; they may be gone
+    after each."""
     rows_at_once = max(1, CHUNK_BYTES // (4 * shard.num_columns))
     for first in range(0, shard.num_rows, rows_at_once):
         rows = min(rows_at_once, shard.num_rows - first)
@@ -242,5 +285,11 @@ def _copy_overlap(values: Tensor, source: TableShard, target: TableShard) -> Non
         return
     with torch.no_grad():
         target.tensor[
-            top - target.row : bottom - target.row, first_column - target.column : right - target.column
-        ].copy_(values[top - source.row : bottom - source.row, first_column - source.column : right - source.column])
+            top - target.row : bottom - target.row,
+            first_column - target.column : right - target.column,
+        ].copy_(
+            values[
+                top - source.row : bottom - source.row,
+                first_column - source.column : right - source.column,
+            ]
+        )

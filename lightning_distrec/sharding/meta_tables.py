@@ -1,4 +1,5 @@
-"""Makes tables without rows in a constructor: each rank makes its own rows once a plan assigns them."""
+"""Makes tables without rows in a constructor: each rank makes its own rows once a plan assigns
+them."""
 
 import functools
 import inspect
@@ -14,7 +15,12 @@ from lightning_distrec._compat.torchrec_modules import note_device
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
 from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows, record_writes
-from lightning_distrec.sharding.plain_embeddings import POOLINGS, Conversion, Convert, overridden_name
+from lightning_distrec.sharding.plain_embeddings import (
+    POOLINGS,
+    Conversion,
+    Convert,
+    overridden_name,
+)
 from lightning_distrec.sharding.tables import odd_dim
 from lightning_distrec.units import format_bytes
 
@@ -26,28 +32,34 @@ META = torch.device("meta")
 def meta_tables(
     convert_embeddings: Convert | list[str] = "auto", min_rows: int = 100_000
 ) -> AbstractContextManager[None]:
-    """Make the tables that are constructed inside of the context without rows, as those of `configure_model`.
+    """Make the tables that are constructed inside of the context without rows, as those of
+    `configure_model`.
 
-    convert_embeddings, min_rows: as for the strategy, which gives rows to those that it does not shard.
+    convert_embeddings, min_rows: as for the strategy, which gives rows to those that it does not
+    shard.
     """
     return tables_on_meta(Conversion(convert_embeddings, min_rows))
 
 
 @contextmanager
 def tables_on_meta(conversion: Conversion | None = None) -> Iterator[None]:
-    """Make tables that are constructed inside of the context without a `device` of their own on meta.
+    """Make tables that are constructed inside of the context without a `device` of their own on
+    meta.
 
-    Everything else keeps its device, so that dense layers are initialised as usual. The rows are made shard by shard
-    once a plan assigns them to ranks (initial_weights.py).
-    conversion: which nn.Embedding and nn.EmbeddingBag are such tables. What is written to a table is recorded then.
+    Everything else keeps its device, so that dense layers are initialised as usual. The rows are
+    made shard by shard once a plan assigns them to ranks (initial_weights.py).
+    conversion: which nn.Embedding and nn.EmbeddingBag are such tables. What is written to a table
+    is recorded then.
     None: collections only, for what needs no rows.
     """
-    # The constructors are replaced for the time of the context: a `with torch.device("meta")` around the user's
-    # code would put every other layer on meta too.
+    # The constructors are replaced for the time of the context: a `with torch.device("meta")`
+    # around the user's code would put every other layer on meta too.
     kinds = COLLECTIONS if conversion is None else (*COLLECTIONS, *PLAIN)
     originals: dict[Any, Any] = {kind: kind.__init__ for kind in kinds}
     for kind, original in originals.items():
-        kind.__init__ = _plain(original, conversion) if kind in PLAIN else _collection(original, conversion)
+        kind.__init__ = (
+            _plain(original, conversion) if kind in PLAIN else _collection(original, conversion)
+        )
     try:
         yield
     finally:
@@ -56,7 +68,8 @@ def tables_on_meta(conversion: Conversion | None = None) -> Iterator[None]:
 
 
 def give_rows_to_unsharded(root: nn.Module, sharded: Set[int]) -> None:
-    """Give all of its rows to each weight below `root` that has none yet. sharded: ids of those that need none."""
+    """Give all of its rows to each weight below `root` that has none yet. sharded: ids of those
+    that need none."""
     for parameter in root.parameters():
         if id(parameter) not in sharded and can_have_rows(parameter):
             give_rows(parameter)
@@ -73,17 +86,29 @@ def _collection(original: Any, conversion: Conversion | None) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         # A subclass is left alone by the strategy, and so are odd dims; they need their rows now.
         device, configs = bound.arguments.get("device"), bound.arguments["tables"]
-        reason = f"{type(self).__name__} is a subclass" if type(self) not in COLLECTIONS else odd_dim(configs)
+        reason = (
+            f"{type(self).__name__} is a subclass"
+            if type(self) not in COLLECTIONS
+            else odd_dim(configs)
+        )
         if reason or device:
             if conversion is not None:
                 sizes = [(config.num_embeddings, config.embedding_dim) for config in configs]
-                _check_memory(f"tables '{configs[0].name}' ...", sizes, 4, reason or "it is given a device", device)
+                _check_memory(
+                    f"tables '{configs[0].name}' ...",
+                    sizes,
+                    4,
+                    reason or "it is given a device",
+                    device,
+                )
             original(*bound.args, **bound.kwargs)
             return
         bound.arguments["device"] = META
         original(*bound.args, **bound.kwargs)
         for config in bound.arguments["tables"] if conversion is not None else ():
-            children = self.embedding_bags if isinstance(self, EmbeddingBagCollection) else self.embeddings
+            children = (
+                self.embedding_bags if isinstance(self, EmbeddingBagCollection) else self.embeddings
+            )
             record_writes(children[config.name].weight, config.init_fn, f"table '{config.name}'")
 
     return init
@@ -115,7 +140,8 @@ def _plain(original: Any, conversion: Conversion | None) -> Any:
 
 
 def _obstacle(kind: Any, options: dict[str, Any], conversion: Conversion | None) -> str:
-    """Return why an embedding of these arguments is built whole, as far as they show; see PlainEmbeddings."""
+    """Return why an embedding of these arguments is built whole, as far as they show; see
+    PlainEmbeddings."""
     if conversion is None or conversion.selected == "none":
         return "convert_embeddings is 'none'"
     dtype, name = options["dtype"] or torch.get_default_dtype(), overridden_name(kind)
@@ -126,7 +152,8 @@ def _obstacle(kind: Any, options: dict[str, Any], conversion: Conversion | None)
         "it is given a device": options["device"] is not None,
         "max_norm changes rows when they are looked up": options["max_norm"] is not None,
         "scale_grad_by_freq counts ids within one device's batch": options["scale_grad_by_freq"],
-        f"mode={options.get('mode')!r} has no FBGEMM kernel": options.get("mode", "sum") not in POOLINGS,
+        f"mode={options.get('mode')!r} has no FBGEMM kernel": options.get("mode", "sum")
+        not in POOLINGS,
         "embedding_dim is no multiple of 4": options["embedding_dim"] % 4,
         f"its dtype is {dtype}": dtype not in (torch.float32, torch.float16, torch.bfloat16),
         f"{kind.__name__} has its own {name}": name,
@@ -134,12 +161,17 @@ def _obstacle(kind: Any, options: dict[str, Any], conversion: Conversion | None)
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def _check_memory(description: str, sizes: list[tuple[int, int]], itemsize: int, reason: str, device: Any) -> None:
-    """Raise ShardingError: the host has no memory for tables of (rows, columns) that every rank builds whole."""
+def _check_memory(
+    description: str, sizes: list[tuple[int, int]], itemsize: int, reason: str, device: Any
+) -> None:
+    """Raise ShardingError: the host has no memory for tables of (rows, columns) that every rank
+    builds whole."""
     needed, free = sum(rows * columns for rows, columns in sizes) * itemsize, free_bytes()
     if needed > free and torch.device(device or torch.get_default_device()).type == "cpu":
         shapes = ", ".join(f"{rows:,} x {columns}" for rows, columns in sizes)
         raise ShardingError(
-            f"{description} ({shapes}) needs {format_bytes(needed)} on every rank, and {format_bytes(free)} are free. "
-            f"It is built whole because {reason}. Change that, so that each rank makes its own rows, or use fewer rows."
+            f"{description} ({shapes}) needs {format_bytes(needed)} on every rank, and "
+            f"{format_bytes(free)} are free. "
+            f"It is built whole because {reason}. Change that, so that each rank makes its own "
+            "rows, or use fewer rows."
         )

@@ -1,9 +1,11 @@
-"""Weights of tables that have no rows yet: what is written to them is recorded, and repeated block by block.
+"""Weights of tables that have no rows yet: what is written to them is recorded, and repeated block
+by block.
 
-A constructor may write to a weight (nn.init, `weight.data.uniform_()`, `weight[0] = 0`, `weight.data.copy_(rows)`)
-before a plan assigns its rows to ranks. On the meta device that would be lost. Writes that treat every element alone
-are recorded, and each rank repeats them for its own rows. Anything else (a norm, a copy of the
-weight) gives the weight all of its rows at once, as without this package.
+A constructor may write to a weight (nn.init, `weight.data.uniform_()`, `weight[0] = 0`,
+`weight.data.copy_(rows)`) before a plan assigns its rows to ranks. On the meta device that would be
+lost. Writes that treat every element alone are recorded, and each rank repeats them for its own
+rows. Anything else (a norm, a copy of the weight) gives the weight all of its rows at once, as
+without this package.
 """
 
 import copy
@@ -40,27 +42,59 @@ from lightning_distrec.sharding.weights.shard_weight import DESCRIBES, SHAPES, V
 from lightning_distrec.units import format_bytes
 
 NEED_ROWS = frozenset({
-    *("register_hook", "register_post_accumulate_grad_hook", "share_memory_", "__deepcopy__", "__reduce_ex__"),
+    *(
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "share_memory_",
+        "__deepcopy__",
+        "__reduce_ex__",
+    ),
     *("untyped_storage", "storage", "data_ptr"),
 })
 """Methods that are for a weight that is not sharded, or give its memory away."""
 CREATES = frozenset({
-    *("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like", "ones_like"),
+    *(
+        "new_tensor",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+    ),
     *("full_like", "randn_like", "rand_like"),
 })
 """What makes another tensor and reads no values."""
 
 
-def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _guarded(
+    _: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
     kwargs, name = kwargs or {}, func.__name__
     is_attribute = name in ("__get__", "__set__", "__delete__")
     if is_attribute:
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
-        name = attribute if name == "__get__" else "data =" if attribute == "data" else "setting another"
-    reads = name in VALUES - {"grad"} if is_attribute else name not in (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor"}
-    weights = [tensor for tensor in _tensors_in([args, kwargs]) if isinstance(tensor, (MetaWeight, MetaValues))]
+        name = (
+            attribute
+            if name == "__get__"
+            else "data ="
+            if attribute == "data"
+            else "setting another"
+        )
+    reads = (
+        name in VALUES - {"grad"}
+        if is_attribute
+        else name not in (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor"}
+    )
+    weights = [
+        tensor
+        for tensor in _tensors_in([args, kwargs])
+        if isinstance(tensor, (MetaWeight, MetaValues))
+    ]
     if is_attribute and name in ("device", "is_meta"):
-        # The frame gets no name here: it would keep itself alive, with the views that are its arguments.
+        # The frame gets no name here: it would keep itself alive, with the views that are its
+        # arguments.
         return _described(name, args[0], _caller(inspect.currentframe()))
     if name == "grad_fn" and isinstance(args[0], MetaValues):
         return args[0].node()
@@ -69,23 +103,34 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
             return func(*args, **kwargs)
     if over := next((weight.record for weight in weights if weight.record.is_over), None):
         raise ShardingError(
-            f"'{name}' was called on a view of {over.description} from before it was sharded, which has no values. "
-            "Take another one: by trainer.strategy.full_parameter(), or of the weight in the module."
+            f"'{name}' was called on a view of {over.description} from before it was sharded, "
+            "which has no values. "
+            "Take another one: by trainer.strategy.full_parameter(), or of the weight in the "
+            "module."
         )
     if name == "equal":  # Lightning looks a parameter up in param groups so
         return args[0] is args[1]
     if name == "detach" and makes_parameter(_caller(inspect.currentframe())):
         return _parameter_of(args[0])
-    if name == "data =" and isinstance(args[0], MetaWeight) and not isinstance(args[1], (MetaWeight, MetaValues)):
+    if (
+        name == "data ="
+        and isinstance(args[0], MetaWeight)
+        and not isinstance(args[1], (MetaWeight, MetaValues))
+    ):
         give_rows(args[0], args[1])
         return None
     if name in CREATES:
         # The state of an optimizer in backward is made by the shards, as the rows are.
-        device = "meta" if makes_state_in_backward(_caller(inspect.currentframe())) else weights[0].record.device
+        device = (
+            "meta"
+            if makes_state_in_backward(_caller(inspect.currentframe()))
+            else weights[0].record.device
+        )
         with without_guard():
             return func(*args, **{"device": device} | kwargs)
     if name == "__setitem__" and isinstance(args[2], (bool, int, float)):
-        args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))  # torch would make one on meta
+        # torch would make one on meta
+        args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
     # A view of a weight that has its rows by now has been made before.
     if name not in NEED_ROWS and all(weight.record.rows is None for weight in weights):
         # Outside of `except`, in which the frames of the error would hold views of the weight.
@@ -105,11 +150,13 @@ def _caller(frame: Any) -> Any:
 
 
 def _parameter_of(values: Any) -> nn.Parameter:
-    """Return what nn.Parameter makes of a weight or a view of it: another parameter with the memory of its rows."""
+    """Return what nn.Parameter makes of a weight or a view of it: another parameter with the memory
+    of its rows."""
     _give_rows_for(values, "nn.Parameter")
     if isinstance(values, MetaValues):
         rows = values.record.view(values)
-        values.__class__ = nn.Parameter  # type: ignore[assignment]  # nn.Parameter compares the classes
+        # Nn.Parameter compares the classes.
+        values.__class__ = nn.Parameter  # type: ignore[assignment]
         return nn.Parameter(rows, False)
     with without_guard():
         return nn.Parameter(values.detach(), False)
@@ -120,7 +167,8 @@ def _described(name: str, weight: Any, frame: Any) -> Any:
     record: Record = weight.record
     if name == "device":
         return record.device
-    # torch draws nothing on meta, and otherwise again and again what is out of bounds, which is element by element.
+    # torch draws nothing on meta, and otherwise again and again what is out of bounds, which is
+    # element by element.
     options = truncated_draw(frame) if record.rows is None else None
     if options is None:
         return False
@@ -140,7 +188,8 @@ class MetaValues(Tensor):
     __torch_function__: Any = classmethod(_guarded)
 
     def node(self) -> Any:
-        """Return a node of autograd's that leads to the weight's, on which optimizers in backward hang their hooks."""
+        """Return a node of autograd's that leads to the weight's, on which optimizers in backward
+        hang their hooks."""
         with without_guard():
             return self.weight.view_as(self.weight).grad_fn if self.is_traced else None
 
@@ -164,14 +213,16 @@ def record_writes(weight: Any, draw: Draw, description: str) -> Record:
     """Record from now on what is written to a weight on the meta device, in place."""
     device = torch.get_default_device()
     device = torch.device("cpu") if device.type == "meta" else device
-    # By its class: the module tree and the user's code hold references to this object. The class adds methods only.
+    # By its class: the module tree and the user's code hold references to this object. The class
+    # adds methods only.
     weight.record = record = Record(tuple(weight.shape), draw, description, device)
     weight.__class__ = MetaWeight
     return record
 
 
 def carry_record(weight: Any, resized: Any) -> None:
-    """Give a weight of another number of rows what was written to `weight`. Raises ShardingError: to some rows only."""
+    """Give a weight of another number of rows what was written to `weight`. Raises ShardingError:
+    to some rows only."""
     if isinstance(weight, MetaWeight):
         resized.record = weight.record.resized(len(resized))
         resized.__class__ = MetaWeight
@@ -185,7 +236,8 @@ def stop_recording(weight: Any) -> None:
 
 
 def initial_rows(weight: Any, init_fn: Draw | None) -> Callable[..., Any]:
-    """Return what gives a block of rows their values: of (rows, number of the first), and a generator if one draws."""
+    """Return what gives a block of rows their values: of (rows, number of the first), and a
+    generator if one draws."""
     if (record := getattr(weight, "record", None)) is not None:
         return record.fill  # type: ignore[no-any-return]
     assert init_fn is not None
@@ -193,7 +245,8 @@ def initial_rows(weight: Any, init_fn: Draw | None) -> Callable[..., Any]:
 
 
 def written_digest(weight: Any) -> str:
-    """Return what differs between ranks that wrote other values to a weight without rows; "" for one with rows."""
+    """Return what differs between ranks that wrote other values to a weight without rows; "" for
+    one with rows."""
     record = getattr(weight, "record", None)
     return "" if record is None else record.digest()
 
@@ -213,14 +266,17 @@ def can_have_rows(weight: Any) -> bool:
 
 
 def give_rows(weight: Any, rows: Tensor | None = None) -> None:
-    """Give a weight that is not sharded all of its rows, drawn or `rows`. Raises ShardingError: it cannot have them."""
+    """Give a weight that is not sharded all of its rows, drawn or `rows`. Raises ShardingError: it
+    cannot have them."""
     record: Record = weight.record
     if rows is None:
         num_bytes, free = record.shape[0] * record.shape[1] * weight.dtype.itemsize, free_bytes()
         if num_bytes > free and record.device.type == "cpu":
             raise ShardingError(
-                f"{record.description} needs {format_bytes(num_bytes)} for all of its rows on every rank, and "
-                f"{format_bytes(free)} are free. It is sharded where it is not replicated, tied, or read."
+                f"{record.description} needs {format_bytes(num_bytes)} for all of its rows on "
+                "every rank, and "
+                f"{format_bytes(free)} are free. It is sharded where it is not replicated, tied, "
+                "or read."
             )
         with without_guard(), torch.no_grad():
             rows = torch.empty(record.shape, dtype=weight.dtype, device=record.device)
@@ -231,12 +287,15 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
     with without_guard():
         real = nn.Parameter(rows, weight.requires_grad)
         left_behind = {"record", *IN_BACKWARD}
-        real.__dict__.update({key: value for key, value in weight.__dict__.items() if key not in left_behind})
+        real.__dict__.update({
+            key: value for key, value in weight.__dict__.items() if key not in left_behind
+        })
         try:
             torch.utils.swap_tensors(weight, real)
         except RuntimeError as error:
             raise ShardingError(
-                f"{record.description} is not sharded, and cannot get its rows now: {error}. Build it with "
+                f"{record.description} is not sharded, and cannot get its rows now: {error}. "
+                "Build it with "
                 "device='cpu', or outside of configure_model and meta_tables()."
             ) from error
     apply_in_backward(in_backward, weight)
@@ -247,25 +306,36 @@ def _give_rows_for(weight: Any, name: str) -> None:
         return
     record: Record = weight.record
     warn(
-        f"{record.description} is built whole on every rank: '{name}' needs all of its rows. In-place operations on "
+        f"{record.description} is built whole on every rank: '{name}' needs all of its rows. "
+        "In-place operations on "
         "every element alone, as those of nn.init, are done by each rank for its own rows.",
         stacklevel=4,
     )
     give_rows(weight if isinstance(weight, MetaWeight) else weight.weight)
 
 
-def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weights: list[Any]) -> Any:
-    """Run an operation without values; record what it writes into the weights. Raises NeedsRows: it reads values."""
+def _recorded(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weights: list[Any]
+) -> Any:
+    """Run an operation without values; record what it writes into the weights. Raises NeedsRows: it
+    reads values."""
     with without_guard():
         sources = {storage_key(weight): weight for weight in weights}
     writes: list[tuple[Record, Write]] = []
 
     def check(operation: Any, op_args: tuple[Any, ...], op_kwargs: dict[str, Any]) -> None:
-        touched = [tensor for tensor in _tensors_in([op_args, op_kwargs]) if storage_key(tensor) in sources]
+        touched = [
+            tensor for tensor in _tensors_in([op_args, op_kwargs]) if storage_key(tensor) in sources
+        ]
         written = list(written_by(operation, op_args, op_kwargs))
         if not touched or (not written and returns_view(operation)):
             return
-        if len(touched) > 1 or len(written) != 1 or written[0] is not op_args[0] or written[0] is not touched[0]:
+        if (
+            len(touched) > 1
+            or len(written) != 1
+            or written[0] is not op_args[0]
+            or written[0] is not touched[0]
+        ):
             raise NeedsRows
         record: Record = sources[storage_key(touched[0])].record
         writes.append((record, record.write_of(operation, op_args, op_kwargs)))
@@ -276,7 +346,8 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weigh
     except (RuntimeError, TypeError) as error:
         if "meta" not in str(error):
             raise
-        raise NeedsRows from None  # with rows it may be right: it wants tensors of one device, or memory
+        # with rows it may be right: it wants tensors of one device, or memory
+        raise NeedsRows from None
     for record, write in writes:
         record.append(write)
 
@@ -284,8 +355,12 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weigh
         if isinstance(tensor, (MetaWeight, MetaValues)) or storage_key(tensor) not in sources:
             return tensor
         source = sources[storage_key(tensor)]
-        view: Any = tensor.detach().as_subclass(MetaValues)  # a view with a base would keep the weight from its rows
-        view.record, view.weight = source.record, source if isinstance(source, MetaWeight) else source.weight
+        # a view with a base would keep the weight from its rows
+        view: Any = tensor.detach().as_subclass(MetaValues)
+        view.record, view.weight = (
+            source.record,
+            source if isinstance(source, MetaWeight) else source.weight,
+        )
         view.is_traced = tensor.requires_grad
         return view
 
@@ -296,7 +371,13 @@ def _recorded(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weigh
 def _tensors_in(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [tensor for part in parts for tensor in _tensors_in(part)]
 
 

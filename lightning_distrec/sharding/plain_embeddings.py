@@ -5,7 +5,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    DataType,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from lightning_distrec._compat.torch import have_gradient_hooks
@@ -17,7 +22,15 @@ from lightning_distrec.sharding.proxies import ShardedProxy
 Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 Convert = Literal["auto", "all", "none"]
 HARMLESS = frozenset({
-    *("__init__", "reset_parameters", "_fill_padding_idx_with_zero", "extra_repr", "__repr__", "__module__", "__doc__"),
+    *(
+        "__init__",
+        "reset_parameters",
+        "_fill_padding_idx_with_zero",
+        "extra_repr",
+        "__repr__",
+        "__module__",
+        "__doc__",
+    ),
     *("__dict__", "__weakref__", "__annotations__", "__firstlineno__", "__static_attributes__"),
 })
 """What a subclass may have of its own and still be looked up as nn.Embedding is."""
@@ -30,8 +43,8 @@ POOLINGS = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 class Conversion:
     """Which plain embeddings become sharded tables.
 
-    selected: "auto" takes those of at least `min_rows` rows that can be taken exactly, "all" those of any size, "none"
-    none; a list of paths takes those and raises where one cannot be taken.
+    selected: "auto" takes those of at least `min_rows` rows that can be taken exactly, "all" those
+    of any size, "none" none; a list of paths takes those and raises where one cannot be taken.
     """
 
     selected: Convert | list[str] = "auto"
@@ -60,8 +73,11 @@ class PlainEmbeddings:
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
                 self._paths.setdefault(id(child), set()).add(path)
 
-    def take(self, path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCollection | str | None:
-        """Return a collection around the embedding's own weight, or why it stays unsharded; None: not requested."""
+    def take(
+        self, path: str, plain: Plain
+    ) -> EmbeddingBagCollection | EmbeddingCollection | str | None:
+        """Return a collection around the embedding's own weight, or why it stays unsharded; None:
+        not requested."""
         self._seen.append(path)
         selected = self._conversion.selected
         # A proxy inherits from nn.Embedding, and is sharded already.
@@ -86,40 +102,61 @@ class PlainEmbeddings:
             if name not in paths:
                 raise ConfigError(
                     f"convert_embeddings: there is no nn.Embedding or nn.EmbeddingBag '{name}'"
-                    f"{did_you_mean(name, paths)} The module has {', '.join(sorted(paths)) or 'none'}."
+                    f"{did_you_mean(name, paths)} The module has "
+                    f"{', '.join(sorted(paths)) or 'none'}."
                 )
 
     def _obstacle(self, plain: Plain) -> str:
         if changed := overridden_name(type(plain)):
-            return f"{type(plain).__name__} is a subclass and may compute something else: it has its own {changed}"
+            return (
+                f"{type(plain).__name__} is a subclass and may compute something else: it has "
+                f"its own {changed}"
+            )
         if not isinstance(plain.weight, nn.Parameter):
             return "its weight is computed, not a parameter (a parametrization)"
         if have_gradient_hooks([plain.weight]):
-            return f"its weight has gradient hooks, which would see a part of the gradient only. {WATCH}"
-        besides = [name for name, _ in [*plain.named_parameters(), *plain.named_buffers()] if name != "weight"]
+            return (
+                "its weight has gradient hooks, which would see a part of the gradient only. "
+                f"{WATCH}"
+            )
+        besides = [
+            name
+            for name, _ in [*plain.named_parameters(), *plain.named_buffers()]
+            if name != "weight"
+        ]
         if besides:
             return f"it has a '{besides[0]}' besides its weight"
         if plain.max_norm is not None:
-            return f"max_norm={plain.max_norm} changes rows when they are looked up, on each rank by itself"
+            return (
+                f"max_norm={plain.max_norm} changes rows when they are looked up, on each rank "
+                "by itself"
+            )
         if plain.scale_grad_by_freq:
             return "scale_grad_by_freq counts ids within one device's batch"
         if isinstance(plain, nn.EmbeddingBag) and plain.mode not in POOLINGS:
             return f"mode={plain.mode!r} has no FBGEMM kernel"
         if plain.embedding_dim % 4:
-            return f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of 4 columns"
+            return (
+                f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of "
+                "4 columns"
+            )
         if plain.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"its weight is {plain.weight.dtype}"
-        # A tied weight, of an output layer for example, would stay full there, while lookups use shards.
-        other_names = self._names[id(plain.weight)] - {f"{path}.weight" for path in self._paths[id(plain)]}
+        # A tied weight, of an output layer for example, would stay full there, while lookups use
+        # shards.
+        own_names = {f"{path}.weight" for path in self._paths[id(plain)]}
+        other_names = self._names[id(plain.weight)] - own_names
         if other_names:
             return f"its weight is also '{min(other_names)}'"
         return ""
 
 
 def overridden_name(kind: type[Plain]) -> str:
-    """Return the first name by which a subclass may compute something else than its lookup does, or ""."""
+    """Return the first name by which a subclass may compute something else than its lookup does, or
+    ""."""
     base: type[nn.Module] = nn.Embedding if issubclass(kind, nn.Embedding) else nn.EmbeddingBag
-    # By all classes down to torch's own: a base class of the user's may compute something else, too.
+    # By all classes down to torch's own: a base class of the user's may compute something else,
+    # too.
     for subclass in kind.__mro__[: kind.__mro__.index(base)]:
         for name in vars(subclass):
             if hasattr(base, name) and name not in HARMLESS:
@@ -128,7 +165,8 @@ def overridden_name(kind: type[Plain]) -> str:
 
 
 def _table_name(path: str) -> str:
-    """Return a name that torchrec may call a module and a parameter by: without dots, and no attribute of theirs."""
+    """Return a name that torchrec may call a module and a parameter by: without dots, and no
+    attribute of theirs."""
     name = path.replace(".", "/")
     # ModuleDict refuses keys that are attributes of its own, such as 'keys' or 'type'.
     is_attribute = any(hasattr(kind, name) for kind in (nn.ModuleDict(), nn.ParameterDict()))
@@ -147,10 +185,13 @@ def _collection(path: str, plain: Plain) -> EmbeddingBagCollection | EmbeddingCo
         # As nn.Embedding draws its rows; for rows that get another id, and tables on meta.
         "init_fn": torch.nn.init.normal_,
     }
-    # On meta, so that no second table is made. The user's own Parameter object takes the place of its weight.
+    # On meta, so that no second table is made. The user's own Parameter object takes the place of
+    # its weight.
     meta = torch.device("meta")
     if isinstance(plain, nn.EmbeddingBag):
-        bags = EmbeddingBagCollection([EmbeddingBagConfig(**options, pooling=POOLINGS[plain.mode])], device=meta)
+        bags = EmbeddingBagCollection(
+            [EmbeddingBagConfig(**options, pooling=POOLINGS[plain.mode])], device=meta
+        )
         bags.embedding_bags[name].weight = plain.weight
         return bags
     rows = EmbeddingCollection([EmbeddingConfig(**options)], device=meta)

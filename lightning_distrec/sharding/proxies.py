@@ -1,7 +1,9 @@
-"""Proxies: what stands in the module tree while tables are sharded, with this rank's shards for weights.
+"""Proxies: what stands in the module tree while tables are sharded, with this rank's shards for
+weights.
 
-Everything that walks the tree (optimizers, weight averages, state_dict, DDP) finds the names that it would find
-unsharded, and leaves that are this rank's shards. torchrec's sharded modules, which hold the kernels, are not in it.
+Everything that walks the tree (optimizers, weight averages, state_dict, DDP) finds the names that
+it would find unsharded, and leaves that are this rank's shards. torchrec's sharded modules, which
+hold the kernels, are not in it.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +30,8 @@ from lightning_distrec.sharding.weights.shard_weight import ShardWeight
 
 
 class _StateOfTable(ShardedTensor):
-    """A table in a state_dict: torch's sharded tensor, whose errors name the table and what to call instead."""
+    """A table in a state_dict: torch's sharded tensor, whose errors name the table and what to call
+    instead."""
 
     table_name: str
 
@@ -38,18 +41,25 @@ class _StateOfTable(ShardedTensor):
             return super().__torch_function__(func, types, args, kwargs)
         except (RuntimeError, TypeError) as error:
             values = [*args, *(kwargs or {}).values()]
-            name = next((value.table_name for value in values if isinstance(value, _StateOfTable)), "a table")
+            name = next(
+                (value.table_name for value in values if isinstance(value, _StateOfTable)),
+                "a table",
+            )
             raise ShardingError(
-                f"'{name}' in a state_dict is all ranks' shards of a table, and {func.__name__} needs all of its rows. "
-                f"trainer.strategy.full_parameter('{name}') returns them on every rank, full_state_dict() all weights "
+                f"'{name}' in a state_dict is all ranks' shards of a table, and {func.__name__} "
+                "needs all of its rows. "
+                f"trainer.strategy.full_parameter('{name}') returns them on every rank, "
+                "full_state_dict() all weights "
                 "on rank 0."
             ) from error
 
 
 class _RefusesQuantizing:
-    """Refuses torch's quantization of modules, which gives every module that it looks at this attribute.
+    """Refuses torch's quantization of modules, which gives every module that it looks at this
+    attribute.
 
-    It would take a sharded collection for a module that it does not know, and leave its tables as they are.
+    It would take a sharded collection for a module that it does not know, and leave its tables as
+    they are.
     """
 
     path: str
@@ -67,19 +77,23 @@ class _RefusesQuantizing:
 
 
 class ShardedProxy(_RefusesQuantizing, HoldsMappings):
-    """What all kinds have in common: attributes of the original, weights of the shards, no weight to read."""
+    """What all kinds have in common: attributes of the original, weights of the shards, no weight
+    to read."""
 
     path: str
     """Of the collection or embedding in the LightningModule."""
     lookup: Callable[[Callable[[], Any]], Any]
-    """The ShardedLookup, which is given what makes the features. Set with every run; it stays after the run's end."""
+    """The ShardedLookup, which is given what makes the features. Set with every run; it stays after
+    the run's end."""
     prefetched: Any
     """The Prefetcher (prefetch/prefetcher.py) while a run that prefetches goes on, else None."""
     keys: dict[str, str]
-    """Name of a weight in the unsharded module's state_dict -> its name in that of torchrec's module."""
+    """Name of a weight in the unsharded module's state_dict -> its name in that of torchrec's
+    module."""
     sharded_state_dict: Callable[[], Mapping[str, Any]]
     load: Callable[[str, Tensor], str]
-    """Loads a table, by its name in the state_dict of torchrec's module; returns what is wrong, or ""."""
+    """Loads a table, by its name in the state_dict of torchrec's module; returns what is wrong, or
+    ""."""
 
     def features(self, *args: Any) -> Any:
         """Return the KeyedJaggedTensor that a call with these arguments looks up."""
@@ -94,12 +108,14 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
             refuse_module("exported or traced", self.path)
         return self._look_up(*args)
 
-    # Graphs of torch.compile end here: what is prefetched, and what other ranks send, cannot be in one.
+    # Graphs of torch.compile end here: what is prefetched, and what other ranks send, cannot be in
+    # one.
     @torch.compiler.disable
     def _look_up(self, *args: Any) -> Any:
         looked_up = None if self.prefetched is None else self.prefetched.take(self.path, args)
         if looked_up is None:
-            # Features are made inside of the lookup, where other ranks wait: it sends them what fails in making these.
+            # Features are made inside of the lookup, where other ranks wait: it sends them what
+            # fails in making these.
             looked_up = self.lookup(partial(self._features_or_failure, *args))
         return self.output(looked_up, *args)
 
@@ -108,7 +124,9 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
             self.prefetched.differing.raise_in_lookup()
         return self.features(*args)
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """Return the tables as ShardedTensors, under the names that they have unsharded."""
         destination = {} if destination is None else destination
         # Not nn.Module's: it would save this rank's shards under the names of full tables.
@@ -130,12 +148,21 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
         refuse_module("scripted", self.path)
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local: Any, _: bool, missing: list[str], *problems: list[str]
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local: Any,
+        _: bool,
+        missing: list[str],
+        *problems: list[str],
     ) -> None:
         """Load this rank's shards from unsharded tables, or from what `state_dict` returned."""
         if local.get("assign_to_params_buffers"):
-            raise replaced(f"weights of the sharded '{self.path}' (load_state_dict with assign=True)")
-        # nn.Module.load_state_dict calls this for each module. Children skip it, so that each table is loaded once.
+            raise replaced(
+                f"weights of the sharded '{self.path}' (load_state_dict with assign=True)"
+            )
+        # nn.Module.load_state_dict calls this for each module. Children skip it, so that each table
+        # is loaded once.
         *_unexpected, errors = problems
         for key, name in self.keys.items():
             if f"{prefix}{key}" not in state_dict:
@@ -145,12 +172,14 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
         self.load_mappings(state_dict, prefix, missing, errors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        # No error yet: StochasticWeightAveraging copies the module at setup, whether or not it calls the copy.
+        # No error yet: StochasticWeightAveraging copies the module at setup, whether or not it
+        # calls the copy.
         return _WithoutRows(self.path)
 
 
 class _WithoutRows(_RefusesQuantizing, nn.Module):
-    """What a deep copy of a module has in place of a proxy: one rank cannot copy rows that other ranks hold."""
+    """What a deep copy of a module has in place of a proxy: one rank cannot copy rows that other
+    ranks hold."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -158,16 +187,20 @@ class _WithoutRows(_RefusesQuantizing, nn.Module):
 
     def forward(self, *args: Any, **options: Any) -> Any:
         raise ShardingError(
-            "a copy of a module with sharded tables was called; its tables hold no rows. Call trainer.strategy."
-            "unshard() on every rank after the run, and copy the module then; or load a checkpoint into a new one."
+            "a copy of a module with sharded tables was called; its tables hold no rows. Call "
+            "trainer.strategy."
+            "unshard() on every rank after the run, and copy the module then; or load a "
+            "checkpoint into a new one."
         )
 
 
 def replaced(subject: str) -> ShardedWeightError:
     """Return the error for what was put in the place of a shard, or of a module that has some."""
     return ShardedWeightError(
-        f"another one is to take the place of the {subject}: no lookup would read it, and no optimizer train it. Copy "
-        "rows into the weight, which is exact in every hook: 'with torch.no_grad(): embedding.weight.copy_(rows)', or "
+        f"another one is to take the place of the {subject}: no lookup would read it, and no "
+        "optimizer train it. Copy "
+        "rows into the weight, which is exact in every hook: 'with torch.no_grad(): "
+        "embedding.weight.copy_(rows)', or "
         "'embedding.weight.data = rows'. Or replace it in __init__, setup or configure_model."
     )
 
@@ -178,9 +211,12 @@ class _GuardedWeight(nn.Module):
     table: str
 
     def __getattr__(self, name: str) -> Any:
-        # Parameters are not in `__dict__`, so that Python asks __getattr__ at every read of `.weight`.
+        # Parameters are not in `__dict__`, so that Python asks __getattr__ at every read of
+        # `.weight`.
         weight = super().__getattr__(name)
-        if name == "weight" and not (isinstance(weight, ShardWeight) and weight.place.table.has_single_shards):
+        if name == "weight" and not (
+            isinstance(weight, ShardWeight) and weight.place.table.has_single_shards
+        ):
             raise refusal(self.table, "weight", ".weight")
         return weight
 
@@ -208,7 +244,8 @@ class _GuardedWeight(nn.Module):
 
 
 class _ShardedBags(_GuardedWeight, nn.EmbeddingBag):
-    """One table of an EmbeddingBagCollection, for what looks for embeddings and draws their weights."""
+    """One table of an EmbeddingBagCollection, for what looks for embeddings and draws their
+    weights."""
 
 
 class _ShardedRows(_GuardedWeight, nn.Embedding):
@@ -256,26 +293,40 @@ class ShardedEmbedding(_PlainProxy, nn.Embedding):
         """Return the rows in the shape of the ids."""
         rows = looked_up[FEATURE].values()
         if self.padding_idx is not None:  # its row is looked up and does not learn
-            rows = torch.where((input.flatten() == self.padding_idx).unsqueeze(1), rows.detach(), rows)
+            rows = torch.where(
+                (input.flatten() == self.padding_idx).unsqueeze(1), rows.detach(), rows
+            )
         return self._in_weight_dtype(rows.view(*input.shape, self.embedding_dim))
 
 
 class ShardedEmbeddingBag(_PlainProxy, nn.EmbeddingBag):
     """Called as nn.EmbeddingBag; the bags come from the ranks that hold their rows."""
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Collective. Look up bags: `input` (num_bags, bag_size), or (num_ids,) with `offsets`; (num_bags, dim)."""
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        """Collective. Look up bags: `input` (num_bags, bag_size), or (num_ids,) with `offsets`;
+        (num_bags, dim)."""
         return self._call(input, offsets, per_sample_weights)  # type: ignore[no-any-return]
 
     def features(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> KeyedJaggedTensor:
-        """Return the bags without ids that are padding. Raises IdsError: shapes or types do not fit."""
+        """Return the bags without ids that are padding. Raises IdsError: shapes or types do not
+        fit."""
         if per_sample_weights is not None and self.mode != "sum":
             raise IdsError(
-                f"'{self.path}' was called with per_sample_weights; they need mode='sum', not '{self.mode}'."
+                f"'{self.path}' was called with per_sample_weights; they need mode='sum', not "
+                f"'{self.mode}'."
             )
-        return bags_call(self.path, input, offsets, per_sample_weights, self.padding_idx, self.include_last_offset)
+        return bags_call(
+            self.path,
+            input,
+            offsets,
+            per_sample_weights,
+            self.padding_idx,
+            self.include_last_offset,
+        )
 
     def output(self, looked_up: KeyedTensor, *_: Tensor | None) -> Tensor:
         """Return the bags, (num_bags, dim)."""
@@ -291,7 +342,8 @@ KINDS: dict[type[nn.Module], type[ShardedProxy]] = {
 
 
 def _kind_of(original: type[nn.Module]) -> type[ShardedProxy]:
-    """Return the class of a proxy; it inherits from a subclass of nn.Embedding, whose methods are then there."""
+    """Return the class of a proxy; it inherits from a subclass of nn.Embedding, whose methods are
+    then there."""
     kind = next(KINDS[base] for base in original.__mro__ if base in KINDS)
     if original in KINDS:
         return kind
@@ -319,13 +371,14 @@ def make_proxy(
 ) -> ShardedProxy:
     """Return the module that is called as `original` was; its `lookup` is still to be set.
 
-    path: where `original` is in the LightningModule. weights: by their names in the state_dict of `original`.
+    path: where `original` is in the LightningModule. weights: by their names in the state_dict of
+    `original`.
     load: loads one table, by its name in the state_dict of `sharded`; returns what is wrong, or "".
     """
     proxy: Any = _with_attributes(_kind_of(type(original)), original)
     share_hooks(original, proxy)
-    # Only the bound method of torchrec's module is kept: the module itself would become a child, and its parameters
-    # would be found by optimizers and DDP.
+    # Only the bound method of torchrec's module is kept: the module itself would become a child,
+    # and its parameters would be found by optimizers and DDP.
     proxy.path, proxy.load, proxy.sharded_state_dict = path, load, sharded.state_dict
     proxy.keys = {key: weight.sharded_key for key, weight in weights.items()}
     proxy.prefetched, proxy.mappings = None, {}
@@ -339,13 +392,17 @@ def make_proxy(
 
 
 def _with_attributes(kind: type[nn.Module], original: nn.Module) -> nn.Module:
-    """Return a module of a class with the attributes of `original`, without its parameters and children."""
-    # Not by the constructor of its class, which would build a table. Attributes are copied past nn.Module's
-    # __setattr__, since the user's own may be anything; nn.Module's registries (parameters, children) are not.
+    """Return a module of a class with the attributes of `original`, without its parameters and
+    children."""
+    # Not by the constructor of its class, which would build a table. Attributes are copied past
+    # nn.Module's __setattr__, since the user's own may be anything; nn.Module's registries
+    # (parameters, children) are not.
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     registries = set(vars(module))
-    module.__dict__.update({name: value for name, value in vars(original).items() if name not in registries})
+    module.__dict__.update({
+        name: value for name, value in vars(original).items() if name not in registries
+    })
     module.training = original.training
     return module
 
@@ -357,7 +414,9 @@ def _register(module: nn.Module, original: nn.Module, key: str, weight: ProxyWei
         original = original.get_submodule(child)
         kind = _ShardedBags if isinstance(original, nn.EmbeddingBag) else _ShardedRows
         if child not in dict(module.named_children()):
-            module.add_module(child, nn.ModuleDict() if depth == 0 else _with_attributes(kind, original))
+            module.add_module(
+                child, nn.ModuleDict() if depth == 0 else _with_attributes(kind, original)
+            )
         module = module.get_submodule(child)
     if isinstance(module, _GuardedWeight):
         module.table = weight.table
@@ -366,7 +425,8 @@ def _register(module: nn.Module, original: nn.Module, key: str, weight: ProxyWei
 
 
 def replace_modules(root: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each value wherever its key is in `root`: a collection with several names keeps them all."""
+    """Put each value wherever its key is in `root`: a collection with several names keeps them
+    all."""
     # A list, since the loop changes the tree that named_modules walks through.
     for path, module in list(root.named_modules(remove_duplicate=False)):
         if module in new:

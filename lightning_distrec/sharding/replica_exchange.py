@@ -1,4 +1,5 @@
-"""What replicas of one shard exchange: gradients of rows before an update, or rows and their state after some."""
+"""What replicas of one shard exchange: gradients of rows before an update, or rows and their state
+after some."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +16,23 @@ BLOCK_BYTES = 64 * 2**20
 def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
     """Collective. Replace the gradients of shards by their mean over the replicas.
 
-    weights: the same shards on every rank of `group`, in one order. A gradient that no rank has stays away; where one
-    has it, the others count as zeros, and sparse gradients get the rows of all.
-    Replicas that have equal weights get equal bits: each of them adds the same numbers in the same order.
+    weights: the same shards on every rank of `group`, in one order. A gradient that no rank has
+    stays away; where one has it, the others count as zeros, and sparse gradients get the rows of
+    all.
+    Replicas that have equal weights get equal bits: each of them adds the same numbers in the same
+    order.
     """
     if not weights:
         return
-    gradients = [w.grad.coalesce() if w.grad is not None and w.grad.is_sparse else w.grad for w in weights]
-    forms = [_NONE if g is None else _FIRST_SPARSE + len(g.values()) if g.is_sparse else _DENSE for g in gradients]
-    # First what each has: replicas see other ids, so that one may have no gradient where another has one.
+    gradients = [
+        w.grad.coalesce() if w.grad is not None and w.grad.is_sparse else w.grad for w in weights
+    ]
+    forms = [
+        _NONE if g is None else _FIRST_SPARSE + len(g.values()) if g.is_sparse else _DENSE
+        for g in gradients
+    ]
+    # First what each has: replicas see other ids, so that one may have no gradient where another
+    # has one.
     # What follows is decided by the gathered forms, alike on all replicas.
     per_replica = _gathered(torch.tensor(forms, device=weights[0].device), group).tolist()
     sparse = []
@@ -33,12 +42,16 @@ def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
         elif any(kinds):
             sparse.append(i)
     if sparse:
-        counts = [[max(0, replica_forms[i] - _FIRST_SPARSE) for i in sparse] for replica_forms in per_replica]
+        counts = [
+            [max(0, replica_forms[i] - _FIRST_SPARSE) for i in sparse]
+            for replica_forms in per_replica
+        ]
         _average_sparse([weights[i] for i in sparse], [gradients[i] for i in sparse], counts, group)
 
 
 _NONE, _DENSE, _FIRST_SPARSE = range(3)
-"""What a rank sends of a gradient: that it has none, or a dense one, or this plus the number of its rows."""
+"""What a rank sends of a gradient: that it has none, or a dense one, or this plus the number of its
+rows."""
 
 
 def _average_dense(weight: nn.Parameter, gradient: Tensor | None, group: Any) -> None:
@@ -49,33 +62,48 @@ def _average_dense(weight: nn.Parameter, gradient: Tensor | None, group: Any) ->
 
 
 def _average_sparse(
-    weights: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], counts: list[list[int]], group: Any
+    weights: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    counts: list[list[int]],
+    group: Any,
 ) -> None:
     """counts: of each replica, and each gradient, the number of its rows."""
     local = [g for g in gradients if g is not None and len(g.values())]
     widths = [weight.shape[1] for weight in weights]
-    sizes = [[count * width for count, width in zip(row_counts, widths, strict=True)] for row_counts in counts]
+    sizes = [
+        [count * width for count, width in zip(row_counts, widths, strict=True)]
+        for row_counts in counts
+    ]
     # A shard with 2^31 rows would not fit into any rank's memory.
-    # With an empty one first, so that a replica without rows has something to send: all must exchange.
+    # With an empty one first, so that a replica without rows has something to send: all must
+    # exchange.
     sent_rows = [weights[0].new_empty(0, dtype=torch.int32), *(g.indices()[0].int() for g in local)]
-    sent_values = [weights[0].new_empty(0, dtype=torch.float32), *(g.values().float().flatten() for g in local)]
+    sent_values = [
+        weights[0].new_empty(0, dtype=torch.float32),
+        *(g.values().float().flatten() for g in local),
+    ]
     rows = _gathered_uneven(torch.cat(sent_rows), counts, group)
     values = _gathered_uneven(torch.cat(sent_values), sizes, group)
     for i, weight in enumerate(weights):
         indices = torch.cat([row_counts[i] for row_counts in rows]).long().unsqueeze(0)
         # Added up in float32: sums in half precision would round at every row.
         added = torch.cat([row_counts[i] for row_counts in values]).view(-1, widths[i]) / len(rows)
-        mean = torch.sparse_coo_tensor(indices, added, weight.shape, check_invariants=False).coalesce()
+        mean = torch.sparse_coo_tensor(
+            indices, added, weight.shape, check_invariants=False
+        ).coalesce()
         weight.grad = mean if weight.dtype == torch.float32 else _as_type(mean, weight.dtype)
 
 
 def _as_type(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     rows, values = gradient.indices(), gradient.values().to(dtype)
-    return torch.sparse_coo_tensor(rows, values, gradient.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows, values, gradient.shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _gathered_uneven(sent: Tensor, sizes: list[list[int]], group: Any) -> list[tuple[Tensor, ...]]:
-    """Collective. Return the parts of every replica. sizes: of each replica and part, its number of elements."""
+    """Collective. Return the parts of every replica. sizes: of each replica and part, its number of
+    elements."""
     longest = max(map(sum, sizes))
     # `sizes` was gathered, so that all replicas return here or none does.
     if not longest:
@@ -85,7 +113,8 @@ def _gathered_uneven(sent: Tensor, sizes: list[list[int]], group: Any) -> list[t
     padded[: len(sent)] = sent
     gathered = _gathered(padded, group)
     return [
-        flat[: sum(replica_sizes)].split(replica_sizes) for flat, replica_sizes in zip(gathered, sizes, strict=True)
+        flat[: sum(replica_sizes)].split(replica_sizes)
+        for flat, replica_sizes in zip(gathered, sizes, strict=True)
     ]
 
 
@@ -98,7 +127,8 @@ def _gathered(tensor: Tensor, group: Any) -> Tensor:
 
 @torch.no_grad()
 def union_of_rows(rows: Tensor, group: Any) -> Tensor:
-    """Collective. Return the numbers that any replica has, ascending. rows: (any number,), of this one."""
+    """Collective. Return the numbers that any replica has, ascending. rows: (any number,), of this
+    one."""
     count = int(_gathered(rows.new_tensor([len(rows)]), group).max())
     if not count:
         return rows
@@ -113,8 +143,8 @@ def union_of_rows(rows: Tensor, group: Any) -> Tensor:
 def average_rows(tensors: Sequence[Tensor], rows: Tensor | None, group: Any) -> None:
     """Collective. Replace rows of tensors by their mean over the replicas, in place.
 
-    tensors: of one number of rows, of which each may have any number of columns. rows: the same on every replica; None:
-    all.
+    tensors: of one number of rows, of which each may have any number of columns. rows: the same on
+    every replica; None: all.
     """
     width = sum(tensor[:1].numel() if tensor.dim() > 1 else 1 for tensor in tensors)
     num_rows = len(tensors[0]) if rows is None else len(rows)
@@ -122,10 +152,18 @@ def average_rows(tensors: Sequence[Tensor], rows: Tensor | None, group: Any) -> 
     at_once = max(1, BLOCK_BYTES // (4 * width))
     for first in range(0, num_rows, at_once):
         end = min(first + at_once, num_rows)
-        some = torch.arange(first, end, device=tensors[0].device) if rows is None else rows[first:end]
-        parts = [tensor.index_select(0, some).float().reshape(end - first, -1) for tensor in tensors]
+        some = (
+            torch.arange(first, end, device=tensors[0].device) if rows is None else rows[first:end]
+        )
+        parts = [
+            tensor.index_select(0, some).float().reshape(end - first, -1) for tensor in tensors
+        ]
         mean = torch.cat(parts, dim=1)
         dist.all_reduce(mean, group=group)
         mean /= dist.get_world_size(group)
-        for tensor, part in zip(tensors, mean.split([part.shape[1] for part in parts], dim=1), strict=True):
-            tensor.index_copy_(0, some, part.reshape(end - first, *tensor.shape[1:]).to(tensor.dtype))
+        for tensor, part in zip(
+            tensors, mean.split([part.shape[1] for part in parts], dim=1), strict=True
+        ):
+            tensor.index_copy_(
+                0, some, part.reshape(end - first, *tensor.shape[1:]).to(tensor.dtype)
+            )

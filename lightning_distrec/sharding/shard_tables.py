@@ -1,4 +1,5 @@
-"""Shards tables: makes torchrec's sharded modules, brings rows and id mappings to them, and puts proxies in place."""
+"""Shards tables: makes torchrec's sharded modules, brings rows and id mappings to them, and puts
+proxies in place."""
 
 import zlib
 from collections import Counter
@@ -61,12 +62,17 @@ from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable,
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
 from lightning_distrec.sharding.tables import Table, managed_module
 from lightning_distrec.sharding.weights.collective_reads import Gathering
-from lightning_distrec.sharding.weights.shard_access import GuardedTable, rewriting, watch_caches, without_guards
+from lightning_distrec.sharding.weights.shard_access import (
+    GuardedTable,
+    rewriting,
+    watch_caches,
+    without_guards,
+)
 from lightning_distrec.sharding.weights.shard_weight import guard
 
 FusedArguments = Mapping[str, tuple[dict[str, Any], str]]
-"""Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its param group; tables
-of one label share a kernel."""
+"""Full name of a table -> FBGEMM's arguments for its in-backward optimizer, and the label of its
+param group; tables of one label share a kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +87,9 @@ class TableSharding:
     """For every table that is not data_parallel."""
     device: torch.device
     rows: dict[str, list[TableShard]]
-    """Full name -> where its rows are: in an earlier sharding, or in rank 0's unsharded weight (`detach_rows`), as DDP
-    would have it. Other tables were built on meta and get new rows by `seed`. A table leaves the dict once its shards
-    are filled, so that its rows are freed."""
+    """Full name -> where its rows are: in an earlier sharding, or in rank 0's unsharded weight
+    (`detach_rows`), as DDP would have it. Other tables were built on meta and get new rows by
+    `seed`. A table leaves the dict once its shards are filled, so that its rows are freed."""
     seed: int
     comms: QuantizedComms
     gathered: Set[str]
@@ -98,7 +104,8 @@ def shard_tables(sharding: TableSharding) -> ShardedTables:
     tables, device = sharding.tables, sharding.device
     for table in tables:
         stop_recording(table.parameter)
-    # torchrec initialises shards, a different number of draws on each rank; the user's generators must stay alike.
+    # torchrec initialises shards, a different number of draws on each rank; the user's generators
+    # must stay alike.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         sharded = _sharded_modules(sharding)
     result = ShardedTables(sharding.root, tables, sharding.plan, sharded, sharding.groups)
@@ -116,7 +123,8 @@ def shard_tables(sharding: TableSharding) -> ShardedTables:
         for shard in result.shards[name]:
             if not shard.replicated:
                 refuse_pickling(shard.weight, name)
-    # After the shards have places: a mapping has the rows of its shard, and initial rows are gathered from shards.
+    # After the shards have places: a mapping has the rows of its shard, and initial rows are
+    # gathered from shards.
     hold_mappings(result, sharding.earlier)
     for table in tables:
         free_weights(table.module)  # those built on meta, too
@@ -126,7 +134,8 @@ def shard_tables(sharding: TableSharding) -> ShardedTables:
 
 @without_guards
 def detach_rows(tables: list[Table], rank: int) -> dict[str, list[TableShard]]:
-    """Move the unsharded tables to meta; return where rows are: rank 0's win, as under DDP, and others free theirs."""
+    """Move the unsharded tables to meta; return where rows are: rank 0's win, as under DDP, and
+    others free theirs."""
     rows = {}
     for table in tables:
         weight = table.parameter
@@ -153,7 +162,9 @@ def _sharded_modules(sharding: TableSharding) -> dict[str, ShardedModule]:
         parameter_sharding = {table.name: sharding.plan[table.full_name] for table in tables}
         sharder = sharder_of(tables[0], sharding.comms)
         with silence_torchrec(), keep_rows_undrawn(release_pages):  # _bring_rows fills all of them
-            sharded[path] = sharder.shard(tables[0].module, parameter_sharding, environment, sharding.device, path)
+            sharded[path] = sharder.shard(
+                tables[0].module, parameter_sharding, environment, sharding.device, path
+            )
         free_unsharded_tables(sharded[path])
         for table in tables:
             detach_fused_optimizer(table.parameter)
@@ -175,7 +186,8 @@ def _bring_rows(sharded: ShardedModule, tables: list[Table], sharding: TableShar
 def _shards_by_table(
     sharded: ShardedModule, tables: list[Table], shards: list[LocalShard], device: torch.device
 ) -> dict[str, list[LocalShard]]:
-    """Return this rank's shards of each table of a collection, by full name; `shards` are those in kernels."""
+    """Return this rank's shards of each table of a collection, by full name; `shards` are those in
+    kernels."""
     shards_by_table: dict[str, list[LocalShard]] = {table.full_name: [] for table in tables}
     full_names = {table.name: table.full_name for table in tables}
     for shard in shards:
@@ -183,10 +195,16 @@ def _shards_by_table(
     for table in tables:
         local = shards_by_table[table.full_name]
         weight = sharded.get_parameter(table.local_key)
-        if not local and weight.numel():  # data_parallel: torchrec's DDP averages the gradient of this very parameter
-            local.append(LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True))
-        elif not local:  # optimizers ask for columns; draws of other types or devices take other random numbers
-            empty = torch.empty(0, table.config.embedding_dim, dtype=table.parameter.dtype, device=device)
+        # data_parallel: torchrec's DDP averages the gradient of this very parameter
+        if not local and weight.numel():
+            local.append(
+                LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True)
+            )
+        # optimizers ask for columns; draws of other types or devices take other random numbers
+        elif not local:
+            empty = torch.empty(
+                0, table.config.embedding_dim, dtype=table.parameter.dtype, device=device
+            )
             local.append(LocalShard(table.name, nn.Parameter(empty)))
         for shard in local:
             shard.weight.requires_grad_(table.parameter.requires_grad)
@@ -195,7 +213,8 @@ def _shards_by_table(
 
 def _set_offsets(local: list[LocalShard], shards: list[TableShard]) -> None:
     """Set the offsets of this rank's shards of a table; `shards` are those of all ranks."""
-    # FBGEMM's weights have no offsets. They share memory with torchrec's local shards, and so have their addresses.
+    # FBGEMM's weights have no offsets. They share memory with torchrec's local shards, and so have
+    # their addresses.
     shard_at = {s.tensor.data_ptr(): s for s in shards if s.tensor is not None and s.tensor.numel()}
     for shard in local:
         if shard.weight.numel():
@@ -203,8 +222,11 @@ def _set_offsets(local: list[LocalShard], shards: list[TableShard]) -> None:
             shard.row, shard.column = place.row, place.column
 
 
-def _guard(result: ShardedTables, table: Table, shards: list[TableShard], is_gathered: bool) -> None:
-    """Guard this rank's shards of a table against being read as the full table; `shards` are those of all ranks."""
+def _guard(
+    result: ShardedTables, table: Table, shards: list[TableShard], is_gathered: bool
+) -> None:
+    """Guard this rank's shards of a table against being read as the full table; `shards` are those
+    of all ranks."""
     local = result.shards[table.full_name]
     # Every rank has all rows: what user code reads is right.
     if local[0].replicated:
@@ -233,16 +255,22 @@ def _proxy(result: ShardedTables, path: str) -> ShardedProxy:
     for table in result.tables_of(path):
         local = [shard.weight for shard in result.shards[table.full_name]]
         weights[table.original_key] = ProxyWeight(table.full_name, table.local_key, local)
-    return make_proxy(result.originals[path], path, sharded, weights, partial(_load, sharded, result.groups))
+    return make_proxy(
+        result.originals[path], path, sharded, weights, partial(_load, sharded, result.groups)
+    )
 
 
 @torch.no_grad()
 @rewriting()
 def _load(sharded: ShardedModule, groups: ShardingGroups, name: str, value: Any) -> str:
-    """Load a table from a full tensor, one in a file, or one sharded alike; return what is wrong, or ""."""
+    """Load a table from a full tensor, one in a file, or one sharded alike; return what is wrong,
+    or ""."""
     target = sharded.state_dict()[name]
     if tuple(value.size()) != tuple(target.size()):
-        return f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into it."
+        return (
+            f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load "
+            "into it."
+        )
     shards = table_shards(target, groups)
     if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
         copy_from_full(shards, value)
@@ -259,7 +287,10 @@ def _load(sharded: ShardedModule, groups: ShardingGroups, name: str, value: Any)
             continue
         source = saved.get((shard.row, shard.column))
         if source is None or source.shape != shard.tensor.shape:
-            return "the table was sharded differently when it was saved; load a checkpoint of trainer.save_checkpoint."
+            return (
+                "the table was sharded differently when it was saved; load a checkpoint of "
+                "trainer.save_checkpoint."
+            )
         shard.tensor.copy_(source)
     return ""
 
@@ -293,13 +324,14 @@ class ReplicatedTable(TableBatchedEmbeddingSlice):
         TableBatchedEmbeddingSlice.grad.fset(self, value)  # type: ignore[attr-defined]
 
 
-use_foreach_for(ReplicatedTable)  # else one such table makes optimizers launch kernels for each parameter alone
+# else one such table makes optimizers launch kernels for each parameter alone
+use_foreach_for(ReplicatedTable)
 
 
 def make_freezable(weight: TableBatchedEmbeddingSlice) -> TableBatchedEmbeddingSlice:
     """Turn torchrec's own parameter into one that can be frozen."""
-    # By its class, since it must stay the same object: torchrec's DDP and optimizer hold references to it. The class
-    # adds properties only, so that the object's memory layout fits.
+    # By its class, since it must stay the same object: torchrec's DDP and optimizer hold references
+    # to it. The class adds properties only, so that the object's memory layout fits.
     weight.__class__ = ReplicatedTable
     return weight
 
@@ -309,9 +341,11 @@ NUM_INITIAL_ROWS = 1024
 
 
 def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
-    """Collective. Give every table with a mapping this rank's part of it, and rows for ids that get another's.
+    """Collective. Give every table with a mapping this rank's part of it, and rows for ids that get
+    another's.
 
-    earlier: the sharding whose mappings go on; other tables begin with those of their unsharded modules.
+    earlier: the sharding whose mappings go on; other tables begin with those of their unsharded
+    modules.
     """
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     for table in result.tables:
@@ -324,9 +358,17 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
         else:
             per_rank = spec.num_buckets // num_ranks
             shard = result.shards[name][0]
-            buckets, module = (rank * per_rank, per_rank, shard.weight.device), managed_module(table)
-            mapping = MchMapping(spec, *buckets, module) if isinstance(spec, MchSpec) else IdMapping(spec, *buckets)
-            # Ranks share buckets evenly (buckets_obstacle): torchrec's block of rows is that of the buckets.
+            buckets, module = (
+                (rank * per_rank, per_rank, shard.weight.device),
+                managed_module(table),
+            )
+            mapping = (
+                MchMapping(spec, *buckets, module)
+                if isinstance(spec, MchSpec)
+                else IdMapping(spec, *buckets)
+            )
+            # Ranks share buckets evenly (buckets_obstacle): torchrec's block of rows is that of the
+            # buckets.
             assert shard.row == mapping.first_row
             _begin(mapping, table)
             result.mappings[name] = mapping
@@ -346,28 +388,39 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
 
 
 def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:
-    """Give the unsharded modules the mappings; full: state by key in the module's state_dict, none where it is dropped.
+    """Give the unsharded modules the mappings; full: state by key in the module's state_dict, none
+    where it is dropped.
 
-    The modules find the rows of ids then; torchrec's own give new ids rows in training too, where they can.
+    The modules find the rows of ids then; torchrec's own give new ids rows in training too, where
+    they can.
     """
     for table in (table for table in tables.tables if table.mapping is not None):
         module = managed_module(table)
         if module is not None:
-            prefix = f"{table.collection.removesuffix(EMBEDDINGS)}{COLLISIONS}.{MODULES}.{table.name}."
+            prefix = (
+                f"{table.collection.removesuffix(EMBEDDINGS)}{COLLISIONS}.{MODULES}.{table.name}."
+            )
             if prefix + MCH_IDS in full:
-                restore_mch(module, {name.removeprefix(prefix): value for name, value in full.items()})
+                restore_mch(
+                    module, {name.removeprefix(prefix): value for name, value in full.items()}
+                )
             if prefix + IDENTITIES in full:
                 set_hash_zch_state(module, full[prefix + IDENTITIES], full.get(prefix + METADATA))
     root = nn.Module()
     for path, original in {table.collection: table.original for table in tables.tables}.items():
-        state = {f"m.{key.removeprefix(path)[1:]}": value for key, value in full.items() if key.startswith(f"{path}.")}
+        state = {
+            f"m.{key.removeprefix(path)[1:]}": value
+            for key, value in full.items()
+            if key.startswith(f"{path}.")
+        }
         root.m = original
         for lookup, lookup_state in lookups_with_mappings(root, state):
             attach_mapping(lookup, lookup_state)
 
 
 def _begin(mapping: AnyMapping, table: Table) -> None:
-    """Take this rank's part of torchrec's mapping. Raises ShardingError: buckets would not give what it learned."""
+    """Take this rank's part of torchrec's mapping. Raises ShardingError: buckets would not give
+    what it learned."""
     module = managed_module(table)
     if module is None:
         return
@@ -383,7 +436,9 @@ def _begin(mapping: AnyMapping, table: Table) -> None:
             mapping.used.copy_(used[rows])
         mapping.rows_were_set()
         # Else every rank would hold the mapping of all rows, beside its own part.
-        set_hash_zch_state(module, identities.new_empty(0, 1), None if used is None else used.new_empty(0, 1))
+        set_hash_zch_state(
+            module, identities.new_empty(0, 1), None if used is None else used.new_empty(0, 1)
+        )
 
 
 def _initial_rows(result: ShardedTables, table: Table) -> Tensor:
@@ -391,7 +446,8 @@ def _initial_rows(result: ShardedTables, table: Table) -> Tensor:
     num_rows = min(NUM_INITIAL_ROWS, table.config.num_embeddings)
     if table.plain is not None:
         return result.full_weight(table.full_name, 0, num_rows)
-    # As torchrec does, by the table's init function; with a seed of the table's own, alike on all ranks and restarts.
+    # As torchrec does, by the table's init function; with a seed of the table's own, alike on all
+    # ranks and restarts.
     rows = torch.empty(num_rows, table.config.embedding_dim)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(zlib.crc32(table.full_name.encode()))

@@ -1,4 +1,5 @@
-"""Tables while they are sharded: their shards, kernels and proxies, and the module that they belong to."""
+"""Tables while they are sharded: their shards, kernels and proxies, and the module that they belong
+to."""
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -54,13 +55,16 @@ class ShardedTables:
         self.kernels: list[tuple[Any, list[LocalShard]]] = []
         """FBGEMM's kernels on this rank, each with the shards in its memory."""
         self.mappings: dict[str, AnyMapping] = {}
-        """Full name of a table -> this rank's part of the mapping of its ids; none where ids are numbers of rows."""
+        """Full name of a table -> this rank's part of the mapping of its ids; none where ids are
+        numbers of rows."""
         self.collisions: dict[nn.Module, nn.Module] = {}
         """torchrec's ManagedCollisionCollection -> what stands for it in the module tree."""
         self.fused_tables: list[str] = []
-        """Full names of the tables that every backward updates, where their optimizer steps in one process."""
+        """Full names of the tables that every backward updates, where their optimizer steps in one
+        process."""
         self.known_keys: dict[str, list[str]] = {}
-        """Path -> the features in the order of the first call, which torchrec's module remembers for its life."""
+        """Path -> the features in the order of the first call, which torchrec's module remembers
+        for its life."""
         self.state = SharedState(groups.sharding)
         self.originals = {table.collection: table.original for table in tables}
         """Path -> the unsharded collection, which holds no rows."""
@@ -72,7 +76,8 @@ class ShardedTables:
         return [table for table in self.tables if table.collection == path]
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the tables' weights by full name, as ShardedTensors (plain tensors of data-parallel tables)."""
+        """Return the tables' weights by full name, as ShardedTensors (plain tensors of
+        data-parallel tables)."""
         weights: dict[str, Tensor] = {}
         for path, module in self.sharded.items():
             weights |= sharded_weights(module, self.tables_of(path))
@@ -87,7 +92,8 @@ class ShardedTables:
         return {name: [shard.weight for shard in shards] for name, shards in self.shards.items()}
 
     def keys_in_tree(self) -> dict[str, str]:
-        """Return key of a table in the root's state_dict -> its full name; a module with two names has two keys."""
+        """Return key of a table in the root's state_dict -> its full name; a module with two names
+        has two keys."""
         paths = self._module().named_modules(remove_duplicate=False)
         proxy_paths = {id(module): path for path, module in self.proxies.items()}
         return {
@@ -99,17 +105,26 @@ class ShardedTables:
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that only this rank has."""
-        return [shard.weight for shards in self.shards.values() for shard in shards if not shard.replicated]
+        return [
+            shard.weight
+            for shards in self.shards.values()
+            for shard in shards
+            if not shard.replicated
+        ]
 
     def replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and parameters of the root that are the same on all ranks: all but the shards."""
+        """Return the names and parameters of the root that are the same on all ranks: all but the
+        shards."""
         local_only = {id(weight) for weight in self.sharded_parameters()}
-        return [(name, p) for name, p in self._module().named_parameters() if id(p) not in local_only]
+        return [
+            (name, p) for name, p in self._module().named_parameters() if id(p) not in local_only
+        ]
 
     def keep_gradients(self, sparse: Mapping[str, bool]) -> None:
         """Leave the gradients of these tables on their shards, for the user's optimizer.
 
-        All tables of a kernel are kept, or none. sparse: full name -> whether only the touched rows' are kept.
+        All tables of a kernel are kept, or none. sparse: full name -> whether only the touched
+        rows' are kept.
         """
         keeping = set()
         for name, touched_only in sparse.items():
@@ -123,26 +138,34 @@ class ShardedTables:
                 give_gradients(kernel, shards)
 
     def keep_gradients_if(self, names: Set[str], are_kept: Callable[[], bool]) -> list[Any]:
-        """Leave the gradients of these fused tables on their shards where `are_kept` says so in backward.
+        """Leave the gradients of these fused tables on their shards where `are_kept` says so in
+        backward.
 
         names: all tables of their kernels. Returns the handles of hooks.
         """
         held = {id(shard) for name in names for shard in self.shards[name]}
-        kernels = [(kernel, shards) for kernel, shards in self.kernels if {id(shard) for shard in shards} & held]
+        kernels = [
+            (kernel, shards)
+            for kernel, shards in self.kernels
+            if {id(shard) for shard in shards} & held
+        ]
         return [give_gradients(kernel, shards, are_kept) for kernel, shards in kernels]
 
     def note_used_tables(self, path: str, used: set[str] | None) -> None:
-        """Let the lookup of the collection at `path` that begins now find which tables get gradients in `used`."""
+        """Let the lookup of the collection at `path` that begins now find which tables get
+        gradients in `used`."""
         for table in self.tables_of(path):
             for shard in self.shards[table.full_name]:
                 shard.used = used
 
     def learns(self, name: str) -> bool:
-        """Whether the table's weight needs a gradient now: freezing and unfreezing is followed at every lookup."""
+        """Whether the table's weight needs a gradient now: freezing and unfreezing is followed at
+        every lookup."""
         return self.shards[name][0].weight.requires_grad
 
     def fused_optimizers(self) -> dict[str, Any]:
-        """Return torchrec's optimizer of each fused table that has rows on this rank, by full name."""
+        """Return torchrec's optimizer of each fused table that has rows on this rank, by full
+        name."""
         optimizers: dict[str, Any] = {}
         for path, module in self.sharded.items():
             names = {table.local_key: table.full_name for table in self.tables_of(path)}
@@ -151,7 +174,8 @@ class ShardedTables:
         return optimizers
 
     def fill_optimizer_state(self, values: Mapping[str, float]) -> None:
-        """Start the fused optimizers' state of the given tables, by full name, from these values."""
+        """Start the fused optimizers' state of the given tables, by full name, from these
+        values."""
         states = self.fused_state()
         for name, value in values.items():
             for shard in self.shards[name]:
@@ -159,28 +183,36 @@ class ShardedTables:
                     state.fill_(value)
 
     def fused_state(self) -> dict[int, list[Tensor]]:
-        """Return id of a shard -> FBGEMM's state of its optimizer, in the kernel's memory; see `state_keys`."""
+        """Return id of a shard -> FBGEMM's state of its optimizer, in the kernel's memory; see
+        `state_keys`."""
         return {
             id(shard): list(state)
             for kernel, shards in self.kernels
-            for shard, state in zip(shards, kernel.split_optimizer_states(), strict=False)  # none for SGD
+            # none for SGD
+            for shard, state in zip(shards, kernel.split_optimizer_states(), strict=False)
         }
 
     def load(self, name: str, weight: Any) -> None:
-        """Load this rank's shards of a table by full name from a full tensor or one in a file, the rows that it has."""
+        """Load this rank's shards of a table by full name from a full tensor or one in a file, the
+        rows that it has."""
         shards = table_shards(self._weight(name), self.groups)
         with rewriting():
-            copy_from_full(shards, weight) if isinstance(weight, Tensor) else weight.read_into(chunks_of(shards))
+            copy_from_full(shards, weight) if isinstance(weight, Tensor) else weight.read_into(
+                chunks_of(shards)
+            )
 
     def full_weight(self, name: str, first: int, last: int) -> Tensor:
-        """Collective. Return rows `first` to `last` (not included) of a table, by full name, on every host."""
-        # Replicas may differ between two synchronisations, and ranks of all groups must return the same rows.
+        """Collective. Return rows `first` to `last` (not included) of a table, by full name, on
+        every host."""
+        # Replicas may differ between two synchronisations, and ranks of all groups must return the
+        # same rows.
         self.synchronize()
         weight, device = self._weight(name), self.shards[name][0].weight.device
         return gather_rows(table_shards(weight, self.groups), first, last, weight.dtype, device)
 
     def put_originals_back(self) -> None:
-        """Put the unsharded collections, which hold no rows, back into the module; the shards stay here."""
+        """Put the unsharded collections, which hold no rows, back into the module; the shards stay
+        here."""
         for table in self.tables:
             # User code may have frozen the table while a proxy was in its place.
             table.parameter.requires_grad_(self.learns(table.full_name))
@@ -194,14 +226,15 @@ class ShardedTables:
         """Put the proxies into the module, at first and to undo `put_originals_back`."""
         tables_of_modules[self._module()] = self
         for path, original in self.originals.items():
-            # User code that kept a reference to the original would look up rows that it does not hold: its forward is
-            # hidden by one that raises, on this object only.
+            # User code that kept a reference to the original would look up rows that it does not
+            # hold: its forward is hidden by one that raises, on this object only.
             original.forward = _refuse_forward(path)  # type: ignore[method-assign]
         proxies = {original: self.proxies[path] for path, original in self.originals.items()}
         replace_modules(self._module(), proxies | self.collisions)
 
     def refuse_replaced(self) -> None:
-        """Raise ShardedWeightError: user code has put a module in the place of one that has a table's shards."""
+        """Raise ShardedWeightError: user code has put a module in the place of one that has a
+        table's shards."""
         for proxy in self.proxies.values():
             held = {id(parameter) for parameter in proxy.parameters()}
             for name in (table.full_name for table in self.tables_of(proxy.path)):
@@ -211,31 +244,39 @@ class ShardedTables:
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """Inside of the context the tables are not in the module tree, for what must not reach them."""
+        """Inside of the context the tables are not in the module tree, for what must not reach
+        them."""
         # Not deleted: with a placeholder, the children keep their order in the tree.
-        placeholders: dict[nn.Module, nn.Module] = {module: nn.Module() for module in self.proxies.values()}
+        placeholders: dict[nn.Module, nn.Module] = {
+            module: nn.Module() for module in self.proxies.values()
+        }
         replace_modules(self._module(), placeholders)
         try:
             yield
         finally:
-            replace_modules(self._module(), {placeholder: module for module, placeholder in placeholders.items()})
+            replace_modules(
+                self._module(),
+                {placeholder: module for module, placeholder in placeholders.items()},
+            )
 
     def take_rows(self, tables: list[Table]) -> dict[str, list[TableShard]]:
         """After `put_originals_back`: return the rows for the next sharding, by full name.
 
-        tables: those of the next sharding. Where the user has put another collection in the place of one that was
-        sharded here, it brings rows of its own, and ours are not returned.
+        tables: those of the next sharding. Where the user has put another collection in the place
+        of one that was sharded here, it brings rows of its own, and ours are not returned.
         """
         originals = set(self.originals.values())
         staying = {table.full_name for table in tables if table.original in originals}
         rows = {name: shards for name, shards in self.table_shards().items() if name in staying}
-        # Rows wait on the host, so that the device never holds two sets of them, nor the optimizers' state.
+        # Rows wait on the host, so that the device never holds two sets of them, nor the
+        # optimizers' state.
         rows = {name: [shard.to_be_moved() for shard in shards] for name, shards in rows.items()}
         self._free_shards()
         return rows
 
     def fall_back(self) -> None:
-        """After a set-up has failed that began with these tables: put the proxies back, if the rows are still here."""
+        """After a set-up has failed that began with these tables: put the proxies back, if the rows
+        are still here."""
         if self.sharded:
             self.put_proxies_back()
         elif sharded_tables_of(self._module()) is None:
@@ -244,7 +285,8 @@ class ShardedTables:
     def unshard(self, rows: Mapping[str, Tensor]) -> None:
         """Put the unsharded collections back into the module for good. The shards are freed.
 
-        rows: the unsharded weights by their key in the root's state_dict; others have none, and are on meta.
+        rows: the unsharded weights by their key in the root's state_dict; others have none, and are
+        on meta.
         """
         self.put_originals_back()
         for table in self.tables:
@@ -264,7 +306,8 @@ class ShardedTables:
         return sharded_weights(self.sharded[table.collection], [table])[name]
 
     def _free_shards(self) -> None:
-        # Proxies hold bound methods of torchrec's modules, and with them the kernels' memory: all must go.
+        # Proxies hold bound methods of torchrec's modules, and with them the kernels' memory: all
+        # must go.
         self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
         tables_of_modules.pop(self._module(), None)
 
@@ -292,10 +335,12 @@ def has_unused_shards(root: nn.Module) -> bool:
 
 
 def refuse_foreign_shards(root: nn.Module) -> None:
-    """Raise ShardingError: a table of `root` was sharded in another module, or lost its rows in a failed set-up."""
+    """Raise ShardingError: a table of `root` was sharded in another module, or lost its rows in a
+    failed set-up."""
     if root in _without_rows:
         raise ShardingError(
-            "an earlier set-up of this module failed while rows moved to other shards, and they are lost. Build the "
+            "an earlier set-up of this module failed while rows moved to other shards, and they "
+            "are lost. Build the "
             "module again, and load a checkpoint into it."
         )
     tables = sharded_tables_of(root)
@@ -303,7 +348,8 @@ def refuse_foreign_shards(root: nn.Module) -> None:
     for path, module in root.named_modules():
         if isinstance(module, ShardedProxy) and module not in proxies:
             raise ShardingError(
-                f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it inside of that one, "
+                f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it "
+                "inside of that one, "
                 "or load that one's checkpoint into the unsharded collections of this one."
             )
 
@@ -311,8 +357,10 @@ def refuse_foreign_shards(root: nn.Module) -> None:
 def _refuse_forward(path: str) -> Any:
     def forward(*args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
-            f"the unsharded collection of '{path}' was called while its tables are sharded. Call it through the module "
-            f"(self.{path}), not through a reference that was kept elsewhere, in a list for example."
+            f"the unsharded collection of '{path}' was called while its tables are sharded. Call "
+            "it through the module "
+            f"(self.{path}), not through a reference that was kept elsewhere, in a list for "
+            "example."
         )
 
     return forward

@@ -1,6 +1,8 @@
-"""torchrec's sharding types, kernels and sharders, the types of exchanged rows, and TorchRec's objects as options.
+"""torchrec's sharding types, kernels and sharders, the types of exchanged rows, and TorchRec's
+objects as options.
 
-An object of TorchRec in the place of our options is taken where both say the same, and refused by name where not.
+An object of TorchRec in the place of our options is taken where both say the same, and refused by
+name where not.
 """
 
 from dataclasses import dataclass, fields
@@ -10,7 +12,11 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheParams, ModuleSharder, ParameterSharding
 
@@ -19,7 +25,14 @@ from lightning_distrec.option_values import plain_fields
 from lightning_distrec.sharding.tables import Table
 
 POOLED_TYPES: tuple[str, ...] = (
-    *("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"),
+    *(
+        "table_wise",
+        "row_wise",
+        "column_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "data_parallel",
+    ),
 )
 """Those of an EmbeddingBagCollection's tables."""
 SEQUENCE_TYPES: tuple[str, ...] = ("table_wise", "row_wise", "column_wise")
@@ -44,22 +57,26 @@ HOST_KERNELS = ("fused_uvm", "fused_uvm_caching")
 """Kernels of tables in the host's memory, which a GPU reads from there."""
 
 
-# Rounding errors are half of the last bit: 2^-11 with fp16's 10 bits of mantissa, 2^-8 with the 7 of bf16.
+# Rounding errors are half of the last bit: 2^-11 with fp16's 10 bits of mantissa, 2^-8 with the 7
+# of bf16.
 RowType = Literal["fp32", "fp16", "bf16"]
 PRECISIONS = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedComms:
-    """The types in which looked up rows and their gradients are sent between ranks: fp32, fp16 or bf16.
+    """The types in which looked up rows and their gradients are sent between ranks: fp32, fp16 or
+    bf16.
 
-    Not the same numbers as unsharded: fp16 rounds rows at 5e-4 of their size, bf16 gradients at 4e-3.
+    Not the same numbers as unsharded: fp16 rounds rows at 5e-4 of their size, bf16 gradients at
+    4e-3.
     """
 
     forward: RowType = "fp32"
     """Type of rows, in the output dist."""
     backward: RowType = "fp32"
-    """Type of their gradients, sent back in backward; fp16 overflows above 65,504 and underflows below 6e-8."""
+    """Type of their gradients, sent back in backward; fp16 overflows above 65,504 and underflows
+    below 6e-8."""
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -71,19 +88,24 @@ class QuantizedComms:
 
     def registry(self) -> dict[str, Any] | None:
         """Return what torchrec's sharders take; None where nothing is rounded."""
-        # Tables with a registry of codecs cannot take the short path (pooled_sharding in _compat/torchrec_ids.py).
+        # Tables with a registry of codecs cannot take the short path (pooled_sharding in
+        # _compat/torchrec_ids.py).
         if self.is_exact:
             return None
-        config = QCommsConfig(forward_precision=PRECISIONS[self.forward], backward_precision=PRECISIONS[self.backward])
+        config = QCommsConfig(
+            forward_precision=PRECISIONS[self.forward], backward_precision=PRECISIONS[self.backward]
+        )
         return dict(get_qcomm_codecs_registry(config))
 
 
 ShardingByTable = dict[str, ParameterSharding]
-"""Full name of a table -> its sharding type and which rank holds which shard, as torchrec takes it."""
+"""Full name of a table -> its sharding type and which rank holds which shard, as torchrec takes
+it."""
 
 
 class _PooledSharder(EmbeddingBagCollectionSharder):
-    """torchrec's sharder without its list of types, which hides row-wise sharding on CPU, where it works."""
+    """torchrec's sharder without its list of types, which hides row-wise sharding on CPU, where it
+    works."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return list(POOLED_TYPES)
@@ -95,7 +117,8 @@ def sharders() -> list[ModuleSharder[nn.Module]]:
 
 
 def sharder_of(table: Table, comms: QuantizedComms) -> BaseEmbeddingSharder:
-    """Return the sharder of `table`'s collection, which exchanges rows and gradients in the types of `comms`."""
+    """Return the sharder of `table`'s collection, which exchanges rows and gradients in the types
+    of `comms`."""
     kind = _PooledSharder if table.pooled else EmbeddingCollectionSharder
     return kind(qcomm_codecs_registry=comms.registry())
 
@@ -111,14 +134,21 @@ _INSTEAD = {
 def as_table_options(constraints: ParameterConstraints) -> dict[str, Any]:
     """Return options of one table that say the same. Raises ConfigError: there are none."""
     default = ParameterConstraints()
-    names = ("sharding_types", "compute_kernels", "min_partition", "pooling_factors", "cache_params")
+    names = (
+        "sharding_types",
+        "compute_kernels",
+        "min_partition",
+        "pooling_factors",
+        "cache_params",
+    )
     for name in _changed(constraints, default, names):
         _refuse("ParameterConstraints", name, getattr(constraints, name))
     options = {name: getattr(constraints, name) for name in names[:3]}
     factors = constraints.pooling_factors
     if len(set(factors)) > 1:
         raise ConfigError(
-            f"pooling_factors={factors}: one pooling_factor is for all features of a table. Set their mean."
+            f"pooling_factors={factors}: one pooling_factor is for all features of a table. Set "
+            "their mean."
         )
     if factors != default.pooling_factors:
         options["pooling_factor"] = factors[0]
@@ -151,5 +181,9 @@ def _changed(value: Any, default: Any, but: tuple[str, ...]) -> list[str]:
 
 
 def _refuse(kind: str, name: str, value: Any) -> NoReturn:
-    instead = f"set {_INSTEAD[name]} instead" if name in _INSTEAD else "there is no option that does the same"
+    instead = (
+        f"set {_INSTEAD[name]} instead"
+        if name in _INSTEAD
+        else ("there is no option that does the same")
+    )
     raise ConfigError(f"{kind} has {name}={value!r}. Leave it out: {instead}.")

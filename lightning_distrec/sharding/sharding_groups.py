@@ -1,4 +1,5 @@
-"""Which ranks share a node, which shard the tables with each other, and which have the same shards as replicas."""
+"""Which ranks share a node, which shard the tables with each other, and which have the same shards
+as replicas."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,21 +24,26 @@ class ShardingGroupOptions:
     """Tables are sharded within groups of ranks, and each group has a replica of all of them."""
 
     size: int | None = None
-    """Ranks of a group, numbered consecutively: those of a node, or of some nodes. None: all ranks are one group."""
+    """Ranks of a group, numbered consecutively: those of a node, or of some nodes. None: all ranks
+    are one group."""
     sync_interval: int = 1
-    """Steps from one synchronisation of the replicas to the next. 1 is exact: groups exchange the gradients of rows
-    before every update. Above 1 each group updates its replica by its own batches, and the rows that any group has
-    touched are averaged at every such step, with their optimizer state: other numbers than one process has."""
+    """Steps from one synchronisation of the replicas to the next. 1 is exact: groups exchange the
+    gradients of rows before every update. Above 1 each group updates its replica by its own
+    batches, and the rows that any group has touched are averaged at every such step, with their
+    optimizer state: other numbers than one process has."""
 
     def __post_init__(self) -> None:
         plain_fields(self)
         for name in ("size", "sync_interval"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"sharding_groups: {name}={value!r} must be a whole number above 0.")
+                raise ConfigError(
+                    f"sharding_groups: {name}={value!r} must be a whole number above 0."
+                )
         if self.size is None and self.sync_interval != 1:
             raise ConfigError(
-                f"sharding_groups: sync_interval={self.sync_interval} needs a size; now there is one group."
+                f"sharding_groups: sync_interval={self.sync_interval} needs a size; now there is "
+                "one group."
             )
 
     @property
@@ -50,7 +56,9 @@ def checked_size(options: ShardingGroupOptions, num_ranks: int) -> int:
     """Return how many ranks a group has. Raises ConfigError: `num_ranks` cannot be divided so."""
     size = num_ranks if options.size is None else options.size
     if num_ranks % size:
-        raise ConfigError(f"sharding_groups: size={size} does not divide the {num_ranks} ranks of the job.")
+        raise ConfigError(
+            f"sharding_groups: size={size} does not divide the {num_ranks} ranks of the job."
+        )
     return size
 
 
@@ -58,18 +66,22 @@ def checked_size(options: ShardingGroupOptions, num_ranks: int) -> int:
 class ShardingGroups:
     """The groups as one rank sees them. Ranks of a group are numbered consecutively.
 
-    The rank at one position of each group has the same shards as those at that position of the others.
+    The rank at one position of each group has the same shards as those at that position of the
+    others.
     """
 
     rank: int
     num_ranks: int
     size: int
     sync_interval: int = 1
-    """Steps from one synchronisation to the next; 1: gradients are exchanged before every update."""
+    """Steps from one synchronisation to the next; 1: gradients are exchanged before every
+    update."""
     sharding: Any = field(default=None, repr=False)
-    """Process group of the ranks that shard tables with this one; None: the default one, of all ranks."""
+    """Process group of the ranks that shard tables with this one; None: the default one, of all
+    ranks."""
     replicas: Any = field(default=None, repr=False)
-    """Process group of the ranks that have the same shards as this one; None where there is one group."""
+    """Process group of the ranks that have the same shards as this one; None where there is one
+    group."""
     ids: Any = field(default=None, repr=False)
     """As `sharding`, for ids that are sent ahead; None: they share that one."""
 
@@ -103,12 +115,15 @@ class ShardingGroups:
         return range(rank % self.size, self.num_ranks, self.size)
 
     def environment(self) -> "ShardingEnv":
-        """Return what torchrec's sharders take: the ranks among which tables are sharded, counted within the group."""
-        from torchrec.distributed.types import ShardingEnv  # not loaded by strategies without tables
+        """Return what torchrec's sharders take: the ranks among which tables are sharded, counted
+        within the group."""
+        # not loaded by strategies without tables
+        from torchrec.distributed.types import ShardingEnv
 
         if self.sharding is None:
             return ShardingEnv.from_process_group(dist.group.WORLD)  # type: ignore[arg-type]
-        # Without a process group at first: torchrec would make a device mesh of all ranks for it, which nothing needs.
+        # Without a process group at first: torchrec would make a device mesh of all ranks for it,
+        # which nothing needs.
         env = ShardingEnv(self.size, self.rank - self.first_rank)
         env.process_group = self.sharding
         return env
@@ -123,10 +138,14 @@ _made: tuple[Any, dict[int, tuple[Any, Any, Any]]] | None = None
 
 
 def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta) -> ShardingGroups:
-    """Collective. Return the groups, made once. Raises ConfigError on every rank: they cannot be made alike."""
+    """Collective. Return the groups, made once. Raises ConfigError on every rank: they cannot be
+    made alike."""
     per_rank = ranks.all_gather((options.size, options.sync_interval))
     if len(set(per_rank)) > 1:
-        raise ConfigError(f"sharding_groups: ranks have unequal (size, sync_interval): {per_rank}. Give all the same.")
+        raise ConfigError(
+            "sharding_groups: ranks have unequal (size, sync_interval): "
+            f"{per_rank}. Give all the same."
+        )
     size = checked_size(options, ranks.num_ranks)
     # `size` and the number of ranks are alike on all ranks: all return here or none.
     if size == ranks.num_ranks:
@@ -136,7 +155,8 @@ def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta)
 
 
 def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, Any, Any]:
-    """Collective. Return the process groups of this rank: of its group, of its replicas, and for ids sent ahead."""
+    """Collective. Return the process groups of this rank: of its group, of its replicas, and for
+    ids sent ahead."""
     global _made
     # Groups are gone with the default group of which they were made.
     if _made is None or _made[0] is not dist.group.WORLD:
@@ -144,7 +164,8 @@ def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, A
     if size not in _made[1]:
         sharding = [list(range(first, first + size)) for first in range(0, ranks.num_ranks, size)]
         replicas = [list(range(first, ranks.num_ranks, size)) for first in range(size)]
-        # gloo runs groups side by side. NCCL's would wait for each other on the device in an order of its own.
+        # gloo runs groups side by side. NCCL's would wait for each other on the device in an order
+        # of its own.
         with one_socket_thread():
             ahead = split_ranks(sharding, timeout) if dist.get_backend() == "gloo" else None
             _made[1][size] = (split_ranks(sharding, timeout), split_ranks(replicas, timeout), ahead)
@@ -168,12 +189,14 @@ class NodeLayout:
 
     @classmethod
     def equal(cls, num_ranks: int, ranks_on_node: int) -> "NodeLayout":
-        """Return `num_ranks` ranks on nodes of `ranks_on_node` each; the last node may have fewer."""
+        """Return `num_ranks` ranks on nodes of `ranks_on_node` each; the last node may have
+        fewer."""
         return cls(tuple(rank // ranks_on_node for rank in range(num_ranks)))
 
     @classmethod
     def gathered(cls, reported: Sequence[tuple[int, int]]) -> "NodeLayout":
-        """Return the layout of what each rank reports: its node's number, and how many ranks are on that node."""
+        """Return the layout of what each rank reports: its node's number, and how many ranks are on
+        that node."""
         numbers = list(dict.fromkeys(node for node, _ in reported))
         layout = cls(tuple(numbers.index(node) for node, _ in reported))
         if all(
@@ -189,13 +212,20 @@ class NodeLayout:
         return cls(tuple(in_blocks))
 
     def group_layout(self, size: int) -> "NodeLayout":
-        """Return the layout of each group of `size` consecutive ranks. Raises ConfigError: they have unequal ones."""
-        groups = [self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)]
-        numbered = {tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in groups}
+        """Return the layout of each group of `size` consecutive ranks. Raises ConfigError: they
+        have unequal ones."""
+        groups = [
+            self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)
+        ]
+        numbered = {
+            tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in groups
+        }
         if len(numbered) > 1:
             raise ConfigError(
-                f"sharding_groups: size={size} makes groups that lie on unequal numbers of ranks of their nodes (the "
-                f"nodes have {', '.join(map(str, self.ranks_by_node))} ranks), and one plan is made for all groups. "
+                f"sharding_groups: size={size} makes groups that lie on unequal numbers of ranks "
+                "of their nodes (the "
+                f"nodes have {', '.join(map(str, self.ranks_by_node))} ranks), and one plan is "
+                "made for all groups. "
                 "Choose the ranks of a node, of some nodes, or a divisor of a node's."
             )
         return NodeLayout(numbered.pop(), self.num_ranks // size)
@@ -229,7 +259,10 @@ class NodeLayout:
     @property
     def alike(self) -> bool:
         """Whether nodes are as torchrec expects: equal numbers of ranks, numbered consecutively."""
-        return self == NodeLayout.from_node_sizes(*self.ranks_by_node) and len(set(self.ranks_by_node)) == 1
+        return (
+            self == NodeLayout.from_node_sizes(*self.ranks_by_node)
+            and len(set(self.ranks_by_node)) == 1
+        )
 
     @property
     def ranks_per_node(self) -> int:
@@ -238,7 +271,11 @@ class NodeLayout:
 
     def ranks_on_same_node(self, rank: int) -> list[int]:
         """Return the other ranks on a rank's node."""
-        return [r for r, node in enumerate(self.node_of_rank) if node == self.node_of_rank[rank] and r != rank]
+        return [
+            r
+            for r, node in enumerate(self.node_of_rank)
+            if node == self.node_of_rank[rank] and r != rank
+        ]
 
     def ranks_on_other_nodes(self, rank: int) -> list[int]:
         """Return the ranks on other nodes than a rank's."""

@@ -7,7 +7,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
@@ -20,7 +24,12 @@ from lightning_distrec._compat.torchrec_modules import COLLISIONS, EMBEDDINGS, m
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.mapping.spec import MappingSpec, specs_of
 from lightning_distrec.sharding.mapping.state import finds_rows
-from lightning_distrec.sharding.plain_embeddings import NO_CONVERSION, WATCH, Conversion, PlainEmbeddings
+from lightning_distrec.sharding.plain_embeddings import (
+    NO_CONVERSION,
+    WATCH,
+    Conversion,
+    PlainEmbeddings,
+)
 from lightning_distrec.sharding.proxies import ShardedProxy
 
 CALLERS = (
@@ -31,25 +40,39 @@ CALLERS = (
 _OF_TORCHREC = "torchrec.modules."
 FUSED = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
 """Those that update tables of their own inside of backward."""
-_POOL = "is made of buffers, of which every rank gets rank 0's values: what other ranks write to it is lost"
-_PRUNES = "prunes rows inside of TorchRec's own sharded module only, on a GPU; here it looks up and prunes nothing"
+_POOL = (
+    "is made of buffers, of which every rank gets rank 0's values: what other ranks write to "
+    "it is lost"
+)
+_PRUNES = (
+    "prunes rows inside of TorchRec's own sharded module only, on a GPU; here it looks up "
+    "and prunes nothing"
+)
 UNSHARDED = {
     **dict.fromkeys(("TensorPool", "KeyedJaggedTensorPool"), _POOL),
     **dict.fromkeys(("ITEPEmbeddingBagCollection", "ITEPEmbeddingCollection"), _PRUNES),
 }
-"""Those for which TorchRec has a sharder, and that stay on every rank, and why. A contract test looks for others."""
+"""Those for which TorchRec has a sharder, and that stay on every rank, and why. A contract test
+looks for others."""
 
 Collection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 MANAGED = (ManagedCollisionEmbeddingBagCollection, ManagedCollisionEmbeddingCollection)
-MAPS_IDS = (BaseManagedCollisionEmbeddingCollection, ManagedCollisionCollection, ManagedCollisionModule)
+MAPS_IDS = (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+)
 """What maps ids to rows by itself while it is unsharded."""
 
 _NOT_TRAINED = {
-    "num_embeddings_post_pruning": "It counts when TorchRec quantizes for inference; a table is trained with all its "
+    "num_embeddings_post_pruning": "It counts when TorchRec quantizes for inference; a table is "
+    "trained with all its "
     "rows. Leave it out, and set it in the configuration that you quantize.",
-    "use_virtual_table": "TorchRec trains such tables in its own key-value kernels only, and unsharded as any other. "
-    "Leave it out; for ids of any range set ids='dynamic' for the table, or use a ManagedCollisionEmbeddingCollection.",
+    "use_virtual_table": "TorchRec trains such tables in its own key-value kernels only, and "
+    "unsharded as any other. "
+    "Leave it out; for ids of any range set ids='dynamic' for the table, or use a "
+    "ManagedCollisionEmbeddingCollection.",
 }
 """Settings of a table that its training cannot follow, and what to do."""
 SMALL_ROWS = 2**31
@@ -65,7 +88,8 @@ class Table:
     config: BaseEmbeddingConfig
     module: Collection
     plain: nn.Embedding | nn.EmbeddingBag | None = None
-    """The user's own module where it is no collection; `module` then is a collection around its weight."""
+    """The user's own module where it is no collection; `module` then is a collection around its
+    weight."""
     mapping: MappingSpec | None = None
     """How ids get rows; None: an id is the number of its row."""
     collisions: nn.Module | None = None
@@ -83,7 +107,8 @@ class Table:
 
     @property
     def full_name(self) -> str:
-        """Collection and name, or the path of a plain embedding; unique within the LightningModule."""
+        """Collection and name, or the path of a plain embedding; unique within the
+        LightningModule."""
         return f"{self.collection}.{self.name}" if self.plain is None else self.collection
 
     @property
@@ -132,11 +157,11 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
     """Return every table below `module` that can be sharded, in the order of `named_modules`.
 
     conversion: which nn.Embedding and nn.EmbeddingBag are taken too; see plain_embeddings.py.
-    EmbeddingBagCollection and EmbeddingCollection are taken by exact type: a subclass may compute something else.
-    Modules of torchrec.modules that wrap such collections are left alone where they do more than call them, and so are
-    collections with a dim that is no multiple of 4.
-    Raises ShardingError: two tables that share one weight; a table whose data type FBGEMM cannot train, or that another
-    kind of collection updates by itself.
+    EmbeddingBagCollection and EmbeddingCollection are taken by exact type: a subclass may compute
+    something else. Modules of torchrec.modules that wrap such collections are left alone where they
+    do more than call them, and so are collections with a dim that is no multiple of 4.
+    Raises ShardingError: two tables that share one weight; a table whose data type FBGEMM cannot
+    train, or that another kind of collection updates by itself.
     """
     tables: list[Table] = []
     odd_tables: list[Table] = []
@@ -149,7 +174,8 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
             continue
         if finds_rows(child):
             raise ShardingError(
-                f"'{path}' has ids: dynamic, and was made an ordinary module after a run: new ids would get no rows. "
+                f"'{path}' has ids: dynamic, and was made an ordinary module after a run: new ids "
+                "would get no rows. "
                 "Load the run's checkpoint into a new module."
             )
         if isinstance(child, ShardedProxy):
@@ -179,8 +205,10 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
         # By name: looking for the class would import its module in every run.
         elif type(child).__name__ in FUSED and type(child).__module__.startswith(_OF_TORCHREC):
             raise ShardingError(
-                f"'{path}' is a {type(child).__name__}, which updates its tables inside of backward, on each rank by "
-                f"itself. Use {type(child).__name__.removeprefix('Fused')}: its update is fused where that is exact."
+                f"'{path}' is a {type(child).__name__}, which updates its tables inside of "
+                "backward, on each rank by "
+                f"itself. Use {type(child).__name__.removeprefix('Fused')}: its update is fused "
+                "where that is exact."
             )
         elif reason := _sharding_obstacle(child):
             left_alone[path] = reason
@@ -192,7 +220,8 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
 
 
 def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
-    """Return the tables of a managed collision collection, none where they are sharded; or why they stay unsharded."""
+    """Return the tables of a managed collision collection, none where they are sharded; or why they
+    stay unsharded."""
     inner = managed.get_submodule(EMBEDDINGS)
     if isinstance(inner, ShardedProxy):
         return []
@@ -217,11 +246,13 @@ def managed_module(table: Table) -> nn.Module | None:
 
 
 def odd_dim(configs: Iterable[BaseEmbeddingConfig]) -> str | None:
-    """Return why a collection of these tables cannot be sharded: which dim is no multiple of 4; None where all are."""
+    """Return why a collection of these tables cannot be sharded: which dim is no multiple of 4;
+    None where all are."""
     for config in configs:
         if dim := config.embedding_dim % 4 and config.embedding_dim:
             return (
-                f"table '{config.name}' has embedding_dim={dim}, but FBGEMM's rows come in multiples of 4 columns, so "
+                f"table '{config.name}' has embedding_dim={dim}, but FBGEMM's rows come in "
+                "multiples of 4 columns, so "
                 f"that only embedding_dim={dim + 4 - dim % 4} would be sharded"
             )
     return None
@@ -229,9 +260,14 @@ def odd_dim(configs: Iterable[BaseEmbeddingConfig]) -> str | None:
 
 def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
     is_pooled = isinstance(collection, EmbeddingBagCollection)
-    configs: Any = collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
+    configs: Any = (
+        collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
+    )
     for config in configs:  # torch refuses numpy's numbers in the size of a ShardedTensor
-        config.num_embeddings, config.embedding_dim = int(config.num_embeddings), int(config.embedding_dim)
+        config.num_embeddings, config.embedding_dim = (
+            int(config.num_embeddings),
+            int(config.embedding_dim),
+        )
     return list(configs)
 
 
@@ -242,7 +278,10 @@ def _sharding_obstacle(module: nn.Module) -> str | None:
     if isinstance(module, BaseManagedCollisionEmbeddingCollection):
         return f"{kind.__name__} is a subclass and may map ids in another way"
     if isinstance(module, MAPS_IDS):
-        return f"{kind.__name__} is used outside of a ManagedCollisionEmbeddingCollection, or one of bags"
+        return (
+            f"{kind.__name__} is used outside of a ManagedCollisionEmbeddingCollection, or one "
+            "of bags"
+        )
     if kind.__module__.startswith("torchrec.quant."):
         return f"{kind.__name__} is for inference"
     if not kind.__module__.startswith(_OF_TORCHREC):
@@ -250,8 +289,15 @@ def _sharding_obstacle(module: nn.Module) -> str | None:
     if kind.__name__ in UNSHARDED:
         return f"{kind.__name__} {UNSHARDED[kind.__name__]}"
     # CALLERS only call their collection, which is then found below them and sharded.
-    holds = any(isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)) for child in module.modules())
-    return f"{kind.__name__} does more than look up rows" if holds and kind.__name__ not in CALLERS else None
+    holds = any(
+        isinstance(child, (EmbeddingBagCollection, EmbeddingCollection))
+        for child in module.modules()
+    )
+    return (
+        f"{kind.__name__} does more than look up rows"
+        if holds and kind.__name__ not in CALLERS
+        else None
+    )
 
 
 def _refuse_shared_weights(tables: list[Table], odd_tables: list[Table]) -> None:
@@ -262,7 +308,8 @@ def _refuse_shared_weights(tables: list[Table], odd_tables: list[Table]) -> None
         other = first_with.setdefault(id(table.parameter), table.full_name)
         if other != table.full_name:
             raise ShardingError(
-                f"tables '{other}' and '{table.full_name}' share one weight, which cannot live in two sharded tables. "
+                f"tables '{other}' and '{table.full_name}' share one weight, which cannot live in "
+                "two sharded tables. "
                 "Use one table and list both features in its feature_names."
             )
 
@@ -271,39 +318,48 @@ def _check(tables: list[Table]) -> None:
     for table in tables:
         if have_gradient_hooks([table.parameter]):
             raise ShardingError(
-                f"the weight of table '{table.full_name}' has gradient hooks, which would see only this rank's shard "
+                f"the weight of table '{table.full_name}' has gradient hooks, which would see "
+                "only this rank's shard "
                 f"of the gradient. {WATCH}."
             )
         if table.parameter.dtype not in (torch.float32, torch.float16):
             raise ShardingError(
-                f"table '{table.full_name}' holds {table.parameter.dtype}, which FBGEMM cannot train. "
+                f"table '{table.full_name}' holds {table.parameter.dtype}, which FBGEMM cannot "
+                "train. "
                 "Leave tables in float32 (no module.double() or .bfloat16() over them)."
             )
         if table.config.data_type not in (DataType.FP32, DataType.FP16):
             raise ShardingError(
-                f"table '{table.full_name}': data_type={table.config.data_type.value} cannot be trained exactly here. "
+                f"table '{table.full_name}': data_type={table.config.data_type.value} cannot be "
+                "trained exactly here. "
                 "Use FP32 or FP16."
             )
         for setting, advice in _NOT_TRAINED.items():
             if getattr(table.config, setting):
                 raise ShardingError(
-                    f"table '{table.full_name}' has {setting}={getattr(table.config, setting)}. {advice}"
+                    f"table '{table.full_name}' has {setting}={getattr(table.config, setting)}. "
+                    f"{advice}"
                 )
 
 
 def feature_names(tables: Iterable[Table]) -> list[str]:
-    """Return the features that the tables of one collection look up, each once, in the tables' order."""
-    return list(dict.fromkeys(feature for table in tables for feature in table.config.feature_names))
+    """Return the features that the tables of one collection look up, each once, in the tables'
+    order."""
+    return list(
+        dict.fromkeys(feature for table in tables for feature in table.config.feature_names)
+    )
 
 
 def output_names(tables: Iterable[Table]) -> list[str]:
-    """Return the keys of the unsharded collection's output in its order; "feature@table" for shared features."""
+    """Return the keys of the unsharded collection's output in its order; "feature@table" for shared
+    features."""
     names_by_table = get_embedding_names_by_table([table.config for table in tables])  # type: ignore[arg-type]
     return [name for names in names_by_table for name in names]
 
 
 def smallest_tables(tables: list[Table]) -> dict[str, Table]:
-    """Return feature -> the smallest of the tables that it looks up: its ids must be in range of all of them."""
+    """Return feature -> the smallest of the tables that it looks up: its ids must be in range of
+    all of them."""
     smallest: dict[str, Table] = {}
     for table in tables:
         for feature in table.config.feature_names:

@@ -39,7 +39,8 @@ class Place:
 
     @staticmethod
     def of_view(view: Tensor, width: int) -> "Place":
-        """Return the place of a view of a weight of `width` columns. Raises NeedsRows: it is no rectangle."""
+        """Return the place of a view of a weight of `width` columns. Raises NeedsRows: it is no
+        rectangle."""
         row, column = divmod(int(view.storage_offset()), width)
         row_dim, last_column, num_column_dims = None, column, 0
         for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
@@ -56,7 +57,8 @@ class Place:
         return Place(tuple(view.shape), view.stride(), row, column, row_dim, step)
 
     def block(self, values: Tensor, start: int) -> tuple[Tensor, slice] | None:
-        """Return the view's part of the rows from `start` that `values` holds, and which of its rows those are."""
+        """Return the view's part of the rows from `start` that `values` holds, and which of its
+        rows those are."""
         rows, width = values.shape
         first, last = 0, 1
         sizes = list(self.sizes)
@@ -69,13 +71,17 @@ class Place:
         if first >= last:
             return None
         offset = (self.row + first * self.step - start) * width + self.column
-        return values.as_strided(sizes, self.strides, values.storage_offset() + offset), slice(first, last)
+        return values.as_strided(sizes, self.strides, values.storage_offset() + offset), slice(
+            first, last
+        )
 
     def narrow(self, value: Any, rows: slice) -> Any:
         """Return the part of a tensor that meets the rows `rows` of the view."""
         if not isinstance(value, Tensor) or value.numel() == 1 or self.row_dim is None:
             return value
-        return value.broadcast_to(self.sizes).narrow(self.row_dim, rows.start, rows.stop - rows.start)
+        return value.broadcast_to(self.sizes).narrow(
+            self.row_dim, rows.start, rows.stop - rows.start
+        )
 
 
 @dataclass(frozen=True)
@@ -90,11 +96,13 @@ class Write:
     """The tensors among the arguments that were not cloned, and their versions then."""
 
     def repeat(self, values: Tensor, start: int, generator: dict[str, Any]) -> None:
-        """Write into the block of rows from `start`. Raises ShardingError: an argument was changed since."""
+        """Write into the block of rows from `start`. Raises ShardingError: an argument was changed
+        since."""
         for tensor, version in self.versions:
             if version_of(tensor) != version:
                 raise ShardingError(
-                    f"a tensor of shape {tuple(tensor.shape)} was changed after {self.name} had read it for a table "
+                    f"a tensor of shape {tuple(tensor.shape)} was changed after {self.name} had "
+                    "read it for a table "
                     "whose rows are made later. Give it a copy: clone()."
                 )
         part = self.place.block(values, start)
@@ -105,15 +113,22 @@ class Write:
             _put(view, rows, *self.arguments)
             return
         arguments, options = [
-            apply_to_collection(written, Tensor, lambda tensor: self.place.narrow(tensor, rows).to(values.device))
+            apply_to_collection(
+                written, Tensor, lambda tensor: self.place.narrow(tensor, rows).to(values.device)
+            )
             for written in (self.arguments, self.options)
         ]
         getattr(nn.init if self.name == "trunc_normal_" else Tensor, self.name)(
-            view, *arguments, **options, **(generator if self.name in DRAWS | {"trunc_normal_"} else {})
+            view,
+            *arguments,
+            **options,
+            **(generator if self.name in DRAWS | {"trunc_normal_"} else {}),
         )
 
 
-def _put(view: Tensor, rows: slice, indices: list[Tensor | None], value: Tensor, accumulate: bool = False) -> None:
+def _put(
+    view: Tensor, rows: slice, indices: list[Tensor | None], value: Tensor, accumulate: bool = False
+) -> None:
     index = indices[0]
     assert index is not None
     if index.dtype == torch.bool:
@@ -121,7 +136,9 @@ def _put(view: Tensor, rows: slice, indices: list[Tensor | None], value: Tensor,
         return
     inside = (index >= rows.start) & (index < rows.stop)
     value = value if value.numel() == 1 else value.broadcast_to(*index.shape, view.shape[1])[inside]
-    view.index_put_((index[inside].to(view.device) - rows.start,), value.to(view.device), accumulate)
+    view.index_put_(
+        (index[inside].to(view.device) - rows.start,), value.to(view.device), accumulate
+    )
 
 
 @dataclass
@@ -141,7 +158,8 @@ class Record:
     """Whether the weight is being sharded, so that no write could be repeated any more."""
 
     def fill(self, values: Tensor, start: int, **generator: Any) -> None:
-        """Give the rows from `start` their values. values: (rows, dim), contiguous; generator: torch's if none."""
+        """Give the rows from `start` their values. values: (rows, dim), contiguous; generator:
+        torch's if none."""
         if not self.writes or not self._overwrites(self.writes[0]):
             self.draw(values, **generator)
         with torch.no_grad():
@@ -149,8 +167,13 @@ class Record:
                 write.repeat(values, start, generator)
 
     def write_of(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Write:
-        """Return an operation on a view of the weight. Raises NeedsRows: it is not element by element."""
-        view, arguments, options = args[0], args[1:], {key: v for key, v in kwargs.items() if v is not None}
+        """Return an operation on a view of the weight. Raises NeedsRows: it is not element by
+        element."""
+        view, arguments, options = (
+            args[0],
+            args[1:],
+            {key: v for key, v in kwargs.items() if v is not None},
+        )
         name = operation.overloadpacket.__name__
         place = Place.of_view(view, self.shape[1])
         if name == "index_put_":
@@ -176,10 +199,17 @@ class Record:
             self.writes.clear()
         self.writes.append(write)
 
-    def _checked_put(self, place: Place, indices: Any, value: Tensor, accumulate: bool = False) -> tuple[Any, ...]:
+    def _checked_put(
+        self, place: Place, indices: Any, value: Tensor, accumulate: bool = False
+    ) -> tuple[Any, ...]:
         index = indices[0]
         is_mask = index is not None and index.dtype == torch.bool
-        if place.sizes != self.shape or len(indices) > 1 or index is None or (is_mask and value.numel() > 1):
+        if (
+            place.sizes != self.shape
+            or len(indices) > 1
+            or index is None
+            or (is_mask and value.numel() > 1)
+        ):
             raise NeedsRows
         if not is_mask:
             index = torch.where(index < 0, index + self.shape[0], index)
@@ -189,26 +219,36 @@ class Record:
         return write.name in OVERWRITE and write.place.sizes == self.shape
 
     def resized(self, num_rows: int) -> "Record":
-        """Return that of a weight of another number of rows. Raises ShardingError: a write is to some rows only."""
+        """Return that of a weight of another number of rows. Raises ShardingError: a write is to
+        some rows only."""
         record = replace(self, shape=(num_rows, self.shape[1]), writes=[])
         for write in self.writes:
-            if write.place.sizes != self.shape or any(isinstance(v, Tensor) and v.numel() > 1 for v in write.arguments):
+            if write.place.sizes != self.shape or any(
+                isinstance(v, Tensor) and v.numel() > 1 for v in write.arguments
+            ):
                 raise ShardingError(
-                    f"{self.description} gets {num_rows} rows, and {write.name} wrote to its rows one by one before. "
+                    f"{self.description} gets {num_rows} rows, and {write.name} wrote to its rows "
+                    "one by one before. "
                     "Build it with as many rows as `rows` says, or outside of configure_model."
                 )
             place = Place((num_rows, self.shape[1]), write.place.strides, 0, 0, 0)
-            record.writes.append(Write(write.name, place, write.arguments, write.options, write.versions))
+            record.writes.append(
+                Write(write.name, place, write.arguments, write.options, write.versions)
+            )
         return record
 
     def digest(self) -> str:
-        """Return what differs between ranks that wrote other values; of large tensors a sample is taken."""
+        """Return what differs between ranks that wrote other values; of large tensors a sample is
+        taken."""
 
         def sample(tensor: Tensor) -> Any:
             every = max(1, tensor.numel() // SAMPLED_ELEMENTS)
             return tuple(tensor.shape), tensor.detach().reshape(-1)[::every].tolist()
 
-        writes = [(w.name, w.place, apply_to_collection((w.arguments, w.options), Tensor, sample)) for w in self.writes]
+        writes = [
+            (w.name, w.place, apply_to_collection((w.arguments, w.options), Tensor, sample))
+            for w in self.writes
+        ]
         return hashlib.blake2b(repr(writes).encode(), digest_size=8).hexdigest()
 
     def view(self, meta: Tensor) -> Tensor:

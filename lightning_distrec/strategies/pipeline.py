@@ -1,4 +1,5 @@
-"""`Trainer(strategy="pipeline_parallel")`: an unchanged module whose chain of blocks is split over ranks."""
+"""`Trainer(strategy="pipeline_parallel")`: an unchanged module whose chain of blocks is split over
+ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,11 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded, re
 from lightning_distrec.strategies.run.precision import clip_over_all_ranks
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
-from lightning_distrec.strategies.run.strategy_arguments import RunOptions, any_at_run_time, check_arguments
+from lightning_distrec.strategies.run.strategy_arguments import (
+    RunOptions,
+    any_at_run_time,
+    check_arguments,
+)
 from lightning_distrec.strategies.stages.absent_tensors import is_absent
 from lightning_distrec.strategies.stages.chain import (
     PipelineRanks,
@@ -53,7 +58,8 @@ class PipelineRun(Run):
 
     @override
     def complete(self, loss: Tensor, model: nn.Module) -> Tensor:
-        return loss  # backward has run in the stages, with zeros where the step's loss reached nothing
+        # backward has run in the stages, with zeros where the step's loss reached nothing
+        return loss
 
     @override
     def layers(self) -> dict[str, nn.Parameter]:
@@ -61,28 +67,37 @@ class PipelineRun(Run):
 
 
 class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
-    """Trains an unchanged LightningModule whose chain of blocks is split into stages, each on a rank of its own.
+    """Trains an unchanged LightningModule whose chain of blocks is split into stages, each on a
+    rank of its own.
 
-    A rank has the weights and optimizer state of its stage alone. Batches go through the stages in micro-batches, so
-    that all ranks compute at the same time. Checkpoints, stopping, requeueing and the watchdog are those of
-    TorchRecShardedStrategy. Source: torch.distributed.pipelining.
+    A rank has the weights and optimizer state of its stage alone. Batches go through the stages in
+    micro-batches, so that all ranks compute at the same time. Checkpoints, stopping, requeueing and
+    the watchdog are those of TorchRecShardedStrategy. Source: torch.distributed.pipelining.
 
     Args:
-        microbatches: parts of a batch that are in the stages at the same time. A batch that cannot be divided so is
+        microbatches: parts of a batch that are in the stages at the same time. A batch that cannot
+        be divided so is
             divided into fewer.
-        schedule: "gpipe": all forwards, then all backwards; training_step computes its loss of the whole batch. "1f1b",
-            and "interleaved_1f1b" with several stages per rank: backwards begin earlier, which needs less memory, and
-            training_step computes its loss of each micro-batch, which must be a mean over examples.
-        stages: number of stages. None: one per rank, or stages_per_rank of them. Further ranks are replicas.
+        schedule: "gpipe": all forwards, then all backwards; training_step computes its loss of the
+        whole batch. "1f1b",
+            and "interleaved_1f1b" with several stages per rank: backwards begin earlier, which
+            needs less memory, and training_step computes its loss of each micro-batch, which must
+            be a mean over examples.
+        stages: number of stages. None: one per rank, or stages_per_rank of them. Further ranks are
+        replicas.
         stages_per_rank: stages that each rank computes, with "interleaved_1f1b".
-        chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order, or of a module whose
-            forward calls its layers one after the other ("" for the LightningModule). "auto": the container with the
-            most parameters.
-        split: where stages begin. "parameters": so that the largest stage has as few parameters as possible; or a list
+        chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order, or of
+        a module whose
+            forward calls its layers one after the other ("" for the LightningModule). "auto": the
+            container with the most parameters.
+        split: where stages begin. "parameters": so that the largest stage has as few parameters as
+        possible; or a list
             of the paths of blocks or layers, of all stages but the first.
-        first_stage: paths outside of the chain whose parameters the first stage has, apart from those that are
+        first_stage: paths outside of the chain whose parameters the first stage has, apart from
+        those that are
             registered before the chain.
-        last_stage: the same for the last stage, apart from those that are registered after the chain.
+        last_stage: the same for the last stage, apart from those that are registered after the
+        chain.
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.
     """
 
@@ -119,11 +134,14 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     def ranks(self) -> PipelineRanks:
         """This rank's pipeline, and its stages in it, once the ranks have met."""
         if self._ranks is None:
-            raise DistRecError("pipeline_parallel: the ranks have not met yet; setup_environment comes first.")
+            raise DistRecError(
+                "pipeline_parallel: the ranks have not met yet; setup_environment comes first."
+            )
         return self._ranks
 
     def ideal_idle_share(self, num_microbatches: int) -> float:
-        """Return the share of a step in which ranks wait for each other where all stages take the same time."""
+        """Return the share of a step in which ranks wait for each other where all stages take the
+        same time."""
         return self._stage_options.idle_share(self.ranks.num_ranks, num_microbatches)
 
     @property
@@ -132,18 +150,22 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         # All ranks of a pipeline have the same batches.
         return {"num_replicas": self.ranks.num_replicas, "rank": self.ranks.replica}
 
-    # -- Lightning's hooks in the order in which it calls them; those of all strategies are in run/strategy.py
+    # -- Lightning's hooks in the order in which it calls them; those of all strategies are in
+    # run/strategy.py
 
     @override
     def setup_environment(self) -> None:
         if is_gpu(self.root_device) and self._get_process_group_backend() == "gloo":
             raise ConfigError(
-                "pipeline_parallel: process_group_backend='gloo' sends between stages from the host's memory only. "
+                "pipeline_parallel: process_group_backend='gloo' sends between stages from the "
+                "host's memory only. "
                 "Leave it out, so that GPUs exchange by NCCL, or train with accelerator='cpu'."
             )
         super().setup_environment()
         if self._ranks is None:  # one for all runs
-            self._ranks = pipeline_ranks(self._stage_options, self.global_rank, self.world_size, self._wait)
+            self._ranks = pipeline_ranks(
+                self._stage_options, self.global_rank, self.world_size, self._wait
+            )
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -161,14 +183,18 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         context = self.precision_plugin.forward_context
         chain = StagedChain(layout, ranks, self._stage_options.schedule, self.root_device, context)
         run.steps = PipelinedModule(module, chain, self._stage_options, consensus)
-        # No wrapper around the module: its steps run in stages, and gradients are averaged after backward.
+        # No wrapper around the module: its steps run in stages, and gradients are averaged after
+        # backward.
         self.model = module
         if run.is_fitting:
             self.setup_optimizers(trainer)
             consensus.all_or_none("setup", partial(refuse_optimizers, self.optimizers, module))
-            # Every parameter is on one rank of the pipeline only, so that all of them count as shards of one norm.
+            # Every parameter is on one rank of the pipeline only, so that all of them count as
+            # shards of one norm.
             parameters = partial(present_parameters, module)
-            clipping = clip_over_all_ranks(self.precision_plugin, parameters, {}, num_replicas=ranks.num_replicas)
+            clipping = clip_over_all_ranks(
+                self.precision_plugin, parameters, {}, num_replicas=ranks.num_replicas
+            )
             run.undo.enter_context(clipping)
             run.session.checkpoints.state_ranks = state_ranks(module, layout, ranks)
         self.setup_precision_plugin()
@@ -205,7 +231,9 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
             self.run.steps.syncs_gradients = True
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         # After backward and before Lightning clips: all replicas clip the same gradients.
         self.run.steps.average_gradients()

@@ -1,1 +1,2 @@
-"""Classifies small generated pictures: ResNet-18, the classic data-parallel tutorial with our strategies."""
+"""Classifies small generated pictures: ResNet-18, the classic data-parallel tutorial with our
+strategies."""

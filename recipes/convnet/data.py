@@ -1,4 +1,5 @@
-"""CIFAR-10, or pictures of its shape that are made by seed: ten textures, each at a random place, in random colours."""
+"""CIFAR-10, or pictures of its shape that are made by seed: ten textures, each at a random place,
+in random colours."""
 
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from lightning_distrec.errors import ConfigError
 NUM_CLASSES = 10
 SIZE = 32
 # Mean and standard deviation of CIFAR-10's training pictures, by channel.
-MEAN, DEVIATION = torch.tensor([0.491, 0.482, 0.447]).view(3, 1, 1), torch.tensor([0.247, 0.243, 0.262]).view(3, 1, 1)
+MEAN, DEVIATION = (
+    torch.tensor([0.491, 0.482, 0.447]).view(3, 1, 1),
+    torch.tensor([0.247, 0.243, 0.262]).view(3, 1, 1),
+)
 BORDER = 4
 """How far a picture of training is moved, at most."""
 
@@ -41,7 +45,9 @@ class Textures(Dataset):
         angle = torch.tensor(torch.pi * (kind % 5) / 5)
         fineness = 0.5 if kind < 5 else 1.0
         phase = 2 * torch.pi * torch.rand((), generator=random)
-        stripes = torch.sin(fineness * (self._down * angle.cos() + self._across * angle.sin()) + phase)
+        stripes = torch.sin(
+            fineness * (self._down * angle.cos() + self._across * angle.sin()) + phase
+        )
         colours = torch.randn(3, 1, 1, generator=random)
         return colours * stripes + self.noise * torch.randn(3, SIZE, SIZE, generator=random), kind
 
@@ -53,14 +59,21 @@ class Cifar10(Dataset):
     """
 
     def __init__(self, folder: Path, trains: bool, num_pictures: int) -> None:
-        """trains: reads data_batch_1.bin to data_batch_5.bin, and moves and mirrors pictures; else test_batch.bin."""
-        names = [f"data_batch_{number}.bin" for number in range(1, 6)] if trains else ["test_batch.bin"]
+        """trains: reads data_batch_1.bin to data_batch_5.bin, and moves and mirrors pictures; else
+        test_batch.bin."""
+        names = (
+            [f"data_batch_{number}.bin" for number in range(1, 6)] if trains else ["test_batch.bin"]
+        )
         self._trains = trains
         try:
-            files = [np.fromfile(folder / name, dtype=np.uint8).reshape(-1, 1 + 3 * SIZE * SIZE) for name in names]
+            files = [
+                np.fromfile(folder / name, dtype=np.uint8).reshape(-1, 1 + 3 * SIZE * SIZE)
+                for name in names
+            ]
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"data_dir='{folder}': {', '.join(names)} of CIFAR-10's binary version are needed ({error}). Unpack "
+                f"data_dir='{folder}': {', '.join(names)} of CIFAR-10's binary version are needed "
+                f"({error}). Unpack "
                 "cifar-10-binary.tar.gz of https://www.cs.toronto.edu/~kriz/cifar.html there."
             ) from error
         records = torch.from_numpy(np.concatenate(files)[:num_pictures])
@@ -74,7 +87,9 @@ class Cifar10(Dataset):
         picture = (self._pictures[index] / 255 - MEAN) / DEVIATION
         if self._trains:
             down, across = torch.randint(2 * BORDER + 1, (2,)).tolist()
-            picture = functional.pad(picture, [BORDER] * 4)[:, down : down + SIZE, across : across + SIZE]
+            picture = functional.pad(picture, [BORDER] * 4)[
+                :, down : down + SIZE, across : across + SIZE
+            ]
             picture = picture.flip(2) if torch.rand(()) < 0.5 else picture
         return picture, self._kinds[index]
 
@@ -101,22 +116,28 @@ class TextureDataModule(pl.LightningDataModule):
             noise: standard deviation of what is added; stripes have at most 1.
             seed: of all pictures.
             num_workers: processes that draw pictures; 0 draws them in the training process.
-            data_dir: folder of CIFAR-10's binary files, whose first pictures are taken; None: pictures made by seed.
+            data_dir: folder of CIFAR-10's binary files, whose first pictures are taken; None:
+            pictures made by seed.
         """
         super().__init__()
         if min(num_train, num_val, batch_size) < 1:
             raise ConfigError(
-                f"num_train={num_train}, num_val={num_val}, batch_size={batch_size}: all must be at least 1."
+                f"num_train={num_train}, num_val={num_val}, batch_size={batch_size}: all must be "
+                "at least 1."
             )
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.train: Dataset = Textures(num_train, 2 * seed, noise)
         self.val: Dataset = Textures(num_val, 2 * seed + 1, noise)
         if data_dir is not None:
-            self.train, self.val = Cifar10(Path(data_dir), True, num_train), Cifar10(Path(data_dir), False, num_val)
+            self.train, self.val = (
+                Cifar10(Path(data_dir), True, num_train),
+                Cifar10(Path(data_dir), False, num_val),
+            )
 
     def train_dataloader(self) -> DataLoader:
-        """Pictures in random order; an incomplete last batch is left out, for the sake of batch normalization."""
+        """Pictures in random order; an incomplete last batch is left out, for the sake of batch
+        normalization."""
         return self._load(self.train, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader:

@@ -1,7 +1,7 @@
 """An ordinary LightningModule: ResNet-18 for pictures of 32 x 32. Nothing here knows of ranks.
 
-Source of the shape: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385. As usual for CIFAR, the
-first layer is 3 x 3 without stride and there is no pooling after it.
+Source of the shape: He et al., Deep Residual Learning for Image Recognition, arXiv:1512.03385. As
+usual for CIFAR, the first layer is 3 x 3 without stride and there is no pooling after it.
 """
 
 import lightning.pytorch as pl
@@ -42,13 +42,19 @@ class ResNet18(pl.LightningModule):
     """Predicts the class of a picture."""
 
     def __init__(
-        self, channels: int = 64, learning_rate: float = 0.05, momentum: float = 0.9, blocks_per_stage: int = 2
+        self,
+        channels: int = 64,
+        learning_rate: float = 0.05,
+        momentum: float = 0.9,
+        blocks_per_stage: int = 2,
     ) -> None:
         """Set the size of the model and its learning rate.
 
         Args:
-            channels: of the first of four stages; each next one has twice as many. ResNet-18 has 64.
-            learning_rate: SGD's, for the global batch size that it was chosen with; ScaledLearningRate scales it.
+            channels: of the first of four stages; each next one has twice as many. ResNet-18 has
+            64.
+            learning_rate: SGD's, for the global batch size that it was chosen with;
+            ScaledLearningRate scales it.
             momentum: SGD's.
             blocks_per_stage: 2 in ResNet-18.
         """
@@ -73,7 +79,8 @@ class ResNet18(pl.LightningModule):
         self.val_accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Return the log-odds of each class, (batch_size, 10). pictures: (batch_size, 3, 32, 32)."""
+        """Return the log-odds of each class, (batch_size, 10). pictures: (batch_size, 3, 32,
+        32)."""
         return self.layers(pictures)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -82,7 +89,15 @@ class ResNet18(pl.LightningModule):
         loss = functional.cross_entropy(self(pictures), kinds)
         # The mean over the epoch and all ranks; ranks exchange it once per epoch.
         size = len(kinds)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=size, sync_dist=True)
+        self.log(
+            "train_loss",
+            loss,
+            on_step=False,
+            on_epoch=True,
+            prog_bar=True,
+            batch_size=size,
+            sync_dist=True,
+        )
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:

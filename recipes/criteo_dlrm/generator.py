@@ -1,7 +1,9 @@
-"""Makes examples with Criteo's columns and a planted truth, so that the best possible AUROC is known.
+"""Makes examples with Criteo's columns and a planted truth, so that the best possible AUROC is
+known.
 
-Ids follow Zipf's law. Each id has an effect on the log-odds of a click and another on those of a purchase, both drawn
-once by seed; some pairs of categories have an effect together, which a model sees only through their interaction.
+Ids follow Zipf's law. Each id has an effect on the log-odds of a click and another on those of a
+purchase, both drawn once by seed; some pairs of categories have an effect together, which a model
+sees only through their interaction.
 """
 
 from dataclasses import dataclass
@@ -15,11 +17,13 @@ BLOCK = 65_536
 """Examples that are drawn from one seed, so that they do not depend on how many are asked for."""
 ZIPF_EXPONENT = 1.05
 MISSING_SHARE = 0.05
-# Log-odds of an average example: a quarter are clicks, as in Criteo's data, and one of seven is a purchase.
+# Log-odds of an average example: a quarter are clicks, as in Criteo's data, and one of seven is a
+# purchase.
 BIAS = (-1.6, -2.4)
 SCALE_OF_IDS = 0.35
 SCALE_OF_PAIRS = 0.6
-# Effects fade with the rank of an id: half as large at rank 600. A rare id is seen too seldom to be learned.
+# Effects fade with the rank of an id: half as large at rank 600. A rare id is seen too seldom to be
+# learned.
 RANK_OF_FADING = 200
 SCALE_OF_INTEGERS = 0.12
 # Effects of purchases are partly those of clicks.
@@ -57,7 +61,10 @@ class Generator:
             for category in pair
             if (count := int(self.num_ids[category]))
         }
-        self._integer_effects = SCALE_OF_INTEGERS * random.standard_normal((NUM_INTEGERS, len(TASKS)))
+        self._integer_effects = SCALE_OF_INTEGERS * random.standard_normal((
+            NUM_INTEGERS,
+            len(TASKS),
+        ))
 
     def block(self, number: int, size: int = BLOCK) -> Block:
         """Return the first `size` examples of a block; blocks are numbered from 0."""
@@ -66,12 +73,20 @@ class Generator:
         missing = random.random((BLOCK, NUM_CATEGORIES)) < MISSING_SHARE
         integers = np.floor(random.lognormal(1.0, 1.5, (BLOCK, NUM_INTEGERS))).astype(np.int64)
         no_integer = random.random((BLOCK, NUM_INTEGERS)) < MISSING_SHARE
-        log_odds = np.array(BIAS) + np.log1p(np.where(no_integer, 0, integers)) @ self._integer_effects
+        log_odds = (
+            np.array(BIAS) + np.log1p(np.where(no_integer, 0, integers)) @ self._integer_effects
+        )
         for category, effects in enumerate(self._id_effects):
             log_odds += np.where(missing[:, category, None], 0, effects[ids[:, category]])
         for first, second in PAIRS:
-            product = self._pair_effects[first][ids[:, first]] * self._pair_effects[second][ids[:, second]]
-            log_odds += SCALE_OF_PAIRS * np.where(missing[:, first] | missing[:, second], 0, product)[:, None]
+            product = (
+                self._pair_effects[first][ids[:, first]]
+                * self._pair_effects[second][ids[:, second]]
+            )
+            log_odds += (
+                SCALE_OF_PAIRS
+                * np.where(missing[:, first] | missing[:, second], 0, product)[:, None]
+            )
         labels = random.random(log_odds.shape) < 1 / (1 + np.exp(-log_odds))
         return Block(
             integers=np.where(no_integer, -1, integers)[:size],
@@ -102,7 +117,8 @@ def _fading(count: int) -> np.ndarray:
 def tokens_of(ids: np.ndarray) -> np.ndarray:
     """Scatter (N, 26) ids over 32-bit tokens, as Criteo's hashing does; never 0.
 
-    A multiplication by an odd number and exclusive-or shifts can be reversed, so different ids keep different tokens.
+    A multiplication by an odd number and exclusive-or shifts can be reversed, so different ids keep
+    different tokens.
     """
     mixed = (ids * NUM_CATEGORIES + np.arange(NUM_CATEGORIES) + 1).astype(np.uint32)
     mixed ^= mixed >> np.uint32(16)

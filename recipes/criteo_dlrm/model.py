@@ -1,7 +1,8 @@
-"""An ordinary LightningModule around TorchRec's DLRM, DLRM_DCN or DeepFM; nothing here knows of ranks or shards.
+"""An ordinary LightningModule around TorchRec's DLRM, DLRM_DCN or DeepFM; nothing here knows of
+ranks or shards.
 
-Source of the shapes: Naumov et al., arXiv:1906.00091 (DLRM); Wang et al., arXiv:2008.13535 (DCN V2); Guo et al.,
-arXiv:1703.04247 (DeepFM); MLPerf Training.
+Source of the shapes: Naumov et al., arXiv:1906.00091 (DLRM); Wang et al., arXiv:2008.13535 (DCN
+V2); Guo et al., arXiv:1703.04247 (DeepFM); MLPerf Training.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from lightning_distrec.errors import ConfigError
 from recipes.criteo_dlrm.columns import CATEGORIES, NUM_INTEGERS, table_rows
 
-# More bins than a plot shows: the area differs by less than 0.0005, and the memory does not grow with the examples.
+# More bins than a plot shows: the area differs by less than 0.0005, and the memory does not grow
+# with the examples.
 AUROC_BINS = 2000
 
 
@@ -27,7 +29,10 @@ def build_tables(max_rows: int, dim: int) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=f"table_{category}", num_embeddings=rows, embedding_dim=dim, feature_names=[category]
+                name=f"table_{category}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=[category],
             )
             for category, rows in zip(CATEGORIES, table_rows(max_rows), strict=True)
         ]
@@ -55,9 +60,11 @@ class ClickModel(pl.LightningModule):
         Args:
             max_rows: no table has more rows; the same as the data's.
             dim: numbers per embedding, a multiple of 4.
-            bottom: widths of the hidden layers over the integers; a last one of width `dim` is added.
+            bottom: widths of the hidden layers over the integers; a last one of width `dim` is
+            added.
             top: widths of the hidden layers after the interaction; a last one of width 1 is added.
-            arch: "dlrm", or "deepfm": a factorization machine beside one layer over all embeddings. That layer has the
+            arch: "dlrm", or "deepfm": a factorization machine beside one layer over all embeddings.
+            That layer has the
                 first width of `top`, and the layer over the integers the first of `bottom`.
             interaction: of "dlrm": "dot", as in DLRM, or "dcn", as in DCNv2.
             dcn_layers: cross layers of "dcn".
@@ -79,7 +86,8 @@ class ClickModel(pl.LightningModule):
         self.test_auroc = BinaryAUROC(thresholds=AUROC_BINS)
 
     def configure_model(self) -> None:
-        """Build tables and layers; Lightning calls this again before each fit, validate and test."""
+        """Build tables and layers; Lightning calls this again before each fit, validate and
+        test."""
         if self.model is not None:
             return
         set_to = self.hparams
@@ -91,7 +99,9 @@ class ClickModel(pl.LightningModule):
         }
         tables = build_tables(set_to["max_rows"], set_to["dim"])
         if set_to["arch"] == "deepfm":
-            self.model = SimpleDeepFMNN(NUM_INTEGERS, tables, hidden_layer_size=bottom[0], deep_fm_dimension=top[0])
+            self.model = SimpleDeepFMNN(
+                NUM_INTEGERS, tables, hidden_layer_size=bottom[0], deep_fm_dimension=top[0]
+            )
             # TorchRec's own last layer ends in a sigmoid; the loss here takes log-odds.
             self.model.over_arch = nn.Linear(set_to["dim"] + top[0] + 1, 1)
         elif set_to["interaction"] == "dot":
@@ -108,7 +118,8 @@ class ClickModel(pl.LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         loss = functional.binary_cross_entropy_with_logits(self(batch), batch["label"][:, 0])
-        self.log("train_loss", loss, prog_bar=True)  # rank 0's, every 50 steps: one epoch has a curve, too
+        # rank 0's, every 50 steps: one epoch has a curve, too
+        self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -124,11 +135,14 @@ class ClickModel(pl.LightningModule):
         return torch.sigmoid(self(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
+        """Return Adagrad: without weight decay, a table's update needs only the rows that were
+        looked up."""
         assert self.model is not None, "configure_model has not been called"
         tables = list(self.model.sparse_arch.parameters())
         ids = {id(parameter) for parameter in tables}
-        dense_parameters = [parameter for parameter in self.model.parameters() if id(parameter) not in ids]
+        dense_parameters = [
+            parameter for parameter in self.model.parameters() if id(parameter) not in ids
+        ]
         return torch.optim.Adagrad([
             {"params": tables, "lr": self.hparams["table_learning_rate"]},
             {"params": dense_parameters, "lr": self.hparams["learning_rate"]},
@@ -138,5 +152,7 @@ class ClickModel(pl.LightningModule):
         logits, label = self(batch), batch["label"][:, 0]
         auroc.update(torch.sigmoid(logits), label.long())
         log_loss = functional.binary_cross_entropy_with_logits(logits, label)
-        self.log(f"{split}_log_loss", log_loss, prog_bar=True, batch_size=len(label), sync_dist=True)
+        self.log(
+            f"{split}_log_loss", log_loss, prog_bar=True, batch_size=len(label), sync_dist=True
+        )
         self.log(f"{split}_auroc", auroc, prog_bar=True, batch_size=len(label))

@@ -1,4 +1,5 @@
-"""Writes generated examples as files in Criteo's format, for the recipe itself or to try another program on them.
+"""Writes generated examples as files in Criteo's format, for the recipe itself or to try another
+program on them.
 
 python -m recipes.criteo_dlrm.write_logs day_0.tsv --examples 1000000
 """
@@ -16,16 +17,22 @@ from recipes.criteo_dlrm.generator import BLOCK, TASKS, Block, Generator
 
 PURCHASE = "purchase"
 TRUTH = tuple(f"truth_{task}" for task in TASKS)
-"""Of Parquet files alone: whether a purchase followed, and the log-odds that labels were drawn by."""
+"""Of Parquet files alone: whether a purchase followed, and the log-odds that labels were drawn
+by."""
 
-# Steps between the tokens that the multi-hot variant makes of one: an odd number, spread over 32 bits.
+# Steps between the tokens that the multi-hot variant makes of one: an odd number, spread over 32
+# bits.
 BAG_STEP = 0x9E3779B1
 HEXADECIMAL = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
 DIGITS = 8
 
 
 def write_logs(
-    out: str, examples: int = 1_000_000, seed: int = 1, max_ids: int = 1_000_000, multi_hot: bool = False
+    out: str,
+    examples: int = 1_000_000,
+    seed: int = 1,
+    max_ids: int = 1_000_000,
+    multi_hot: bool = False,
 ) -> None:
     """Write a new file.
 
@@ -37,7 +44,9 @@ def write_logs(
         multi_hot: write lists of tokens, as many as in MLPerf's DLRM-DCNv2; .parquet alone.
     """
     if Path(out).suffix not in (".tsv", ".parquet") or (multi_hot and not out.endswith(".parquet")):
-        raise ConfigError(f"{out}: the name must end in .tsv or .parquet, with multi_hot in .parquet.")
+        raise ConfigError(
+            f"{out}: the name must end in .tsv or .parquet, with multi_hot in .parquet."
+        )
     generator = Generator(seed, max_ids)
     sizes = [min(BLOCK, examples - start) for start in range(0, examples, BLOCK)]
     tables = (_table(generator.block(number, size), multi_hot) for number, size in enumerate(sizes))
@@ -68,9 +77,13 @@ def _table(block: Block, multi_hot: bool) -> pa.Table:
 
 def _texts(tokens: np.ndarray) -> pa.Array:
     """Return each token's 8 hexadecimal digits; 0 is missing."""
-    digits = HEXADECIMAL[(tokens[:, None] >> np.arange(4 * (DIGITS - 1), -1, -4, dtype=np.uint32)) & 15]
+    digits = HEXADECIMAL[
+        (tokens[:, None] >> np.arange(4 * (DIGITS - 1), -1, -4, dtype=np.uint32)) & 15
+    ]
     ends = DIGITS * np.arange(len(tokens) + 1, dtype=np.int32)
-    texts = pa.Array.from_buffers(pa.string(), len(tokens), [None, pa.py_buffer(ends), pa.py_buffer(digits)])
+    texts = pa.Array.from_buffers(
+        pa.string(), len(tokens), [None, pa.py_buffer(ends), pa.py_buffer(digits)]
+    )
     return compute.if_else(pa.array(tokens > 0), texts, pa.scalar(None, pa.string()))
 
 

@@ -1,4 +1,5 @@
-"""The batches: a person's latest films with their times, sequence after sequence without filling, and what follows."""
+"""The batches: a person's latest films with their times, sequence after sequence without filling,
+and what follows."""
 
 from collections.abc import Sequence
 
@@ -13,15 +14,18 @@ class JaggedWindows(Windows):
     """Windows that take only as much room as they have films."""
 
     def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """Return the batch of these windows, as SASRec's but for the shape; `places` is the sum of the lengths.
+        """Return the batch of these windows, as SASRec's but for the shape; `places` is the sum of
+        the lengths.
 
-        items, following: (places,) int64, the films of a window after those of the one before, and the film after each.
-        time, following_time: (places,) int64, in seconds: when they were rated.
+        items, following: (places,) int64, the films of a window after those of the one before, and
+        the film after each. time, following_time: (places,) int64, in seconds: when they were
+        rated.
         length: (batch_size,) int64, films in each window, at least 1.
         """
         ends = self.ends[np.asarray(numbers)]
         lengths = np.minimum(ends - self.sequences.starts[ends], self.length)
-        # A person's events lie one after the other: the place before `stops` is the event before `ends`.
+        # A person's events lie one after the other: the place before `stops` is the event before
+        # `ends`.
         stops = lengths.cumsum()
         events = np.arange(stops[-1]) + np.repeat(ends - stops, lengths)
         return {

@@ -1,7 +1,9 @@
-"""An ordinary LightningModule: HSTU, pointwise attention over jagged sequences of items, predicts the next one.
+"""An ordinary LightningModule: HSTU, pointwise attention over jagged sequences of items, predicts
+the next one.
 
-Nothing here knows of ranks or shards. Source of the shape: Zhai et al., Actions Speak Louder than Words:
-Trillion-Parameter Sequential Transducers for Generative Recommendations, ICML 2024, section 3.
+Nothing here knows of ranks or shards. Source of the shape: Zhai et al., Actions Speak Louder than
+Words: Trillion-Parameter Sequential Transducers for Generative Recommendations, ICML 2024, section
+3.
 """
 
 from dataclasses import dataclass
@@ -14,16 +16,19 @@ from lightning_distrec.errors import ConfigError
 from recipes.sasrec.next_item import NextItemModel
 
 BUCKET_WIDTH = 0.301
-"""Of the natural logarithm of seconds. With NUM_BUCKETS it reaches eight years. Source: the paper's public code."""
+"""Of the natural logarithm of seconds. With NUM_BUCKETS it reaches eight years. Source: the paper's
+public code."""
 NUM_BUCKETS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where the places of jagged sequences are in a padded tensor, and back. Made without waiting for a GPU."""
+    """Where the places of jagged sequences are in a padded tensor, and back. Made without waiting
+    for a GPU."""
 
     padded: Tensor
-    """(batch_size, length) int64: the place that a slot holds; slots after the last one hold any place of the batch."""
+    """(batch_size, length) int64: the place that a slot holds; slots after the last one hold any
+    place of the batch."""
     slots: Tensor
     """(places,) int64: the slot of each place, sequence after sequence."""
     positions: Tensor
@@ -51,10 +56,12 @@ class Layout:
 
 
 class RelativeBias(nn.Module):
-    """What is added to the attention of a place to an earlier one: by their distance, and by the time between."""
+    """What is added to the attention of a place to an earlier one: by their distance, and by the
+    time between."""
 
     distances: Tensor
-    """(length, length) int64: how far before the row's place the column's is; 0 for later ones, which are hidden."""
+    """(length, length) int64: how far before the row's place the column's is; 0 for later ones,
+    which are hidden."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -71,14 +78,16 @@ class RelativeBias(nn.Module):
 def time_buckets(times: Tensor, next_times: Tensor) -> Tensor:
     """Return the bucket of the time from each column's event to when the row's answer is asked for.
 
-    times, next_times: (batch_size, length) int64, in seconds. Returns (batch_size, length, length) int64.
+    times, next_times: (batch_size, length) int64, in seconds. Returns (batch_size, length, length)
+    int64.
     """
     seconds = (next_times[:, :, None] - times[:, None, :]).clamp(min=1)
     return (seconds.float().log() / BUCKET_WIDTH).long().clamp(max=NUM_BUCKETS - 1)
 
 
 class HSTULayer(nn.Module):
-    """Attention without a softmax, gated by a projection of its own input; there is no other network in a layer."""
+    """Attention without a softmax, gated by a projection of its own input; there is no other
+    network in a layer."""
 
     mask: Tensor
     """(length, length) bool: where a place would look at later ones."""
@@ -91,24 +100,33 @@ class HSTULayer(nn.Module):
         self.bias = RelativeBias(length)
         self.attended_norm = nn.LayerNorm(dim)
         self.output = nn.Sequential(nn.Dropout(dropout), nn.Linear(dim, dim))
-        self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1), persistent=False)
+        self.register_buffer(
+            "mask", torch.ones(length, length, dtype=torch.bool).triu(1), persistent=False
+        )
 
     def forward(self, hidden: Tensor, layout: Layout, buckets: Tensor) -> Tensor:
         """Return (places, dim). hidden: (places, dim). buckets: as time_buckets returns them."""
         projected = functional.silu(self.projection(self.norm(hidden)))
         gate, attention_inputs = projected.split([hidden.shape[1], 3 * hidden.shape[1]], dim=1)
         # (3, batch_size, num_heads, length, dim / num_heads)
-        heads = layout.pad(attention_inputs).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = (
+            layout
+            .pad(attention_inputs)
+            .unflatten(2, (3, self.num_heads, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         values, queries, keys = heads.unbind(0)
         scores = queries @ keys.transpose(-1, -2) + self.bias(buckets)[:, None]
-        # What fills up a sequence comes after its last place, so the mask of later places hides it, too.
+        # What fills up a sequence comes after its last place, so the mask of later places hides it,
+        # too.
         weights = functional.silu(scores).masked_fill(self.mask, 0) / len(self.mask)
         attended = layout.unpad((weights @ values).transpose(1, 2).flatten(2))
         return hidden + self.output(gate * self.attended_norm(attended))
 
 
 class HSTU(NextItemModel):
-    """Reads the sequence with HSTU's layers, which know when each item was seen and when the next one is asked for."""
+    """Reads the sequence with HSTU's layers, which know when each item was seen and when the next
+    one is asked for."""
 
     def __init__(
         self,
@@ -130,17 +148,22 @@ class HSTU(NextItemModel):
             num_layers: blocks of gated attention.
             num_heads: heads of each attention.
             dropout: share of numbers that are dropped in training.
-            num_negatives: items drawn per step as negatives for all places of the batch; 0: all items.
+            num_negatives: items drawn per step as negatives for all places of the batch; 0: all
+            items.
             learning_rate: Adam's.
         """
         if dim % num_heads or dim % 4:
-            raise ConfigError(f"dim={dim}: it must be a multiple of 4 and of num_heads={num_heads}.")
+            raise ConfigError(
+                f"dim={dim}: it must be a multiple of 4 and of num_heads={num_heads}."
+            )
         super().__init__(num_items, dim)
         self.save_hyperparameters()
         self.length = length
         self.positions = nn.Embedding(length, dim)
         self.start = nn.Sequential(nn.LayerNorm(dim), nn.Dropout(dropout))
-        self.layers = nn.ModuleList(HSTULayer(length, dim, num_heads, dropout) for _ in range(num_layers))
+        self.layers = nn.ModuleList(
+            HSTULayer(length, dim, num_heads, dropout) for _ in range(num_layers)
+        )
         self.end = nn.LayerNorm(dim)
         for embedding in (self.items, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)

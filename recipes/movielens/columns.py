@@ -26,14 +26,16 @@ class FolderColumns(ColumnData):
         batch_size: int,
         num_workers: int,
     ) -> None:
-        """data_dir: the folder; None: MovieLens-100k, which is kept in cache_dir. The others: see ColumnData."""
+        """data_dir: the folder; None: MovieLens-100k, which is kept in cache_dir. The others: see
+        ColumnData."""
         # Tables come with setup: until then there is no file.
         super().__init__([], dict(features), label, batch_size=batch_size, num_workers=num_workers)
         self.folder = Path(data_dir or cache_dir)
         self.is_downloaded = data_dir is None
 
     def prepare_data(self) -> None:
-        """Download MovieLens-100k if no folder was given and it is not here yet; one process per node does this."""
+        """Download MovieLens-100k if no folder was given and it is not here yet; one process per
+        node does this."""
         if self.is_downloaded:
             fetch_movielens_100k(self.folder)
 
@@ -43,7 +45,8 @@ class FolderColumns(ColumnData):
 
 
 def people_table(folder: Folder) -> pa.Table:
-    """Return user, age, gender, occupation and zip of each person; what is empty, or no whole number, is missing."""
+    """Return user, age, gender, occupation and zip of each person; what is empty, or no whole
+    number, is missing."""
     people = folder.user_columns
     texts = {name: _texts(people[name]) for name in ("gender", "occupation")}
     user, code = _texts(people["user_id"]), _texts(people["zip_code"])

@@ -1,4 +1,5 @@
-"""Each person's films in order of time, split by leaving one out: the last film tests, the one before validates."""
+"""Each person's films in order of time, split by leaving one out: the last film tests, the one
+before validates."""
 
 from dataclasses import dataclass
 
@@ -8,7 +9,8 @@ from lightning_distrec.errors import DataError
 from recipes.movielens.folder import Ratings
 
 MIN_FILMS = 3
-"""A person with fewer has nothing to train, validate and test with, and is left out of validation and test."""
+"""A person with fewer has nothing to train, validate and test with, and is left out of validation
+and test."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,8 @@ class Sequences:
     def histories(self, events: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the films just before each event, and how many there are.
 
-        The first is (len(events), length) int64: the oldest first, 0 where there are fewer; the second (len(events),).
+        The first is (len(events), length) int64: the oldest first, 0 where there are fewer; the
+        second (len(events),).
         """
         places = events[:, None] + np.arange(-length, 0)
         is_filled = places >= self.starts[events][:, None]
@@ -43,7 +46,9 @@ def leave_one_out(ratings: Ratings) -> Sequences:
     _, firsts, counts = np.unique(users, return_index=True, return_counts=True)
     enough = counts >= MIN_FILMS
     if not enough.any():
-        raise DataError(f"{len(users)} interactions: nobody has {MIN_FILMS} or more, so none can be left out.")
+        raise DataError(
+            f"{len(users)} interactions: nobody has {MIN_FILMS} or more, so none can be left out."
+        )
     lasts = (firsts + counts - 1)[enough]
     held_out = np.concatenate([lasts, lasts - 1])
     return Sequences(

@@ -1,1 +1,2 @@
-"""Predicts who likes which film: a DLRM-style model on MovieLens-100k, its tables sharded over the ranks."""
+"""Predicts who likes which film: a DLRM-style model on MovieLens-100k, its tables sharded over the
+ranks."""

@@ -24,11 +24,18 @@ class Scores:
 
 
 def mean_rates_score(
-    train_users: Tensor, train_items: Tensor, train_labels: Tensor, users: Tensor, items: Tensor, labels: Tensor
+    train_users: Tensor,
+    train_items: Tensor,
+    train_labels: Tensor,
+    users: Tensor,
+    items: Tensor,
+    labels: Tensor,
 ) -> Scores:
-    """Score p = g + (u - g) + (i - g): g the share of likes in training, u and i those of the user and the item.
+    """Score p = g + (u - g) + (i - g): g the share of likes in training, u and i those of the user
+    and the item.
 
-    Each (num_events,): ids int64, labels float 0 or 1. Users and items not seen in training count as average.
+    Each (num_events,): ids int64, labels float 0 or 1. Users and items not seen in training count
+    as average.
     """
     overall = train_labels.mean()
     user_above = _smoothed_rates(train_users, train_labels, int(users.max()) + 1)[users] - overall
@@ -37,7 +44,8 @@ def mean_rates_score(
 
 
 def score(probabilities: Tensor, labels: Tensor) -> Scores:
-    """Return AUROC and log-loss of `probabilities`, clipped to [0.01, 0.99], against 0/1 labels; both (num_events,)."""
+    """Return AUROC and log-loss of `probabilities`, clipped to [0.01, 0.99], against 0/1 labels;
+    both (num_events,)."""
     clipped = probabilities.clamp(SMALLEST_PROBABILITY, 1 - SMALLEST_PROBABILITY)
     return Scores(
         auroc=binary_auroc(clipped, labels.long()).item(),
@@ -49,4 +57,6 @@ def _smoothed_rates(ids: Tensor, labels: Tensor, at_least: int) -> Tensor:
     size = max(at_least, int(ids.max()) + 1)
     events = torch.bincount(ids, minlength=size)
     likes = torch.bincount(ids, weights=labels.double(), minlength=size)
-    return ((likes + SMOOTHING_EVENTS * labels.double().mean()) / (events + SMOOTHING_EVENTS)).float()
+    return (
+        (likes + SMOOTHING_EVENTS * labels.double().mean()) / (events + SMOOTHING_EVENTS)
+    ).float()

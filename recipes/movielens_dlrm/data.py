@@ -21,8 +21,8 @@ ZIP_PREFIX_LENGTH = 1
 class MovieLensDataModule(FolderColumns):
     """Will this user like this film? A rating of 4 or more is a like.
 
-    Split by time: the oldest interactions train, the next validate, the newest test. Every feature that counts
-    something counts strictly earlier interactions only.
+    Split by time: the oldest interactions train, the next validate, the newest test. Every feature
+    that counts something counts strictly earlier interactions only.
     """
 
     def __init__(
@@ -39,17 +39,23 @@ class MovieLensDataModule(FolderColumns):
         """Set where the data is and how it is split into batches.
 
         Args:
-            data_dir: folder with one .inter, one .user and one .item file. Left out: MovieLens-100k, downloaded once.
+            data_dir: folder with one .inter, one .user and one .item file. Left out:
+            MovieLens-100k, downloaded once.
             cache_dir: where the download is kept.
             batch_size: interactions per rank and step.
-            history_length: how many of the user's latest likes, and as many dislikes, the model sees.
+            history_length: how many of the user's latest likes, and as many dislikes, the model
+            sees.
             like_from_rating: the lowest rating that is a like.
             val_fraction: share of the interactions that validates.
             test_fraction: share of the interactions, the newest, that tests.
-            num_workers: processes that build batches; 0 builds them in the training process, which is fast enough here.
+            num_workers: processes that build batches; 0 builds them in the training process, which
+            is fast enough here.
         """
         if batch_size < 1 or history_length < 1:
-            raise ConfigError(f"batch_size={batch_size}, history_length={history_length}: both must be at least 1.")
+            raise ConfigError(
+                f"batch_size={batch_size}, history_length={history_length}: both "
+                "must be at least 1."
+            )
         if min(val_fraction, test_fraction) <= 0 or val_fraction + test_fraction >= 1:
             raise ConfigError(
                 f"val_fraction={val_fraction}, test_fraction={test_fraction}: "
@@ -58,7 +64,9 @@ class MovieLensDataModule(FolderColumns):
         histories = ("recent_likes", "recent_dislikes")
         lengths = {name: replace(FEATURES[name], max_length=history_length) for name in histories}
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
-        super().__init__(FEATURES | lengths, "like", data_dir=data_dir, cache_dir=cache_dir, **sizes)
+        super().__init__(
+            FEATURES | lengths, "like", data_dir=data_dir, cache_dir=cache_dir, **sizes
+        )
         self.history_length = history_length
         self.like_from_rating = like_from_rating
         self.fractions = (val_fraction, test_fraction)
@@ -73,13 +81,20 @@ class MovieLensDataModule(FolderColumns):
         if self.events:
             return
         folder = self.read_folder()
-        table = build_table(folder, history_length=self.history_length, like_from_rating=self.like_from_rating)
+        table = build_table(
+            folder, history_length=self.history_length, like_from_rating=self.like_from_rating
+        )
         train_end, val_end = split_times(folder.ratings.times, *self.fractions)
-        events = {"train": range(train_end), "val": range(train_end, val_end), "test": range(val_end, len(table))}
+        events = {
+            "train": range(train_end),
+            "val": range(train_end, val_end),
+            "test": range(val_end, len(table)),
+        }
         for name, part in events.items():
             if len(part) == 0:
                 raise DataError(
-                    f"{self.folder}: nothing to {name} with; {len(table)} interactions cannot be split by time."
+                    f"{self.folder}: nothing to {name} with; {len(table)} interactions cannot be "
+                    "split by time."
                 )
         self.sources |= {name: table.slice(part.start, len(part)) for name, part in events.items()}
         self.events, self.ratings = events, folder.ratings
@@ -98,12 +113,15 @@ class MovieLensDataModule(FolderColumns):
         # Not the feature "user": that one hides new users, while an average may use all it has.
         events = slice(self.events[split].start, self.events[split].stop)
         likes = self.ratings.ratings >= self.like_from_rating
-        users, items, labels = (column[events] for column in (self.ratings.users, self.ratings.items, likes))
+        users, items, labels = (
+            column[events] for column in (self.ratings.users, self.ratings.items, likes)
+        )
         return [torch.from_numpy(users), torch.from_numpy(items), torch.from_numpy(labels).float()]
 
 
 def build_table(folder: Folder, *, history_length: int, like_from_rating: float) -> pa.Table:
-    """Turn a folder into a row for each interaction, in order of time, with the columns of FEATURES and `like`."""
+    """Turn a folder into a row for each interaction, in order of time, with the columns of FEATURES
+    and `like`."""
     ratings = folder.ratings
     likes = (ratings.ratings >= like_from_rating).astype(np.int64)
     people, films = people_table(folder).take(ratings.users), film_table(folder).take(ratings.items)
@@ -118,7 +136,9 @@ def build_table(folder: Folder, *, history_length: int, like_from_rating: float)
         "user": compute.if_else(is_old_user(ratings.users, ratings.times), user, None),
         "zip": compute.utf8_slice_codeunits(people["zip"], 0, ZIP_PREFIX_LENGTH),
         "recent_likes": latest_items(ratings.users, item, likes, user_past.likes, history_length),
-        "recent_dislikes": latest_items(ratings.users, item, 1 - likes, num_dislikes, history_length),
+        "recent_dislikes": latest_items(
+            ratings.users, item, 1 - likes, num_dislikes, history_length
+        ),
         **dict(zip(DENSE, dense, strict=True)),
         "like": likes,
     })

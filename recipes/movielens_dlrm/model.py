@@ -1,6 +1,8 @@
-"""An ordinary LightningModule in the shape of DLRM: embeddings, their dot products, two small networks.
+"""An ordinary LightningModule in the shape of DLRM: embeddings, their dot products, two small
+networks.
 
-Nothing here knows of ranks or shards. With Trainer(strategy="torchrec_sharded") the tables are sharded;
+Nothing here knows of ranks or shards. With Trainer(strategy="torchrec_sharded") the tables are
+sharded;
 with any other strategy, or none, the same file trains on one device.
 Source of the shape: Naumov et al., Deep Learning Recommendation Model, arXiv:1906.00091.
 """
@@ -34,7 +36,8 @@ class ClickModel(pl.LightningModule):
         """Set the size of the model and its learning rates.
 
         Args:
-            dim: numbers per embedding, a multiple of 4; the same for all tables, so that dot products exist.
+            dim: numbers per embedding, a multiple of 4; the same for all tables, so that dot
+            products exist.
             hidden: width of the hidden layers.
             table_learning_rate: Adagrad's learning rate for the embedding tables.
             learning_rate: Adagrad's learning rate for everything else.
@@ -51,8 +54,12 @@ class ClickModel(pl.LightningModule):
         num_vectors = len(VECTORS) + 1
         pairs = torch.triu_indices(num_vectors, num_vectors, offset=1)
         self.register_buffer("pairs", pairs, persistent=False)
-        self.bottom = nn.Sequential(nn.Linear(len(DENSE), hidden), nn.ReLU(), nn.Linear(hidden, dim), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(dim + pairs.shape[1], hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        self.bottom = nn.Sequential(
+            nn.Linear(len(DENSE), hidden), nn.ReLU(), nn.Linear(hidden, dim), nn.ReLU()
+        )
+        self.top = nn.Sequential(
+            nn.Linear(dim + pairs.shape[1], hidden), nn.ReLU(), nn.Linear(hidden, 1)
+        )
         self.val_auroc = BinaryAUROC()
         self.test_auroc = BinaryAUROC()
 
@@ -85,7 +92,15 @@ class ClickModel(pl.LightningModule):
         loss = functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
         # The mean over the epoch and all ranks; ranks exchange it once per epoch.
         size = len(batch["label"])
-        self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=size, sync_dist=True)
+        self.log(
+            "train_loss",
+            loss,
+            on_step=False,
+            on_epoch=True,
+            prog_bar=True,
+            batch_size=size,
+            sync_dist=True,
+        )
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -101,7 +116,8 @@ class ClickModel(pl.LightningModule):
         return torch.sigmoid(self(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
+        """Return Adagrad: without weight decay, a table's update needs only the rows that were
+        looked up."""
         tables = list(self.tables.parameters())
         dense_parameters = [*self.bottom.parameters(), *self.top.parameters()]
         return torch.optim.Adagrad([
@@ -113,5 +129,7 @@ class ClickModel(pl.LightningModule):
         logits, label = self(batch), batch["label"]
         auroc.update(torch.sigmoid(logits), label.long())
         log_loss = functional.binary_cross_entropy_with_logits(logits, label)
-        self.log(f"{split}_log_loss", log_loss, prog_bar=True, batch_size=len(label), sync_dist=True)
+        self.log(
+            f"{split}_log_loss", log_loss, prog_bar=True, batch_size=len(label), sync_dist=True
+        )
         self.log(f"{split}_auroc", auroc, prog_bar=True, batch_size=len(label))

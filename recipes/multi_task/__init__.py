@@ -1,1 +1,2 @@
-"""Predicts clicks and purchases at once: a multi-gate mixture of experts (MMoE) over sharded tables."""
+"""Predicts clicks and purchases at once: a multi-gate mixture of experts (MMoE) over sharded
+tables."""

@@ -1,7 +1,8 @@
-"""An ordinary LightningModule: experts that all tasks share, and for each task a gate that weights them.
+"""An ordinary LightningModule: experts that all tasks share, and for each task a gate that weights
+them.
 
-Source of the shape: Ma et al., Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts,
-KDD 2018.
+Source of the shape: Ma et al., Modeling Task Relationships in Multi-task Learning with Multi-gate
+Mixture-of-Experts, KDD 2018.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,9 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, in_features: int, num_experts: int, width: int, num_tasks: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(in_features, 2 * width), nn.ReLU(), nn.Linear(2 * width, width), nn.ReLU())
+            nn.Sequential(
+                nn.Linear(in_features, 2 * width), nn.ReLU(), nn.Linear(2 * width, width), nn.ReLU()
+            )
             for _ in range(num_experts)
         )
         self.gates = nn.ModuleList(nn.Linear(in_features, num_experts) for _ in range(num_tasks))
@@ -63,13 +66,19 @@ class MultiTaskModel(pl.LightningModule):
         """
         super().__init__()
         if len(loss_weights) != len(TASKS):
-            raise ConfigError(f"loss_weights={loss_weights}: give one number for each of {', '.join(TASKS)}.")
+            raise ConfigError(
+                f"loss_weights={loss_weights}: give one number for each of {', '.join(TASKS)}."
+            )
         self.save_hyperparameters()
         # Created in configure_model, where the strategy chooses the device.
         self.tables: EmbeddingBagCollection = None
-        self.mixture = MixtureOfExperts(NUM_INTEGERS + NUM_CATEGORIES * dim, num_experts, width, len(TASKS))
+        self.mixture = MixtureOfExperts(
+            NUM_INTEGERS + NUM_CATEGORIES * dim, num_experts, width, len(TASKS)
+        )
         self.towers = nn.ModuleList(nn.Linear(width, 1) for _ in TASKS)
-        self.val_aurocs = nn.ModuleDict({task: BinaryAUROC(thresholds=AUROC_BINS) for task in TASKS})
+        self.val_aurocs = nn.ModuleDict({
+            task: BinaryAUROC(thresholds=AUROC_BINS) for task in TASKS
+        })
 
     def configure_model(self) -> None:
         """Build the tables; Lightning calls this again before each fit, validate and test."""
@@ -80,14 +89,18 @@ class MultiTaskModel(pl.LightningModule):
         """Return the log-odds of each task, (batch_size, num_tasks)."""
         pooled = self.tables(batch["ids"]).values()
         per_task = self.mixture(torch.cat([batch["dense"], pooled], dim=1))
-        return torch.cat([tower(output) for tower, output in zip(self.towers, per_task, strict=True)], dim=1)
+        return torch.cat(
+            [tower(output) for tower, output in zip(self.towers, per_task, strict=True)], dim=1
+        )
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the weighted sum of the tasks' losses."""
         losses = self._losses(self(batch), batch["label"])
         logged = {f"train_loss_{task}": loss for task, loss in zip(TASKS, losses, strict=True)}
         self.log_dict(logged)  # rank 0's, every 50 steps: one epoch has a curve, too
-        total = sum(weight * loss for weight, loss in zip(self.hparams["loss_weights"], losses, strict=True))
+        total = sum(
+            weight * loss for weight, loss in zip(self.hparams["loss_weights"], losses, strict=True)
+        )
         self.log("train_loss", total, prog_bar=True)
         return total
 
@@ -106,7 +119,8 @@ class MultiTaskModel(pl.LightningModule):
         return torch.sigmoid(self(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
+        """Return Adagrad: without weight decay, a table's update needs only the rows that were
+        looked up."""
         return torch.optim.Adagrad([
             {"params": list(self.tables.parameters()), "lr": self.hparams["table_learning_rate"]},
             {

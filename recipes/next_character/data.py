@@ -1,4 +1,5 @@
-"""The batches: windows of the text, each with the character that comes after every one of its characters."""
+"""The batches: windows of the text, each with the character that comes after every one of its
+characters."""
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -10,7 +11,8 @@ from recipes.next_character.text import encode, read_pages, split_pages
 
 
 class Windows(Dataset):
-    """A text split into consecutive windows of equal length; an incomplete last window is dropped."""
+    """A text split into consecutive windows of equal length; an incomplete last window is
+    dropped."""
 
     def __init__(self, characters: Tensor, length: int) -> None:
         """characters: (num_characters,) int64. length: characters in a window."""
@@ -21,7 +23,8 @@ class Windows(Dataset):
         return (len(self.characters) - 1) // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return the window, (length,), and what comes next after each of its characters, (length,)."""
+        """Return the window, (length,), and what comes next after each of its characters,
+        (length,)."""
         start = index * self.length
         window = self.characters[start : start + self.length + 1]
         return window[:-1], window[1:]
@@ -48,7 +51,10 @@ class ManualDataModule(pl.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Read and split the text; every process does this, with the same result."""
         train, val = split_pages(read_pages())
-        self.train, self.val = Windows(encode(train), self.length), Windows(encode(val), self.length)
+        self.train, self.val = (
+            Windows(encode(train), self.length),
+            Windows(encode(val), self.length),
+        )
 
     def train_dataloader(self) -> DataLoader:
         """Windows in random order."""

@@ -12,7 +12,8 @@ CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
 OTHER = len(CHARACTERS)
 """The number of all other characters."""
 NUM_CHARACTERS = OTHER + 1
-"""Fixed, whatever the text holds, so that a checkpoint does not depend on the Python that it was trained with."""
+"""Fixed, whatever the text holds, so that a checkpoint does not depend on the Python that it was
+trained with."""
 
 EVERY_NTH_PAGE_VALIDATES = 8
 
@@ -26,7 +27,8 @@ def read_pages() -> dict[str, str]:
         pages = import_module("pydoc_data.topics").topics
     except ImportError as error:
         raise DataError(
-            f"pydoc_data: this Python came without the text of help() ({error}). Install the rest of its standard "
+            f"pydoc_data: this Python came without the text of help() ({error}). Install the rest "
+            "of its standard "
             "library, or use a Python from python.org."
         ) from error
     return dict(sorted(pages.items()))

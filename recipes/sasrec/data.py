@@ -18,7 +18,8 @@ class Windows(Dataset):
     """Windows over the films of each person; each place of a window predicts the film after it."""
 
     def __init__(self, sequences: Sequences, ends: np.ndarray, length: int) -> None:
-        """ends: positions of the events that the windows' last places predict. length: places in a window."""
+        """ends: positions of the events that the windows' last places predict. length: places in a
+        window."""
         self.sequences = sequences
         self.ends = ends
         self.length = length
@@ -32,7 +33,8 @@ class Windows(Dataset):
     def __getitems__(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Return the batch of these windows; DataLoader calls this once per batch.
 
-        items: (batch_size, length) int64, the oldest film first; 0 after the last one where there are fewer.
+        items: (batch_size, length) int64, the oldest film first; 0 after the last one where there
+        are fewer.
         following: (batch_size, length) int64, the film after each; 0 where there is none.
         length: (batch_size,) int64, films in each window, at least 1.
         """
@@ -50,7 +52,8 @@ class Windows(Dataset):
 
 
 def window_ends(sequences: Sequences, stride: int) -> np.ndarray:
-    """Return where windows over the training events end: each person's last one, and every `stride`-th before it.
+    """Return where windows over the training events end: each person's last one, and every
+    `stride`-th before it.
 
     An event without one before it ends no window.
     """
@@ -62,7 +65,8 @@ def window_ends(sequences: Sequences, stride: int) -> np.ndarray:
 
 
 class SequenceDataModule(pl.LightningDataModule):
-    """Which film comes next? Leaves one out: each person's last film tests, the one before validates."""
+    """Which film comes next? Leaves one out: each person's last film tests, the one before
+    validates."""
 
     windows: type[Windows] = Windows
     """The form of the batches."""
@@ -81,16 +85,21 @@ class SequenceDataModule(pl.LightningDataModule):
         """Set where the data is and how batches are made of it.
 
         Args:
-            data_dir: folder with one .inter, one .user and one .item file. Left out: MovieLens-100k, downloaded once.
+            data_dir: folder with one .inter, one .user and one .item file. Left out:
+            MovieLens-100k, downloaded once.
             cache_dir: where the download is kept.
             batch_size: windows per rank and step.
             length: films in a window.
             stride: films between the ends of two windows of the same person, in training.
-            num_workers: processes that build batches; 0 builds them in the training process, which is fast enough here.
+            num_workers: processes that build batches; 0 builds them in the training process, which
+            is fast enough here.
         """
         super().__init__()
         if min(batch_size, length, stride) < 1:
-            raise ConfigError(f"batch_size={batch_size}, length={length}, stride={stride}: all must be at least 1.")
+            raise ConfigError(
+                f"batch_size={batch_size}, length={length}, stride={stride}: all "
+                "must be at least 1."
+            )
         self.data_dir = data_dir
         self.cache_dir = cache_dir
         self.batch_size = batch_size
@@ -99,7 +108,8 @@ class SequenceDataModule(pl.LightningDataModule):
         self.num_workers = num_workers
 
     def prepare_data(self) -> None:
-        """Download MovieLens-100k if no folder was given and it is not here yet; one process per node does this."""
+        """Download MovieLens-100k if no folder was given and it is not here yet; one process per
+        node does this."""
         if self.data_dir is None:
             fetch_movielens_100k(Path(self.cache_dir))
 
@@ -131,7 +141,8 @@ class SequenceDataModule(pl.LightningDataModule):
             batch_size=self.batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),  # page-locked batches go to a GPU while it computes
+            # page-locked batches go to a GPU while it computes
+            pin_memory=torch.cuda.is_available(),
             persistent_workers=self.num_workers > 0,
             collate_fn=_already_a_batch,  # type: ignore[arg-type]  # __getitems__ makes it
         )

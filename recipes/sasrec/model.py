@@ -1,7 +1,7 @@
 """An ordinary LightningModule: self-attention over a sequence of items predicts the next one.
 
-Nothing here knows of ranks or shards. Source of the shape: Kang and McAuley, Self-Attentive Sequential Recommendation,
-ICDM 2018; trained on the softmax over all items, as RecBole trains it.
+Nothing here knows of ranks or shards. Source of the shape: Kang and McAuley, Self-Attentive
+Sequential Recommendation, ICDM 2018; trained on the softmax over all items, as RecBole trains it.
 """
 
 import torch
@@ -39,21 +39,28 @@ class SASRec(NextItemModel):
             num_heads: heads of each attention.
             hidden: width of the small networks.
             dropout: share of numbers that are dropped in training.
-            num_negatives: items drawn per step as negatives for all places of the batch; 0: all items, which suits
+            num_negatives: items drawn per step as negatives for all places of the batch; 0: all
+            items, which suits
                 vocabularies of some ten thousand.
             learning_rate: Adam's.
         """
         if dim % num_heads or dim % 4:
-            raise ConfigError(f"dim={dim}: it must be a multiple of 4 and of num_heads={num_heads}.")
+            raise ConfigError(
+                f"dim={dim}: it must be a multiple of 4 and of num_heads={num_heads}."
+            )
         super().__init__(num_items, dim)
         self.save_hyperparameters()
         self.positions = nn.Embedding(length, dim)
         self.start = nn.Sequential(nn.LayerNorm(dim), nn.Dropout(dropout))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, num_heads, hidden, dropout, activation="gelu", batch_first=True)
+            nn.TransformerEncoderLayer(
+                dim, num_heads, hidden, dropout, activation="gelu", batch_first=True
+            )
             for _ in range(num_layers)
         )
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False
+        )
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -63,7 +70,9 @@ class SASRec(NextItemModel):
 
         items: (batch_size, length) int64.
         """
-        hidden = self.start(self.items(items) + self.positions(torch.arange(items.shape[1], device=items.device)))
+        hidden = self.start(
+            self.items(items) + self.positions(torch.arange(items.shape[1], device=items.device))
+        )
         for block in self.blocks:
             hidden = block(hidden, src_mask=self.mask, is_causal=True)
         return hidden
@@ -74,6 +83,7 @@ class SASRec(NextItemModel):
 
     def last_places(self, batch: dict[str, Tensor]) -> Tensor:
         """Return each window's last place among all, (batch_size,)."""
-        # Of the shape, not of len(): torch.export keeps the first free, and takes the second as a fixed number.
+        # Of the shape, not of len(): torch.export keeps the first free, and takes the second as a
+        # fixed number.
         windows = torch.arange(batch["length"].shape[0], device=batch["length"].device)
         return windows * batch["items"].shape[1] + batch["length"] - 1

@@ -1,4 +1,5 @@
-"""What models of the next item share, whatever reads the sequence: the item table, losses, metrics and predictions."""
+"""What models of the next item share, whatever reads the sequence: the item table, losses, metrics
+and predictions."""
 
 import lightning.pytorch as pl
 import torch
@@ -10,7 +11,8 @@ from lightning_distrec.metrics import ranks_in_scores, retrieval_metrics
 
 
 class NextItemModel(pl.LightningModule):
-    """Scores items by the product of their embedding with what `encode` makes of the items before."""
+    """Scores items by the product of their embedding with what `encode` makes of the items
+    before."""
 
     all_items: Tensor
     """(num_items + 1,): every id."""
@@ -34,7 +36,8 @@ class NextItemModel(pl.LightningModule):
     def sparse_inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the ids that the loss looks up: the next items, then those drawn as negatives.
 
-        Drawn here and not in the step, since strategies that prefetch lookups call this method one batch ahead.
+        Drawn here and not in the step, since strategies that prefetch lookups call this method one
+        batch ahead.
         """
         if (num_negatives := self.hparams["num_negatives"]) == 0:
             return {}
@@ -51,7 +54,15 @@ class NextItemModel(pl.LightningModule):
             loss = self._sampled_loss(hidden, following, self.sparse_inputs(batch)["candidates"])
         # The mean over the epoch and all ranks; ranks exchange it once per epoch.
         size = len(batch["length"])
-        self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=size, sync_dist=True)
+        self.log(
+            "train_loss",
+            loss,
+            on_step=False,
+            on_epoch=True,
+            prog_bar=True,
+            batch_size=size,
+            sync_dist=True,
+        )
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -78,7 +89,8 @@ class NextItemModel(pl.LightningModule):
         return functional.cross_entropy(scores, torch.where(following > 0, 0, -1), ignore_index=-1)
 
     def _scores(self, hidden: Tensor) -> Tensor:
-        """Return a score for each item, (N, num_items + 1). hidden: (N, dim). Items seen before may come again."""
+        """Return a score for each item, (N, num_items + 1). hidden: (N, dim). Items seen before may
+        come again."""
         scores = hidden @ self.items(self.all_items).T
         # Id 0 is "none" and never comes next.
         return scores.masked_fill(self.all_items == 0, float("-inf"))

@@ -1,1 +1,2 @@
-"""Finds the films that a person may watch next: two towers on MovieLens-100k, with an index and a query at the end."""
+"""Finds the films that a person may watch next: two towers on MovieLens-100k, with an index and a
+query at the end."""

@@ -14,15 +14,18 @@ from recipes.movielens.columns import FolderColumns, film_table, people_table
 from recipes.movielens.sequences import Sequences, leave_one_out
 from recipes.two_tower.features import FILM, PERSON
 
-# Every tenth example trains with an unknown person, so that the model can serve somebody who is not in the data.
+# Every tenth example trains with an unknown person, so that the model can serve somebody who is not
+# in the data.
 UNKNOWN_EVERY = 10
 
 
 class NextFilmDataModule(FolderColumns):
-    """Which film will this person rate next? Leaves one out: the last film tests, the one before validates.
+    """Which film will this person rate next? Leaves one out: the last film tests, the one before
+    validates.
 
-    `ids` of a batch are the features of people, then those of films. `label`: (batch_size, 3): the film's position in
-    the catalogue, the logarithm of its share of the training rows, and which row of its part this is.
+    `ids` of a batch are the features of people, then those of films. `label`: (batch_size, 3): the
+    film's position in the catalogue, the logarithm of its share of the training rows, and which row
+    of its part this is.
     """
 
     films: pa.Table
@@ -40,15 +43,18 @@ class NextFilmDataModule(FolderColumns):
         """Set where the data is and how batches are made of it.
 
         Args:
-            data_dir: folder with one .inter, one .user and one .item file. Left out: MovieLens-100k, downloaded once.
+            data_dir: folder with one .inter, one .user and one .item file. Left out:
+            MovieLens-100k, downloaded once.
             cache_dir: where the download is kept.
             batch_size: events per rank and step; the others' films are the negatives of each.
             history_length: how many of the person's latest films the model sees.
-            num_workers: processes that build batches; 0 builds them in the training process, which is fast enough here.
+            num_workers: processes that build batches; 0 builds them in the training process, which
+            is fast enough here.
         """
         if batch_size < 2 or history_length < 1:
             raise ConfigError(
-                f"batch_size={batch_size}, history_length={history_length}: the first must be at least 2, "
+                f"batch_size={batch_size}, history_length={history_length}: the first must be at "
+                "least 2, "
                 "since the negatives are the batch's other films, and the second at least 1."
             )
         person = PERSON | {"history": replace(PERSON["history"], max_length=history_length)}
@@ -100,7 +106,8 @@ class NextFilmDataModule(FolderColumns):
         return np.bincount(films, minlength=len(self.films))
 
     def seen(self, part: str) -> Tensor:
-        """Return the films seen before each event of a part, (num_events, most) int64: positions, filled up with -1."""
+        """Return the films seen before each event of a part, (num_events, most) int64: positions,
+        filled up with -1."""
         events = self.sequences.parts[part]
         most = int((events - self.sequences.starts[events]).max())
         return torch.from_numpy(self.sequences.histories(events, most)[0] - 1)

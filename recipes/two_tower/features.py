@@ -1,10 +1,12 @@
-"""What the two towers see: the columns of a person and of a film, and how each becomes rows of a table."""
+"""What the two towers see: the columns of a person and of a film, and how each becomes rows of a
+table."""
 
 from lightning_distrec.data import Bucketize, Columns, Vocabulary
 from lightning_distrec.data.features import Feature
 from recipes.movielens.columns import AGE_EDGES, YEAR_EDGES
 
-# Sizes are fixed, with room to spare, so that a checkpoint does not depend on the folder it was trained on.
+# Sizes are fixed, with room to spare, so that a checkpoint does not depend on the folder it was
+# trained on.
 PERSON: dict[str, Feature] = {
     "user": Vocabulary(rows=16_384),
     "history": Vocabulary(rows=8_192, max_length=20),

@@ -1,6 +1,7 @@
 """An ordinary LightningModule: one tower for people, one for films; near vectors belong together.
 
-Nothing here shards a table. Evaluation shares out the films among the ranks: each scores everybody against its own.
+Nothing here shards a table. Evaluation shares out the films among the ranks: each scores everybody
+against its own.
 """
 
 from typing import Any
@@ -60,7 +61,8 @@ class TwoTower(pl.LightningModule):
             self.films = Tower(table_rows(FILM), **sizes)
 
     def sparse_inputs(self, batch: dict[str, Any]) -> dict[str, KeyedJaggedTensor]:
-        """Return the features of people and those of films; strategies that prefetch lookups call this, too."""
+        """Return the features of people and those of films; strategies that prefetch lookups call
+        this, too."""
         people, films = batch["ids"].split([len(PERSON), len(FILM)])
         return {"people": people, "films": films}
 
@@ -82,7 +84,15 @@ class TwoTower(pl.LightningModule):
         loss = in_batch_loss(*vectors, film, log_share, self.hparams["temperature"])
         # The mean over the epoch and all ranks; ranks exchange it once per epoch.
         size = len(film)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=size, sync_dist=True)
+        self.log(
+            "train_loss",
+            loss,
+            on_step=False,
+            on_epoch=True,
+            prog_bar=True,
+            batch_size=size,
+            sync_dist=True,
+        )
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -102,11 +112,13 @@ class TwoTower(pl.LightningModule):
         self._evaluate(self.test_metrics, batch)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Return the vectors of people, (batch_size, dim), which films' vectors are compared with."""
+        """Return the vectors of people, (batch_size, dim), which films' vectors are compared
+        with."""
         return self.encode_people(self.sparse_inputs(batch)["people"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adagrad: without weight decay, a table's update needs only the rows that were looked up."""
+        """Return Adagrad: without weight decay, a table's update needs only the rows that were
+        looked up."""
         assert self.people is not None, "configure_model has not been called"
         assert self.films is not None, "configure_model has not been called"
         return torch.optim.Adagrad([
@@ -135,5 +147,7 @@ class TwoTower(pl.LightningModule):
         num_films = len(self.trainer.datamodule.films)  # type: ignore[attr-defined]
         people = self.predict_step(batch, 0)
         # What a person has seen is not recommended again.
-        metrics.update(target_ranks(people, film, self.film_vectors, num_films, excluded=self.seen[row]))
+        metrics.update(
+            target_ranks(people, film, self.film_vectors, num_films, excluded=self.seen[row])
+        )
         self.log_dict(metrics, batch_size=len(row))

@@ -1,12 +1,13 @@
-"""Makes an index of all films from a checkpoint, and answers queries from it. One process, no ranks.
+"""Makes an index of all films from a checkpoint, and answers queries from it. One process, no
+ranks.
 
     python -m recipes.two_tower.serve export outputs/two_tower/version_0/checkpoints/best.ckpt index
     python -m recipes.two_tower.serve query index --user 42
     python -m recipes.two_tower.serve query index --films "Toy Story (1995); Star Wars (1977)"
 
-The index is a folder: films.safetensors has the vectors in the order of the .item file; titles.txt their titles;
-films.faiss the same vectors for faiss, where that is installed; model.ckpt the checkpoint, whose tower of people
-answers.
+The index is a folder: films.safetensors has the vectors in the order of the .item file; titles.txt
+their titles; films.faiss the same vectors for faiss, where that is installed; model.ckpt the
+checkpoint, whose tower of people answers.
 """
 
 import importlib.util
@@ -67,7 +68,8 @@ def query(index: str, user: int = 0, films: str = "", k: int = 10, data_dir: str
 
     Args:
         index: the folder that `export` wrote.
-        user: a person of the data, from 1: their films so far are taken, and not recommended again. 0: somebody else.
+        user: a person of the data, from 1: their films so far are taken, and not recommended again.
+        0: somebody else.
         films: titles that somebody else has watched, the latest last, separated by ";".
         k: how many films to print.
         data_dir: the folder that the index was made with.
@@ -86,7 +88,9 @@ def query(index: str, user: int = 0, films: str = "", k: int = 10, data_dir: str
     person["history"] = items.take(watched).to_pylist()
     checkpoint = Path(index) / "model.ckpt"
     vectors = load_file(Path(index) / "films.safetensors")["vectors"]
-    best, scores = recommend(load_model(checkpoint), load_columns(checkpoint), vectors, person, watched, k)
+    best, scores = recommend(
+        load_model(checkpoint), load_columns(checkpoint), vectors, person, watched, k
+    )
     print(f"After {'; '.join(titles[film] for film in watched[-3:]) or 'nothing'}:")
     text = Table()
     for heading in ("film", "score"):
@@ -117,11 +121,17 @@ def film_vectors(model: TwoTower, columns: Columns, films: pa.Table) -> Tensor:
 
 @torch.no_grad()
 def recommend(
-    model: TwoTower, columns: Columns, vectors: Tensor, person: dict[str, Any], watched: list[int], k: int
+    model: TwoTower,
+    columns: Columns,
+    vectors: Tensor,
+    person: dict[str, Any],
+    watched: list[int],
+    k: int,
 ) -> tuple[list[int], list[float]]:
     """Return the positions and scores of the k best films that were not watched yet.
 
-    vectors: (num_films, out). person: a value for each column of PERSON; None is unknown. watched: positions.
+    vectors: (num_films, out). person: a value for each column of PERSON; None is unknown. watched:
+    positions.
     """
     row = {name: [person[name]] for name in PERSON}
     scores = vectors @ model.encode_people(columns.select(PERSON)(row)["ids"])[0]
@@ -141,7 +151,10 @@ def film_of(title: str, titles: list[str]) -> int:
     """Return the position of a title. Raises DataError: there is none, with near ones."""
     film_by_title = {text.casefold(): film for film, text in enumerate(titles)}
     if (film := film_by_title.get(title.strip().casefold())) is None:
-        raise DataError(f"there is no film {title.strip()!r}{did_you_mean(title.strip().casefold(), film_by_title)}")
+        raise DataError(
+            "there is no film "
+            f"{title.strip()!r}{did_you_mean(title.strip().casefold(), film_by_title)}"
+        )
     return film
 
 

@@ -13,7 +13,11 @@ def build_tables(rows: Mapping[str, int], dim: int) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
-                name=name, num_embeddings=count, embedding_dim=dim, feature_names=[name], pooling=PoolingType.MEAN
+                name=name,
+                num_embeddings=count,
+                embedding_dim=dim,
+                feature_names=[name],
+                pooling=PoolingType.MEAN,
             )
             for name, count in rows.items()
         ]
@@ -27,19 +31,24 @@ class Tower(nn.Module):
         """rows: of each feature's table. dim: numbers per embedding. out: numbers per vector."""
         super().__init__()
         self.tables = build_tables(rows, dim)
-        self.layers = nn.Sequential(nn.Linear(len(rows) * dim, hidden), nn.ReLU(), nn.Linear(hidden, out))
+        self.layers = nn.Sequential(
+            nn.Linear(len(rows) * dim, hidden), nn.ReLU(), nn.Linear(hidden, out)
+        )
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Return (batch_size, out)."""
         return functional.normalize(self.layers(self.tables(ids).values()), dim=1)
 
 
-def in_batch_loss(people: Tensor, films: Tensor, items: Tensor, log_shares: Tensor, temperature: float) -> Tensor:
+def in_batch_loss(
+    people: Tensor, films: Tensor, items: Tensor, log_shares: Tensor, temperature: float
+) -> Tensor:
     """Return the softmax loss of finding each person's own film among those of the batch.
 
-    A film that is often watched is often a negative, so the logarithm of its share is subtracted from its scores (log-q
-    correction: Yi et al., Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations, RecSys 2019).
-    The same film in another example of the batch is no negative.
+    A film that is often watched is often a negative, so the logarithm of its share is subtracted
+    from its scores (log-q
+    correction: Yi et al., Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+    Recommendations, RecSys 2019). The same film in another example of the batch is no negative.
 
     people, films: (batch_size, dim). items: (batch_size,) int64. log_shares: (batch_size,).
     """

@@ -1,6 +1,7 @@
 """One model that every strategy trains: a table, a chain of blocks and a head.
 
-docs/how_to/choose_strategy.md has the picture, and the command; single devices but that of `auto` are left out there.
+docs/how_to/choose_strategy.md has the picture, and the command; single devices but that of `auto`
+are left out there.
 """
 
 import lightning.pytorch as pl
@@ -23,7 +24,9 @@ class Ids(pl.LightningDataModule):
         draw = torch.Generator().manual_seed(1)
         number = 100 * self.batch_size
         ids = torch.randint(ROWS, (number, IDS), generator=draw)
-        return DataLoader(TensorDataset(ids, torch.rand(number, generator=draw)), self.batch_size, shuffle=True)
+        return DataLoader(
+            TensorDataset(ids, torch.rand(number, generator=draw)), self.batch_size, shuffle=True
+        )
 
 
 class Model(pl.LightningModule):
@@ -33,7 +36,10 @@ class Model(pl.LightningModule):
         super().__init__()
         self.table = nn.Embedding(ROWS, DIM)
         self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(DIM, hidden), nn.GELU(), nn.Linear(hidden, DIM)) for _ in range(6))
+            *(
+                nn.Sequential(nn.Linear(DIM, hidden), nn.GELU(), nn.Linear(hidden, DIM))
+                for _ in range(6)
+            )
         )
         self.head = nn.Linear(DIM, 1)
 

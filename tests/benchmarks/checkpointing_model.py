@@ -1,7 +1,8 @@
-"""What is saved and loaded: torchrec's DLRM with Adagrad, its tables and their state filled with numbers known again.
+"""What is saved and loaded: torchrec's DLRM with Adagrad, its tables and their state filled with
+numbers known again.
 
-What a row holds follows from its place in its table and a seed, so that whatever was saved by some ranks can be checked
-bitwise by others, however they cut it.
+What a row holds follows from its place in its table and a seed, so that whatever was saved by some
+ranks can be checked bitwise by others, however they cut it.
 """
 
 import re
@@ -19,7 +20,15 @@ from torchrec.distributed.types import ShardedTensor
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.checkpoint.lazy_tensors import collect_tensors, read_blocks
 from lightning_distrec.chunks import LazyTensor
-from tests.benchmarks.performance_model import DIM, LEARNING_RATE, NUM_TABLES, Batches, as_dict, make_net, table_bytes
+from tests.benchmarks.performance_model import (
+    DIM,
+    LEARNING_RATE,
+    NUM_TABLES,
+    Batches,
+    as_dict,
+    make_net,
+    table_bytes,
+)
 
 ROWS, QUICK_ROWS = 2**19, 49 * 2**9
 """Of each of the 8 tables: 1 GiB of weights and 1 GiB of state; 49 MiB of each."""
@@ -35,7 +44,8 @@ def tensor_bytes(num_rows: int) -> int:
 
 
 class SavedDLRM(pl.LightningModule):
-    """The net as one would train it; its tables are made by the strategy, on the ranks that hold them."""
+    """The net as one would train it; its tables are made by the strategy, on the ranks that hold
+    them."""
 
     def __init__(self, num_rows: int) -> None:
         super().__init__()
@@ -75,7 +85,8 @@ def endless_loader(num_rows: int, rank: int) -> DataLoader[Any]:
 
 
 def sharded_tensors(trainer: pl.Trainer) -> dict[str, ShardedTensor]:
-    """Return torchrec's own state of the tables and of their optimizers, in the shards' memory: what dcp.save takes.
+    """Return torchrec's own state of the tables and of their optimizers, in the shards' memory:
+    what dcp.save takes.
 
     Of a table that has no rows on this rank, the optimizer has no state here.
     """
@@ -101,7 +112,8 @@ def fill(tensors: dict[str, ShardedTensor], seed: int) -> None:
 
 
 def must_hold(tensors: dict[str, ShardedTensor], seed: int, label: str) -> None:
-    """Raise AssertionError where this rank's shards do not hold what `fill` wrote on any ranks. what: for the error."""
+    """Raise AssertionError where this rank's shards do not hold what `fill` wrote on any ranks.
+    what: for the error."""
     for name, tensor in tensors.items():
         for shard in tensor.local_shards():
             offsets = shard.metadata.shard_offsets
@@ -109,7 +121,8 @@ def must_hold(tensors: dict[str, ShardedTensor], seed: int, label: str) -> None:
 
 
 def must_be_saved(path: Path, seed: int, rank: int, num_ranks: int) -> None:
-    """Raise AssertionError where our folder does not hold what `fill` wrote; each rank looks at some of the tensors."""
+    """Raise AssertionError where our folder does not hold what `fill` wrote; each rank looks at
+    some of the tensors."""
     named = tables_in(path)
     assert len(named) == 2 * NUM_TABLES, f"{path} holds {len(named)} tensors of tables"
     for name, whole in list(named.items())[rank::num_ranks]:
@@ -135,7 +148,8 @@ def _must_be_known(tensor: Tensor, name: str, seed: int, row: int, column: int, 
 
 
 def _blocks(tensor: Tensor, row: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield some rows at a time, which stay in the cache, and the number of the first of them in the whole table."""
+    """Yield some rows at a time, which stay in the cache, and the number of the first of them in
+    the whole table."""
     for first in range(0, len(tensor), _ROWS_AT_ONCE):
         yield tensor[first : first + _ROWS_AT_ONCE], row + first
 
@@ -144,13 +158,16 @@ def _known(out: Tensor, name: str, seed: int, row: int, column: int) -> None:
     """Write floats from 1 to 2 that follow from the place in the table, its name and the seed."""
     number = (zlib.crc32(_plain_name(name).encode()) + 7919 * seed) % 2**20
     bits = out.view(torch.int32)
-    rows = torch.arange(row, row + out.shape[0], dtype=torch.int32).mul_(DIM).add_(number).unsqueeze(1)
+    rows = (
+        torch.arange(row, row + out.shape[0], dtype=torch.int32).mul_(DIM).add_(number).unsqueeze(1)
+    )
     torch.add(rows, torch.arange(column, column + out.shape[1], dtype=torch.int32), out=bits)
     bits.mul_(_FACTOR).bitwise_and_(_FRACTION).bitwise_or_(_ONE)
 
 
 def _plain_name(name: str) -> str:
-    """Return which table a tensor belongs to, and whether it is its weight, for names of ours and of torchrec's."""
+    """Return which table a tensor belongs to, and whether it is its weight, for names of ours and
+    of torchrec's."""
     actual = re.search(r"t_f\d+", name)
     assert actual is not None, name
     return f"{actual[0]} {'state' if 'sum' in name or 'momentum' in name else 'weight'}"

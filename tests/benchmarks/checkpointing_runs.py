@@ -1,4 +1,5 @@
-"""What the section about checkpoints measures, each part in processes of its own, and the rows of its tables."""
+"""What the section about checkpoints measures, each part in processes of its own, and the rows of
+its tables."""
 
 import importlib.util
 import io
@@ -56,11 +57,13 @@ class Loads:
     package: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
     peak: int = 0
-    """By how much the largest rank grew while it loaded, beside the tables that were there already."""
+    """By how much the largest rank grew while it loaded, beside the tables that were there
+    already."""
 
 
 def loads(job: Job, seed: int) -> Loads:
-    """Collective. Resume on this rank, one of those that `run_on_ranks` runs, and load again round after round.
+    """Collective. Resume on this rank, one of those that `run_on_ranks` runs, and load again round
+    after round.
 
     seed: of what both folders hold.
     """
@@ -71,12 +74,15 @@ def loads(job: Job, seed: int) -> Loads:
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loader = endless_loader(job.num_rows, rank)
-        make_trainer(strategy, callbacks=[turns]).fit(SavedDLRM(job.num_rows), loader, ckpt_path=job.ours)
+        make_trainer(strategy, callbacks=[turns]).fit(
+            SavedDLRM(job.num_rows), loader, ckpt_path=job.ours
+        )
     return turns.loads
 
 
 class _LoadsInTurns(pl.Callback):
-    """Sees that the fit was resumed, then calls what Lightning called for it, and torch's own, in turns."""
+    """Sees that the fit was resumed, then calls what Lightning called for it, and torch's own, in
+    turns."""
 
     def __init__(self, job: Job, seed: int) -> None:
         self.job, self.seed = job, seed
@@ -113,7 +119,8 @@ def load_as_lightning_does(trainer: pl.Trainer, path: Path) -> None:
 
 
 def export_peaks(job: Job) -> dict[str, int]:
-    """Export our checkpoint in this process, the one of those that `run_on_ranks` runs; returns bytes by suffix."""
+    """Export our checkpoint in this process, the one of those that `run_on_ranks` runs; returns
+    bytes by suffix."""
     from lightning_distrec.checkpoint.tools.export_checkpoint import export
 
     actual = {}
@@ -131,11 +138,15 @@ def export_peaks(job: Job) -> dict[str, int]:
 def _must_be_exported(job: Job, path: Path) -> None:
     """Raise AssertionError where one table of the export is not that of our folder."""
     exported = torch.load(path, weights_only=True, mmap=True)["state_dict"]
-    name, whole = next((n, w) for n, w in tables_in(job.ours).items() if n.startswith("state_dict/"))
+    name, whole = next(
+        (n, w) for n, w in tables_in(job.ours).items() if n.startswith("state_dict/")
+    )
     rows = exported[name.removeprefix("state_dict/")]
     row = 0
     for piece in read_blocks(whole):
-        assert torch.equal(piece, rows[row : row + len(piece)]), f"{path}: '{name}' is not what was saved"
+        assert torch.equal(piece, rows[row : row + len(piece)]), (
+            f"{path}: '{name}' is not what was saved"
+        )
         row += len(piece)
 
 
@@ -172,7 +183,8 @@ class Measured:
 def measure(num_rows: int, rounds: int, place: str | None, tell: Callable[[str], None]) -> Measured:
     """Return what a run finds.
 
-    where: the folder for temporary folders; None for the system's. tell: called with what was found so far.
+    where: the folder for temporary folders; None for the system's. tell: called with what was found
+    so far.
     """
     measured = Measured(num_rows)
     limit = 300.0 + rounds * 120.0  # of a machine that does other things, too
@@ -180,14 +192,18 @@ def measure(num_rows: int, rounds: int, place: str | None, tell: Callable[[str],
         job = Job(Path(folder), num_rows, rounds)
         measured.file_system = file_system(job.folder)
         with measured.part("async"):
-            measured.async_saves = run_on_ranks(async_saves, NUM_RANKS, job, timeout_seconds=limit)[0]
+            measured.async_saves = run_on_ranks(async_saves, NUM_RANKS, job, timeout_seconds=limit)[
+                0
+            ]
             tell(f"async: {measured.async_saves}")
         with measured.part("save"):
             measured.saves = run_on_ranks(saves, NUM_RANKS, job, timeout_seconds=limit)[0]
             tell(f"save: {measured.saves}")
         for num_ranks in CUTS if measured.saves is not None else ():
             with measured.part(f"load on {num_ranks}"):
-                actual = run_on_ranks(loads, num_ranks, job, measured.saves.seed, timeout_seconds=limit)
+                actual = run_on_ranks(
+                    loads, num_ranks, job, measured.saves.seed, timeout_seconds=limit
+                )
                 measured.loads[num_ranks] = actual[0]
                 tell(f"load on {num_ranks}: {actual[0]}")
         if importlib.util.find_spec(EXPORT) is None:
@@ -202,7 +218,9 @@ def measure(num_rows: int, rounds: int, place: str | None, tell: Callable[[str],
 MEBI = 2**20
 
 
-def compared(label: str, above: Sequence[float], below: Sequence[float], aim: float | None = None) -> Row:
+def compared(
+    label: str, above: Sequence[float], below: Sequence[float], aim: float | None = None
+) -> Row:
     """Return the median of the rounds' ratios, at most `aim`."""
     rounds = ratios(above, below)
     return Row(label, median(rounds) if rounds else None, aim, rounds=rounds)
@@ -210,7 +228,12 @@ def compared(label: str, above: Sequence[float], below: Sequence[float], aim: fl
 
 def summary(measured: Measured) -> list[Row]:
     """Return the lines of the summary."""
-    return [*_of_saves(measured), *_of_async(measured), *_of_loads(measured), *_of_exports(measured)]
+    return [
+        *_of_saves(measured),
+        *_of_async(measured),
+        *_of_loads(measured),
+        *_of_exports(measured),
+    ]
 
 
 def _of_saves(measured: Measured) -> list[Row]:
@@ -230,9 +253,22 @@ def _of_async(measured: Measured) -> list[Row]:
     if (actual := measured.async_saves) is None:
         return []
     return [
-        compared("async save: stall / one copy of the shards in fresh memory", actual.stall, actual.clone, 1.2),
-        compared("async save: stall / one copy in memory that is there already", actual.stall, actual.copy),
-        compared("async save: a step meanwhile / a step otherwise", actual.writing_step, actual.quiet_step),
+        compared(
+            "async save: stall / one copy of the shards in fresh memory",
+            actual.stall,
+            actual.clone,
+            1.2,
+        ),
+        compared(
+            "async save: stall / one copy in memory that is there already",
+            actual.stall,
+            actual.copy,
+        ),
+        compared(
+            "async save: a step meanwhile / a step otherwise",
+            actual.writing_step,
+            actual.quiet_step,
+        ),
         compared("async save: until it is complete / stall", actual.whole, actual.stall),
         Row("async save: growth of a rank / its shards", actual.peak / actual.shards, 1.1),
     ]
@@ -243,7 +279,9 @@ def _of_loads(measured: Measured) -> list[Row]:
     for num_ranks, actual in measured.loads.items():
         label = f"load on {num_ranks} rank{'s' if num_ranks > 1 else ''}"
         rows.append(compared(f"{label} / bare `dcp.load`", actual.package, actual.bare, 1.5))
-        rows.append(Row(f"{label}: MiB by which a rank grows, beside the tables", actual.peak / MEBI))
+        rows.append(
+            Row(f"{label}: MiB by which a rank grows, beside the tables", actual.peak / MEBI)
+        )
     return rows
 
 
@@ -270,7 +308,12 @@ def seconds_table(measured: Measured) -> str:
         timed[f"load on {num_ranks}"] = (per_rank_results.package, count)
         timed[f"bare `dcp.load` on {num_ranks}"] = (per_rank_results.bare, count)
     rows = [
-        [name, f"{median(s):.2f}", f"{min(s):.2f} to {max(s):.2f}", f"{count / median(s) / 1e6:.0f}"]
+        [
+            name,
+            f"{median(s):.2f}",
+            f"{min(s):.2f} to {max(s):.2f}",
+            f"{count / median(s) / 1e6:.0f}",
+        ]
         for name, (s, count) in timed.items()
         if s
     ]

@@ -1,4 +1,5 @@
-"""What stands around the tables of the section about checkpoints, and where it stands in the page."""
+"""What stands around the tables of the section about checkpoints, and where it stands in the
+page."""
 
 BEGIN, END = "<!-- checkpointing: begin -->", "<!-- checkpointing: end -->"
 BEFORE = "## On a GPU"
@@ -6,11 +7,19 @@ BEFORE = "## On a GPU"
 
 
 def section(
-    summary: str, seconds: str, notes: list[str], *, machine: str, size: str, file_system: str, rounds: int
+    summary: str,
+    seconds: str,
+    notes: list[str],
+    *,
+    machine: str,
+    size: str,
+    file_system: str,
+    rounds: int,
 ) -> str:
     """Return the section, lines that mark it included.
 
-    summary, seconds: tables. notes: what went wrong, or is missing. machine, size (of the tensors): in words.
+    summary, seconds: tables. notes: what went wrong, or is missing. machine, size (of the tensors):
+    in words.
     """
     parts = [
         BEGIN,
@@ -32,7 +41,8 @@ that is there: `copy_`. Growth is VmHWM.""",
 
 
 def with_section(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
-    """Return a page with this section in the place of the one that it has, or before BEFORE, or at its end.
+    """Return a page with this section in the place of the one that it has, or before BEFORE, or at
+    its end.
 
     begin, end: the lines that mark it.
     """

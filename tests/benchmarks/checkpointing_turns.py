@@ -1,4 +1,5 @@
-"""Saves in turns, ours, a bare dcp.save and plain DDP's: each from the same machine, with peaks of memory."""
+"""Saves in turns, ours, a bare dcp.save and plain DDP's: each from the same machine, with peaks of
+memory."""
 
 import ctypes
 import gc
@@ -48,7 +49,8 @@ def all_gather(value: Any) -> list[Any]:
 
 
 def slowest(action: Callable[[], Any]) -> float:
-    """Collective. Run `action` on all ranks at once; returns the seconds that the slowest of them needed."""
+    """Collective. Run `action` on all ranks at once; returns the seconds that the slowest of them
+    needed."""
     dist.barrier()
     began = time.perf_counter()
     result = action()
@@ -58,10 +60,11 @@ def slowest(action: Callable[[], Any]) -> float:
 
 
 def make_ready(*folders: Path) -> None:
-    """Collective. Remove folders and wait until nothing is left to be written, so that turns do not pay for each other.
+    """Collective. Remove folders and wait until nothing is left to be written, so that turns do not
+    pay for each other.
 
-    A machine's memory is fastest where it was used just before: so folders are removed right before a turn, not after
-    one, which leaves the same memory for every turn.
+    A machine's memory is fastest where it was used just before: so folders are removed right before
+    a turn, not after one, which leaves the same memory for every turn.
     """
     gc.collect()
     dist.barrier()
@@ -74,7 +77,8 @@ def make_ready(*folders: Path) -> None:
 
 
 def forget_freed_memory() -> None:
-    """Give what this process has freed back to the kernel: copies then pay for their memory, and peaks show it."""
+    """Give what this process has freed back to the kernel: copies then pay for their memory, and
+    peaks show it."""
     gc.collect()
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)  # only glibc has it
 
@@ -82,12 +86,19 @@ def forget_freed_memory() -> None:
 def write_plainly(folder: Path, count: int) -> None:
     """Write `count` bytes with dd, and wait until they are on disk."""
     folder.mkdir(exist_ok=True)
-    run = ["dd", f"if={source_of_bytes(folder, count)}", f"of={folder}/{dist.get_rank()}.dd", "bs=1M", "conv=fsync"]
+    run = [
+        "dd",
+        f"if={source_of_bytes(folder, count)}",
+        f"of={folder}/{dist.get_rank()}.dd",
+        "bs=1M",
+        "conv=fsync",
+    ]
     subprocess.run([*run, f"count={count // 2**20}", "status=none"], check=True)
 
 
 def source_of_bytes(folder: Path, count: int) -> Path:
-    """Return what dd reads: zeros, or a file of random bytes, made once, where the file system may compress."""
+    """Return what dd reads: zeros, or a file of random bytes, made once, where the file system may
+    compress."""
     if file_system(folder) not in COMPRESSING:
         return Path("/dev/zero")
     source = folder.parent / f"random-{dist.get_rank()}"
@@ -113,8 +124,9 @@ def file_system(path: Path) -> str:
 class Peak:
     """By how many bytes this process was larger, at its largest, than when the measurement began.
 
-    It is VmHWM, which the kernel keeps and forgets on demand, and not samples of RssAnon: no short peak is missed, and
-    no thread looks on while others are timed. It counts mapped files, too; none of what is measured maps large ones.
+    It is VmHWM, which the kernel keeps and forgets on demand, and not samples of RssAnon: no short
+    peak is missed, and no thread looks on while others are timed. It counts mapped files, too; none
+    of what is measured maps large ones.
     """
 
     def __init__(self) -> None:
@@ -229,7 +241,9 @@ def saves(job: Job) -> Saves:
 
 def _fit(job: Job, callback: pl.Callback, **checkpoint: Any) -> None:
     silence()
-    trainer = make_trainer({"sharding_types": ["table_wise"], "checkpoint": checkpoint}, callbacks=[callback])
+    trainer = make_trainer(
+        {"sharding_types": ["table_wise"], "checkpoint": checkpoint}, callbacks=[callback]
+    )
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(SavedDLRM(job.num_rows), endless_loader(job.num_rows, rank_and_num_ranks()[0]))
@@ -252,7 +266,9 @@ def _save_in_turns(job: Job, actual: Saves, trainer: pl.Trainer) -> None:
             make_ready(path)
             peak = Peak()
             seconds = slowest(action)
-            actual.peak = max([actual.peak, *all_gather(peak.bytes())]) if name == "ours" else actual.peak
+            actual.peak = (
+                max([actual.peak, *all_gather(peak.bytes())]) if name == "ours" else actual.peak
+            )
             if actual.seed:
                 actual.seconds[name].append(seconds)
         must_be_saved(job.ours, actual.seed, trainer.global_rank, trainer.world_size)
@@ -350,10 +366,13 @@ class _SavesWhileTraining(pl.Callback):
         make_ready()
         self._warm_memory()
         self.times["clone"] = slowest(lambda: [shard.clone() for shard in shards])
-        self.times["copy"] = slowest(lambda: [b.copy_(s) for b, s in zip(self.buffers, shards, strict=True)])
+        self.times["copy"] = slowest(
+            lambda: [b.copy_(s) for b, s in zip(self.buffers, shards, strict=True)]
+        )
 
     def _warm_memory(self) -> None:
-        """Use as much memory as a copy and its file take, and give it back: a hypervisor may be slow to bring it."""
+        """Use as much memory as a copy and its file take, and give it back: a hypervisor may be
+        slow to bring it."""
         clones = [shard.clone() for shard in 2 * local_shards(self.tensors)]
         del clones
         forget_freed_memory()

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.compressed_gradients [STEPS]
 
-Prints a table in Markdown: the validation loss (of the same 40 batches) along a fit of two gloo ranks, what a rank
-sends for gradients in a step, and the time of a step.
+Prints a table in Markdown: the validation loss (of the same 40 batches) along a fit of two gloo
+ranks, what a rank sends for gradients in a step, and the time of a step.
 """
 
 import io
@@ -46,7 +46,9 @@ class Curve(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.seconds.append(time.perf_counter() - self._began)
-        self.sent_bytes = self._sent.bytes_per_step["dense gradients"] * trainer.global_step - self._before
+        self.sent_bytes = (
+            self._sent.bytes_per_step["dense gradients"] * trainer.global_step - self._before
+        )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -54,12 +56,17 @@ class Curve(Callback):
 
 
 def fit(options: dict[str, Any], steps: int) -> tuple[list[float], float, float]:
-    """Train on this rank; returns validation losses, bytes of a late step, and its median milliseconds."""
+    """Train on this rank; returns validation losses, bytes of a late step, and its median
+    milliseconds."""
     pl.seed_everything(1)
     torch.set_num_threads(1)
     sent = Communication()
     curve = Curve(sent)
-    settings: dict[str, Any] = {"limit_val_batches": 40, "val_check_interval": steps // POINTS, "max_steps": steps}
+    settings: dict[str, Any] = {
+        "limit_val_batches": 40,
+        "val_check_interval": steps // POINTS,
+        "max_steps": steps,
+    }
     settings |= {"callbacks": [sent, curve], "devices": rank_and_num_ranks()[1], "max_epochs": -1}
     trainer = pl.Trainer(strategy=TunedDDPStrategy(**options), **DEFAULTS | settings)
     with redirect_stdout(io.StringIO()):
@@ -70,7 +77,13 @@ def fit(options: dict[str, Any], steps: int) -> tuple[list[float], float, float]
 def main(steps: int) -> None:
     """Print the table."""
     position = [f"step {steps * (point + 1) // POINTS}" for point in range(POINTS)]
-    print("| gradients | " + " | ".join(position) + " | sent per step | step |\n" + "| --- " * (POINTS + 3) + "|")
+    print(
+        "| gradients | "
+        + " | ".join(position)
+        + " | sent per step | step |\n"
+        + "| --- " * (POINTS + 3)
+        + "|"
+    )
     for name, options in CONTENDERS.items():
         losses, sent, milliseconds = run_on_ranks(fit, 2, options, steps)[0]
         shown = " | ".join(f"{loss:.3f}" for loss in losses)

@@ -1,17 +1,23 @@
-"""Draws how `lightning-distrec advise` decides: `python -m tests.benchmarks.decision_tree` writes the picture."""
+"""Draws how `lightning-distrec advise` decides: `python -m tests.benchmarks.decision_tree` writes
+the picture."""
 
 from pathlib import Path
 
 PICTURE = Path(__file__).parents[2] / "docs/images/decision_tree.svg"
 TREE = (
-    ("Tables: over half of the weights' memory,|one of 100,000 rows?", "torchrec_sharded", "dense: fsdp if needed"),
+    (
+        "Tables: over half of the weights' memory,|one of 100,000 rows?",
+        "torchrec_sharded",
+        "dense: fsdp if needed",
+    ),
     ("Fits a rank, replicated?", "ddp_tuned", ""),
     ("... if activations are computed again?", "ddp_tuned", "activation_checkpointing: true"),
     ("Fits a rank, all weights sharded?", "fsdp_tuned", ""),
     ("A chain of blocks whose fullest stage fits?", "pipeline_parallel", ""),
     ("Fits but for activations?", "fsdp_tuned, or ddp_tuned", "activation_checkpointing: true"),
 )
-"""Question, the strategy where the answer is yes, and its option; the next question where it is no."""
+"""Question, the strategy where the answer is yes, and its option; the next question where it is
+no."""
 ELSE = "more ranks"
 
 
@@ -19,7 +25,8 @@ def drawn() -> str:
     """Return the picture."""
     step, height = 84, 84 * len(TREE) + 70
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 {height}" '
+        'font-family="sans-serif" font-size="13">',
         f'<rect width="640" height="{height}" fill="#fff"/>',
     ]
     for number, (question, strategy, option) in enumerate(TREE):
@@ -39,10 +46,14 @@ def drawn() -> str:
 def _box(remaining: int, top: int, width: int, color: str, words: list[str]) -> str:
     first = top + 27 - 8 * (len(words) - 1)
     texts = (
-        f'<text x="{remaining + width // 2}" y="{first + 17 * i}" text-anchor="middle">{line}</text>'
+        f'<text x="{remaining + width // 2}" y="{first + 17 * i}" '
+        f'text-anchor="middle">{line}</text>'
         for i, line in enumerate(words)
     )
-    box = f'<rect x="{remaining}" y="{top}" width="{width}" height="44" rx="5" fill="{color}" stroke="#444"/>'
+    box = (
+        f'<rect x="{remaining}" y="{top}" width="{width}" height="44" rx="5" fill="{color}" '
+        'stroke="#444"/>'
+    )
     return "\n".join([box, *texts])
 
 

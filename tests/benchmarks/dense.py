@@ -1,9 +1,10 @@
 """Step times of `ddp_tuned` against Lightning's `ddp`, in turns on the same ranks.
 
-    python -m tests.benchmarks.dense [ROUNDS] [LINK]     LINK: Mbit/s of a link between two machines, needs root
+    python -m tests.benchmarks.dense [ROUNDS] [LINK]     LINK: Mbit/s of a link between two
+    machines, needs root
 
-Prints a table in Markdown. Two gloo ranks of one thread each; every round makes a new Trainer for each contender, in
-another order; the first steps of each do not count.
+Prints a table in Markdown. Two gloo ranks of one thread each; every round makes a new Trainer for
+each contender, in another order; the first steps of each do not count.
 """
 
 import io
@@ -72,7 +73,11 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 1024), *(nn.Linear(1024, 1024) for _ in range(4)))
 
 
-MODULES = {"200 small layers": _many_small, "MLP, 4.5 M parameters": _mlp, "transformer, 2.1 M parameters": Transformer}
+MODULES = {
+    "200 small layers": _many_small,
+    "MLP, 4.5 M parameters": _mlp,
+    "transformer, 2.1 M parameters": Transformer,
+}
 
 
 class Clock(Callback):
@@ -106,7 +111,9 @@ def measure(rounds: int, on_link: bool = False) -> dict[str, dict[str, list[floa
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     names = ["ddp", *CONTENDERS]
-    times: dict[str, dict[str, list[float]]] = {module: {name: [] for name in names} for module in MODULES}
+    times: dict[str, dict[str, list[float]]] = {
+        module: {name: [] for name in names} for module in MODULES
+    }
     for module in MODULES:
         for number in range(rounds):
             for name in random.Random(number).sample(names, len(names)):
@@ -116,13 +123,19 @@ def measure(rounds: int, on_link: bool = False) -> dict[str, dict[str, list[floa
 
 
 def report(times: dict[str, dict[str, list[float]]]) -> str:
-    """Return a table: the median step of each contender, and its ratio to `ddp` in the same round."""
+    """Return a table: the median step of each contender, and its ratio to `ddp` in the same
+    round."""
     lines = ["| | ddp | " + " | ".join(CONTENDERS) + " |", "|---|---|" + "---|" * len(CONTENDERS)]
     for module, per_name in times.items():
         cells = [f"{statistics.median(per_name['ddp']):.2f} ms"]
         for name in CONTENDERS:
-            ratios = [distrec / stock for distrec, stock in zip(per_name[name], per_name["ddp"], strict=True)]
-            cells.append(f"**{statistics.median(ratios):.3f}** ({min(ratios):.2f} to {max(ratios):.2f})")
+            ratios = [
+                distrec / stock
+                for distrec, stock in zip(per_name[name], per_name["ddp"], strict=True)
+            ]
+            cells.append(
+                f"**{statistics.median(ratios):.3f}** ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
         lines.append(f"| {module} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -132,9 +145,15 @@ def _on_link(rounds: int, mbit_per_second: int) -> dict[str, dict[str, list[floa
         ranks = []
         for rank, machine in enumerate(machines):
             job = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": str(rank)}
-            meet = {"MASTER_ADDR": machines[0].address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": machine.device}
+            meet = {
+                "MASTER_ADDR": machines[0].address,
+                "MASTER_PORT": "29500",
+                "GLOO_SOCKET_IFNAME": machine.device,
+            }
             environment = os.environ | job | meet | {"TEST_NUM_RANKS": "2", "OMP_NUM_THREADS": "1"}
-            command = machine.command(sys.executable, "-m", "tests.benchmarks.dense", "--rank", str(rounds), folder)
+            command = machine.command(
+                sys.executable, "-m", "tests.benchmarks.dense", "--rank", str(rounds), folder
+            )
             ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
         for rank in ranks:
             if rank.wait(1800):

@@ -1,7 +1,8 @@
 """Times and bytes of sequences whose repeated ids are sent once, and each time.
 
 `python -m tests.benchmarks.distinct_ids [sharding type ...]`
-Two gloo ranks of this machine take turns, in the same processes: Zipf(1.05) ids over a million rows, 50 in a sequence.
+Two gloo ranks of this machine take turns, in the same processes: Zipf(1.05) ids over a million
+rows, 50 in a sequence.
 """
 
 import statistics
@@ -33,7 +34,9 @@ class Sequences(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = EmbeddingConfig(name="item", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["items"])
+        config = EmbeddingConfig(
+            name="item", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["items"]
+        )
         self.rows = EmbeddingCollection(tables=[config])
         self.head = torch.nn.Linear(DIM, 1)
         self.times: list[float] = []
@@ -61,7 +64,8 @@ def batches(rank: int, steps: int) -> list[KeyedJaggedTensor]:
 
 
 def measure(sharding_type: str) -> dict[str, tuple[list[float], dict[str, float], float]]:
-    """Return by way the milliseconds of a step in each round, bytes by kind, and the planned bytes."""
+    """Return by way the milliseconds of a step in each round, bytes by kind, and the planned
+    bytes."""
     torch.set_num_threads(1)
     rank, _ = rank_and_num_ranks()
     loader = DataLoader(batches(rank, WARM + STEPS), batch_size=None)  # type: ignore[arg-type]
@@ -74,10 +78,14 @@ def measure(sharding_type: str) -> dict[str, tuple[list[float], dict[str, float]
             strategy = {"sharding_types": [sharding_type], "planning": {"estimate_pooling": 2}}
             trainer = make_trainer(strategy | {"batch_size_per_rank": EXAMPLES}, callbacks=[counts])
             plans: list[Any] = []
-            model.on_train_start = lambda plans=plans, trainer=trainer: plans.append(trainer.strategy.run_tables.plan)
+            model.on_train_start = lambda plans=plans, trainer=trainer: plans.append(
+                trainer.strategy.run_tables.plan
+            )
             trainer.fit(model, loader)
             times = np.diff(model.times[WARM:]) * 1000
-            way_values = actual.setdefault(way, ([], counts.mean_bytes_per_step, float(plans[0].traffic.sent().mean())))
+            way_values = actual.setdefault(
+                way, ([], counts.mean_bytes_per_step, float(plans[0].traffic.sent().mean()))
+            )
             way_values[0].append(float(np.median(times)))
             dist.barrier()
     return actual
@@ -91,7 +99,11 @@ def main() -> None:
         for way, (times, sent, planned) in actual.items():
             kinds = ", ".join(f"{kind} {number:,.0f}" for kind, number in sent.items())
             ratio = totals["each time"] / totals[way]
-            print(f"{sharding_type}, {way}: {statistics.median(times):.1f} ms {[round(t, 1) for t in times]}, ", end="")
+            print(
+                f"{sharding_type}, {way}: {statistics.median(times):.1f} ms "
+                f"{[round(t, 1) for t in times]}, ",
+                end="",
+            )
             print(f"{totals[way]:,.0f} bytes ({ratio:.2f}x fewer), planned {planned:,.0f}; {kinds}")
 
 

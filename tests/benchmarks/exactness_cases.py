@@ -1,4 +1,5 @@
-"""The training jobs that the page about exactness compares: optimizers, updates, ways to run the loop, precisions."""
+"""The training jobs that the page about exactness compares: optimizers, updates, ways to run the
+loop, precisions."""
 
 import io
 import logging
@@ -42,10 +43,14 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any], tuple[str, ...]]] = {
     "SGD": (torch.optim.SGD, {"lr": 1.0}, ("fused", "sparse", "dense")),
     "SGD momentum": (torch.optim.SGD, {"lr": 0.2, "momentum": 0.9}, ("dense",)),
     "SGD weight_decay": (torch.optim.SGD, {"lr": 0.5, "weight_decay": 0.05}, ("dense",)),
-    # Steps of the full rate for gradients that cancelled to almost nothing would compare rounding, not sharding: hence
-    # the small rates of what divides by the size of gradients, or its eps.
+    # Steps of the full rate for gradients that cancelled to almost nothing would compare rounding,
+    # not sharding: hence the small rates of what divides by the size of gradients, or its eps.
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-5}, ("fused", "sparse", "dense")),
-    "Adagrad weight_decay": (torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.05}, ("dense",)),
+    "Adagrad weight_decay": (
+        torch.optim.Adagrad,
+        {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.05},
+        ("dense",),
+    ),
     "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 0.02, "eps": 1e-5}, ("fused", "dense")),
     "Adam": (torch.optim.Adam, {"lr": 0.001, "eps": 1e-6}, ("dense",)),
     "AdamW": (torch.optim.AdamW, {"lr": 0.001, "eps": 1e-6, "weight_decay": 0.1}, ("dense",)),
@@ -56,10 +61,15 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any], tuple[str, ...]]] = {
 }
 FOR_PRECISION: dict[str, tuple[type, dict[str, Any], tuple[str, ...]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.5}, ("fused", "sparse", "dense")),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, ("fused", "sparse", "dense")),
+    "Adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 0.05, "initial_accumulator_value": 0.1},
+        ("fused", "sparse", "dense"),
+    ),
     "Adam": (torch.optim.Adam, {"lr": 0.05, "eps": 0.1}, ("dense",)),
 }
-"""What float16 state can hold: squares of small gradients are nothing there, so something must stand beside them."""
+"""What float16 state can hold: squares of small gradients are nothing there, so something must
+stand beside them."""
 
 SOME_FORMS: Cuts = {
     "mean": ("table_wise", "row_wise", "column_wise", "data_parallel"),
@@ -98,12 +108,21 @@ class Case:
     def cuts(self) -> Cuts:
         """The tables: what the optimizer has an exact form for."""
         forms = EVERY_FORM if self.way == "plain" and not self.precision else SOME_FORMS
-        if self.optimizer == "SparseAdam":  # collections have dense gradients where they are unsharded
+        # collections have dense gradients where they are unsharded
+        if self.optimizer == "SparseAdam":
             if forms is SOME_FORMS:
-                return {"embedding": ("row_wise", "column_wise"), "embedding_bag": ("row_wise", "table_wise")}
-            return {"embedding": SEQUENCE_CUTS, "embedding_bag": tuple(c for c in CUTS_OF_BAGS if c != "data_parallel")}
+                return {
+                    "embedding": ("row_wise", "column_wise"),
+                    "embedding_bag": ("row_wise", "table_wise"),
+                }
+            return {
+                "embedding": SEQUENCE_CUTS,
+                "embedding_bag": tuple(c for c in CUTS_OF_BAGS if c != "data_parallel"),
+            }
         if self.optimizer == "RowWiseAdagrad":
-            return {form: tuple(c for c in cuts if "column" not in c) for form, cuts in forms.items()}
+            return {
+                form: tuple(c for c in cuts if "column" not in c) for form, cuts in forms.items()
+            }
         return forms
 
     @property
@@ -127,12 +146,17 @@ class Case:
     def start(self) -> EveryForm:
         """Return the model with the weights that every rank and the reference start from."""
         optimizer, options, _ = self.made_of
-        return seeded(EveryForm, {k: v for k, v in self.cuts.items() if v}, optimizer, options, **self.model)
+        return seeded(
+            EveryForm, {k: v for k, v in self.cuts.items() if v}, optimizer, options, **self.model
+        )
 
     def batches(self, num_ranks: int) -> list[list[Batch]]:
         """Return step -> rank -> batch."""
         steps, ranks, unequal = range(STEPS), range(num_ranks), self.way == "unequal"
-        return [[batch_of(step, rank, num_ranks, unequal, self.scaled) for rank in ranks] for step in steps]
+        return [
+            [batch_of(step, rank, num_ranks, unequal, self.scaled) for rank in ranks]
+            for step in steps
+        ]
 
     def trainer_options(self) -> dict[str, Any]:
         """Return what the Trainer is told."""
@@ -154,7 +178,11 @@ class Case:
                 name = f"{form}_{cut}"
                 update = "dense" if cut == "data_parallel" else self.update
                 path = f"tables.{name}" if form.startswith("embedding") else f"tables.{form}.{name}"
-                tables[path] = {"sharding_types": [cut], "min_partition": 4, "embedding_update": update}
+                tables[path] = {
+                    "sharding_types": [cut],
+                    "min_partition": 4,
+                    "embedding_update": update,
+                }
         return {"convert_embeddings": "all", "tables": tables}
 
 
@@ -179,7 +207,8 @@ class Outcome:
 
 
 def train(case: Case) -> Outcome:
-    """Train on this rank through Lightning, tables sharded. A refusal before the first step is an outcome."""
+    """Train on this rank through Lightning, tables sharded. A refusal before the first step is an
+    outcome."""
     rank, num_ranks = rank_and_num_ranks()
     model = case.start()
     batches = [rank_results[rank] for rank_results in case.batches(num_ranks)]
@@ -191,11 +220,17 @@ def train(case: Case) -> Outcome:
             raise
         return Outcome(refused=f"{type(error).__name__}: {error}")
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return Outcome(model.final_state, model.kinds, model.seen_dtypes, 1.0 if scaler is None else scaler.get_scale())
+    return Outcome(
+        model.final_state,
+        model.kinds,
+        model.seen_dtypes,
+        1.0 if scaler is None else scaler.get_scale(),
+    )
 
 
 def _train_all(cases: Sequence[Case], folder: str) -> None:
-    """Train one case after the other; rank 0 leaves each outcome in the folder, for what comes after may fail."""
+    """Train one case after the other; rank 0 leaves each outcome in the folder, for what comes
+    after may fail."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for index, case in enumerate(cases):
@@ -206,8 +241,11 @@ def _train_all(cases: Sequence[Case], folder: str) -> None:
             os.replace(f"{folder}/unfinished", f"{folder}/{index}.pt")
 
 
-def outcomes_of(cases: Sequence[Case], num_ranks: int, tell: Callable[[str], None]) -> list[Outcome]:
-    """Return what became of each case; where a rank raised or hung, the cases after go on in new ranks."""
+def outcomes_of(
+    cases: Sequence[Case], num_ranks: int, tell: Callable[[str], None]
+) -> list[Outcome]:
+    """Return what became of each case; where a rank raised or hung, the cases after go on in new
+    ranks."""
     outcomes: list[Outcome] = []
     while len(outcomes) < len(cases):
         todo = cases[len(outcomes) :][:AT_ONCE]
@@ -215,14 +253,19 @@ def outcomes_of(cases: Sequence[Case], num_ranks: int, tell: Callable[[str], Non
         with tempfile.TemporaryDirectory() as folder:
             failed = ""
             try:
-                run_on_ranks(_train_all, num_ranks, todo, folder, timeout_seconds=60 + 5 * len(todo))
+                run_on_ranks(
+                    _train_all, num_ranks, todo, folder, timeout_seconds=60 + 5 * len(todo)
+                )
             except RankFailed as error:
                 failed = str(error)
             done = len(list(Path(folder).glob("*.pt")))
             outcomes += [torch.load(f"{folder}/{i}.pt", weights_only=False) for i in range(done)]
             if failed:
                 outcomes.append(Outcome(failed=failed))
-        tell(f"{num_ranks} ranks: {len(outcomes)} of {len(cases)} cases, {time.monotonic() - began:.0f} s")
+        tell(
+            f"{num_ranks} ranks: {len(outcomes)} of {len(cases)} cases, "
+            f"{time.monotonic() - began:.0f} s"
+        )
     return outcomes
 
 
@@ -257,8 +300,13 @@ def _reference(case: Case, num_ranks: int) -> Reference:
         model.first.to(model.rows_dtype)
         model.last.to(model.rows_dtype)
         begun = {key: value.detach().clone() for key, value in model.state_dict().items()}
-        batches = [{k: v.to(model.rows_dtype) if v.is_floating_point() else v for k, v in b.items()} for b in batches]
+        batches = [
+            {k: v.to(model.rows_dtype) if v.is_floating_point() else v for k, v in b.items()}
+            for b in batches
+        ]
     accumulate = 4 if case.way == "accumulate" else 1
     scaler = a_scaler() if case.scaled else None
     scale = train_unsharded(model, batches, accumulate, CLIPS.get(case.way), scaler, context)
-    return Reference(begun, {key: value.detach() for key, value in model.state_dict().items()}, scale)
+    return Reference(
+        begun, {key: value.detach() for key, value in model.state_dict().items()}, scale
+    )

@@ -1,4 +1,5 @@
-"""A LightningModule with a table for every form of lookup and every cut, its batches, and a plain loop over them."""
+"""A LightningModule with a table for every form of lookup and every cut, its batches, and a plain
+loop over them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +9,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.modules.embedding_configs import DataType
 
 from tests.multiprocess.strategies.test_parity import CUTS, POOLINGS
@@ -27,16 +34,18 @@ EVERY_FORM: Cuts = {
     "embedding_bag": CUTS,
 }
 TOO_LARGE = 1e38
-"""What the loss is multiplied by where a step is to be skipped: its scaled gradient is no float32 number."""
+"""What the loss is multiplied by where a step is to be skipped: its scaled gradient is no float32
+number."""
 SKIPPED_STEPS = (1, 4)
 
 
 class EveryForm(pl.LightningModule):
     """Looks everything up once in a step.
 
-    cuts: the tables. optimizer, options: one optimizer over everything, unless `of_tables_only`: then the dense layers
-    rest, or learn by an SGD of their own under manual optimization. sparse: what nn.Embedding is told. half: whether
-    tables hold float16. backwards: of which every step is made under manual optimization.
+    cuts: the tables. optimizer, options: one optimizer over everything, unless `of_tables_only`:
+    then the dense layers rest, or learn by an SGD of their own under manual optimization. sparse:
+    what nn.Embedding is told. half: whether tables hold float16. backwards: of which every step is
+    made under manual optimization.
     """
 
     def __init__(
@@ -62,7 +71,8 @@ class EveryForm(pl.LightningModule):
             width += self._add(form, form_values)
         self.first = nn.Linear(width, 16, bias=False)
         self.last = nn.Linear(16, 1, bias=False)
-        with torch.no_grad():  # small, so that neighbours among 16-bit numbers are closer than what is allowed
+        # small, so that neighbours among 16-bit numbers are closer than what is allowed
+        with torch.no_grad():
             self.last.weight *= 0.4
         if tables_only_values and not manual:
             self.first.requires_grad_(False)
@@ -75,7 +85,9 @@ class EveryForm(pl.LightningModule):
 
     def _add(self, form: str, cuts: tuple[str, ...]) -> int:
         """Add the tables of one form and return the number of columns that it is looked up as."""
-        options: dict[str, Any] = {"data_type": DataType.FP16 if self.half_tables else DataType.FP32}
+        options: dict[str, Any] = {
+            "data_type": DataType.FP16 if self.half_tables else DataType.FP32
+        }
         names = [f"{form}_{cut}" for cut in cuts]
         dims = [(8, 16)[i % 2] for i in range(len(cuts))]
         if form in POOLINGS:
@@ -96,7 +108,11 @@ class EveryForm(pl.LightningModule):
         if form == "sequence":
             sequences = [
                 EmbeddingConfig(
-                    name=name, embedding_dim=8, num_embeddings=61 + i, feature_names=[FEATURES[i % 4]], **options
+                    name=name,
+                    embedding_dim=8,
+                    num_embeddings=61 + i,
+                    feature_names=[FEATURES[i % 4]],
+                    **options,
                 )
                 for i, name in enumerate(names)
             ]
@@ -105,10 +121,14 @@ class EveryForm(pl.LightningModule):
         dtype = torch.float16 if self.half_tables else torch.float32
         for i, name in enumerate(names):
             if form == "embedding":
-                table: nn.Module = nn.Embedding(61 + i, dims[i], sparse=self.of_tables_only, dtype=dtype)
+                table: nn.Module = nn.Embedding(
+                    61 + i, dims[i], sparse=self.of_tables_only, dtype=dtype
+                )
             else:
                 mode = ("sum", "mean")[i % 2]
-                table = nn.EmbeddingBag(61 + i, dims[i], mode=mode, sparse=self.of_tables_only, dtype=dtype)
+                table = nn.EmbeddingBag(
+                    61 + i, dims[i], mode=mode, sparse=self.of_tables_only, dtype=dtype
+                )
             nn.init.uniform_(table.weight, -0.1, 0.1)
             self.tables[name] = table
         return sum(dims)
@@ -119,7 +139,10 @@ class EveryForm(pl.LightningModule):
             if name in POOLINGS:
                 columns.append(table(self._keyed(batch, POOLINGS[name][1])).values())
             elif name == "sequence":
-                columns += [_mean(rows.values(), rows.lengths()) for rows in table(self._keyed(batch, False)).values()]
+                columns += [
+                    _mean(rows.values(), rows.lengths())
+                    for rows in table(self._keyed(batch, False)).values()
+                ]
             elif name.startswith("embedding_bag"):
                 columns.append(table(batch["clicks"]))
             else:
@@ -141,8 +164,11 @@ class EveryForm(pl.LightningModule):
         return KeyedJaggedTensor(FEATURES, batch["ids"], weights=weights, lengths=batch["lengths"])
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean loss of the batch, or one whose gradient is too large where the batch says so."""
-        loss = nn.functional.binary_cross_entropy_with_logits(self(batch).float(), batch["label"].float())
+        """Return the mean loss of the batch, or one whose gradient is too large where the batch
+        says so."""
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            self(batch).float(), batch["label"].float()
+        )
         return 8 * loss * batch["factor"].max() if "factor" in batch else 8 * loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
@@ -163,7 +189,10 @@ class EveryForm(pl.LightningModule):
         tables_values = self.optimizer(list(self.tables.parameters()), **self.options)
         if self.automatic_optimization:
             return tables_values
-        return [tables_values, torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.1)]
+        return [
+            tables_values,
+            torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.1),
+        ]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.freeze_or_not(batch_idx)
@@ -178,7 +207,9 @@ class EveryForm(pl.LightningModule):
     def on_train_start(self) -> None:
         setup = self.trainer.strategy.run_tables
         for name, update in setup.updates.items():
-            self.kinds[name.rsplit(".", 1)[-1]] = f"{update.kind} {setup.shards.plan[name].sharding_type}"
+            self.kinds[name.rsplit(".", 1)[-1]] = (
+                f"{update.kind} {setup.shards.plan[name].sharding_type}"
+            )
 
     def on_train_end(self) -> None:
         state = self.trainer.strategy.full_state_dict()
@@ -188,12 +219,15 @@ class EveryForm(pl.LightningModule):
 def _mean(rows: Tensor, lengths: Tensor) -> Tensor:
     """Return the mean of something that is not linear in the rows, over each bag."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    sums = torch.zeros(len(lengths), rows.shape[1], dtype=rows.dtype).index_add(0, owner, rows.tanh())
+    sums = torch.zeros(len(lengths), rows.shape[1], dtype=rows.dtype).index_add(
+        0, owner, rows.tanh()
+    )
     return sums / lengths.clamp(min=1).unsqueeze(1)
 
 
 def batch_of(step: int, rank: int, num_ranks: int, unequal: bool, overflows: bool) -> Batch:
-    """Return the batch of one rank. unequal: ranks have batches of other sizes; overflows: one rank does, at times."""
+    """Return the batch of one rank. unequal: ranks have batches of other sizes; overflows: one rank
+    does, at times."""
     size = 5 + 4 * rank + step % 3 if unequal else 8
     draw = torch.Generator().manual_seed(7000 + 100 * step + rank)
     batch = make_batch(1000 * step + rank, size)
@@ -206,7 +240,11 @@ def batch_of(step: int, rank: int, num_ranks: int, unequal: bool, overflows: boo
 
 def joined(batches: list[Batch]) -> Batch:
     """Return the global batch of the ranks' batches."""
-    further = {key: torch.cat([batch[key] for batch in batches]) for key in ("clicks", "factor") if key in batches[0]}
+    further = {
+        key: torch.cat([batch[key] for batch in batches])
+        for key in ("clicks", "factor")
+        if key in batches[0]
+    }
     return join_batches(batches) | further
 
 
@@ -216,7 +254,8 @@ def loader(batches: list[Batch]) -> DataLoader:
 
 
 def clip_as_one(kind: str, parameters: list[nn.Parameter], limit: float) -> None:
-    """Clip by torch's own functions; those of sparse gradients see them dense, and zeros make no row touched."""
+    """Clip by torch's own functions; those of sparse gradients see them dense, and zeros make no
+    row touched."""
     learning = [p for p in parameters if p.grad is not None]
     rows = {p: p.grad.coalesce() for p in learning if p.grad is not None and p.grad.is_sparse}
     for parameter, gradient in rows.items():
@@ -253,7 +292,11 @@ def train_unsharded(
             continue
         for optimizer in optimizers:
             if clip is not None:
-                clip_as_one(clip[0], [p for group in optimizer.param_groups for p in group["params"]], clip[1])
+                clip_as_one(
+                    clip[0],
+                    [p for group in optimizer.param_groups for p in group["params"]],
+                    clip[1],
+                )
             scaler.step(optimizer)
         scaler.update()
         for optimizer in optimizers:

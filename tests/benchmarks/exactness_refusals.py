@@ -26,22 +26,41 @@ def _cases() -> dict[str, dict[str, Call]]:
     return {
         "Settings": {name: (test_refusals._refused, (name,)) for name in test_refusals.MESSAGES}
         | {
-            "a row-wise cut of one row": (test_watches._train, (test_watches.TinyTables, test_watches.SGD, tiny)),
+            "a row-wise cut of one row": (
+                test_watches._train,
+                (test_watches.TinyTables, test_watches.SGD, tiny),
+            ),
             "tables that differ between ranks": (test_refusals._other_tables, ()),
             "tables that another module sharded": (test_watches._borrowed, ()),
         },
-        "nn.Embedding and nn.EmbeddingBag": {name: (plain._refused, (name,)) for name in plain.REFUSED}
+        "nn.Embedding and nn.EmbeddingBag": {
+            name: (plain._refused, (name,)) for name in plain.REFUSED
+        }
         | {name: (plain._call_wrongly, (name,)) for name in plain.WRONG_CALLS},
         "While training": {
             **_watched(),
-            "a hyperparameter that changes": (test_learning_rates._train_with_decay_added_later, ()),
+            "a hyperparameter that changes": (
+                test_learning_rates._train_with_decay_added_later,
+                (),
+            ),
             "an id out of range": (test_ids_check._train, ("row_wise", "error")),
-            "uneven_inputs='error'": (test_uneven_inputs._train, ("sized", (4, 3), (2, 2), "error")),
-            "a rank without batches": (test_uneven_inputs._train, ("sized", (4, 0), (2, 2), "stop")),
+            "uneven_inputs='error'": (
+                test_uneven_inputs._train,
+                ("sized", (4, 3), (2, 2), "error"),
+            ),
+            "a rank without batches": (
+                test_uneven_inputs._train,
+                ("sized", (4, 0), (2, 2), "stop"),
+            ),
             "tables called by an old reference": (test_refusals._keeps_a_list, ()),
             "weights that drift apart": (
                 test_replicas._train,
-                (test_replicas.DependsOnTheRank, test_replicas.SGD, {"sharding_types": ["table_wise"]}, 40),
+                (
+                    test_replicas.DependsOnTheRank,
+                    test_replicas.SGD,
+                    {"sharding_types": ["table_wise"]},
+                    40,
+                ),
             ),
         },
     }
@@ -52,7 +71,10 @@ def _watched() -> dict[str, Call]:
     marks = test_watches.test_is_reported_on_every_rank.pytestmark  # type: ignore[attr-defined]
     rows = next(mark for mark in marks if mark.name == "parametrize").args[1]
     return {
-        f"{_words(kind.__name__)}, {optimizer[0].__name__}": (test_watches._train, (kind, optimizer, strategy))
+        f"{_words(kind.__name__)}, {optimizer[0].__name__}": (
+            test_watches._train,
+            (kind, optimizer, strategy),
+        )
         for kind, optimizer, strategy, _ in rows
     }
 
@@ -63,9 +85,16 @@ def _words(name: str) -> str:
 
 def _provoke(folder: str) -> dict[str, dict[str, str]]:
     with redirect_stdout(io.StringIO()):
-        message = {heading: {name: _said(*call) for name, call in calls.items()} for heading, calls in _cases().items()}
-        resumed = test_resuming._refused({name: case for name, (case, _) in test_resuming.CASES.items()}, folder)
-        return message | {"Checkpoints": {name: outcome.failed or NOTHING for name, outcome in resumed.items()}}
+        message = {
+            heading: {name: _said(*call) for name, call in calls.items()}
+            for heading, calls in _cases().items()
+        }
+        resumed = test_resuming._refused(
+            {name: case for name, (case, _) in test_resuming.CASES.items()}, folder
+        )
+        return message | {
+            "Checkpoints": {name: outcome.failed or NOTHING for name, outcome in resumed.items()}
+        }
 
 
 def _said(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
@@ -78,14 +107,17 @@ def _said(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
 
 
 def refusals() -> dict[str, dict[str, str]]:
-    """Return heading -> case -> what rank 0 raised, each provoked on two ranks, which raise errors of one kind."""
+    """Return heading -> case -> what rank 0 raised, each provoked on two ranks, which raise errors
+    of one kind."""
     with tempfile.TemporaryDirectory() as folder:
         test_resuming.write_wrong_files(Path(folder))
         first, second = run_on_ranks(_provoke, 2, folder, timeout_seconds=400)
     for heading, output in first.items():
         for case, message in output.items():
             other = second[heading][case]
-            assert message.split(":")[0] == other.split(":")[0], f"{case}: {message}, but on rank 1: {other}"
+            assert message.split(":")[0] == other.split(":")[0], (
+                f"{case}: {message}, but on rank 1: {other}"
+            )
     return {
         heading: {case: message.replace(folder, "...") for case, message in message.items()}
         for heading, message in first.items()

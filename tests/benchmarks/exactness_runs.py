@@ -1,4 +1,5 @@
-"""Averages of weights and numbers of ranks: runs of the tests, with numbers in the place of asserts."""
+"""Averages of weights and numbers of ranks: runs of the tests, with numbers in the place of
+asserts."""
 
 import io
 from contextlib import redirect_stdout
@@ -58,26 +59,37 @@ def differences_of_averages() -> dict[str, tuple[float, float]]:
     start = seeded(test_averages.Averaged, *test_averages.SGD).state_dict()
     assert all(min(largest_difference(state, start).values()) > 1e-4 for state in expected)
     return {
-        name: (max(largest_difference(state, kind_values).values()), 1e-5 if "Adam" in name else 1e-6)
+        name: (
+            max(largest_difference(state, kind_values).values()),
+            1e-5 if "Adam" in name else 1e-6,
+        )
         for (name, state), kind_values in zip(actual.items(), expected, strict=True)
     }
 
 
 def _jobs() -> list[tuple[dict[str, Tensor], list[float]]]:
     with redirect_stdout(io.StringIO()):
-        return [test_batch_sizes._train(kind, optimizer, False, {}) for kind, optimizer, _ in JOBS.values()]
+        return [
+            test_batch_sizes._train(kind, optimizer, False, {})
+            for kind, optimizer, _ in JOBS.values()
+        ]
 
 
 def differences_by_ranks() -> dict[str, tuple[dict[int, tuple[float, float]], float]]:
-    """Return job -> number of ranks -> largest difference of its losses and weights; and what is allowed."""
-    expected = [test_batch_sizes._unsharded(kind, optimizer) for kind, optimizer, _ in JOBS.values()]
+    """Return job -> number of ranks -> largest difference of its losses and weights; and what is
+    allowed."""
+    expected = [
+        test_batch_sizes._unsharded(kind, optimizer) for kind, optimizer, _ in JOBS.values()
+    ]
     actual: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in JOBS}
     for num_ranks in NUMBERS_OF_RANKS:
         rank_results = run_on_ranks(_jobs, num_ranks, timeout_seconds=200)
         for job, name in enumerate(JOBS):
             per_step = zip(*(result[job][1] for result in rank_results), strict=True)
             losses = [sum(losses) / num_ranks for losses in per_step]
-            losses_values = max(abs(local - loss) for local, loss in zip(losses, expected[job].losses, strict=True))
+            losses_values = max(
+                abs(local - loss) for local, loss in zip(losses, expected[job].losses, strict=True)
+            )
             weights = largest_difference(rank_results[0][job][0], expected[job].state_dict())
             actual[name][num_ranks] = losses_values, max(weights.values())
     return {name: (actual[name], limit) for name, (_, _, limit) in JOBS.items()}

@@ -34,7 +34,9 @@ def ranks(number: int) -> str:
 def head(summary: str, on_gpu: bool) -> str:
     """Return the beginning of the page. summary: a table."""
     place = "Ranks are\nprocesses that exchange by gloo; all arithmetic is the CPU's"
-    place += ", though the machine has a GPU." if on_gpu else ". Nothing here was measured on a GPU."
+    place += (
+        ", though the machine has a GPU." if on_gpu else (". Nothing here was measured on a GPU.")
+    )
     return f"""# Exactness
 
 {summary}

@@ -1,12 +1,15 @@
-"""Host time of a training step: what the main thread of a rank does, while the tables' work is small.
+"""Host time of a training step: what the main thread of a rank does, while the tables' work is
+small.
 
-    python -m tests.benchmarks.host_time [--only tiny,8,2 ...] [--functions ours] [--files ours] [--write]
+    python -m tests.benchmarks.host_time [--only tiny,8,2 ...] [--functions ours] [--files ours]
+    [--write]
 
-Contenders take turns on the same ranks: torchrec's TrainPipelineSparseDist written by hand, Trainer.fit under
-torchrec_sharded, the same with a metric and a logged loss, and Lightning's loop around next to nothing. For each:
-the main thread's processor time and the wall's time of a step, and how many Python functions a step calls, by package.
---functions lists the functions that a contender calls most, --files the files that its time goes to. --write puts
-tables into docs/performance.md.
+Contenders take turns on the same ranks: torchrec's TrainPipelineSparseDist written by hand,
+Trainer.fit under torchrec_sharded, the same with a metric and a logged loss, and Lightning's loop
+around next to nothing. For each: the main thread's processor time and the wall's time of a step,
+and how many Python functions a step calls, by package. --functions lists the functions that a
+contender calls most, --files the files that its time goes to. --write puts tables into
+docs/performance.md.
 """
 
 import argparse
@@ -31,24 +34,43 @@ HAND = "by hand, prefetched"
 
 def main() -> None:
     """Measure, print, and write the section where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=CASES, metavar="BATCH,TABLES,RANKS", help="cases to run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=CASES, metavar="BATCH,TABLES,RANKS", help="cases to run"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--functions", choices=CONTENDERS, help="list the functions that this contender calls most")
-    parser.add_argument("--files", choices=CONTENDERS, help="profile this contender alone, and list its files")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
+    parser.add_argument(
+        "--functions", choices=CONTENDERS, help="list the functions that this contender calls most"
+    )
+    parser.add_argument(
+        "--files", choices=CONTENDERS, help="profile this contender alone, and list its files"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="put the tables into docs/performance.md"
+    )
     options = parser.parse_args()
     actual = {}
     for case in options.only:
         batch, num_tables, num_ranks = case.split(",")
         sizes = Sizes(*BATCHES[batch], int(num_tables))
         if options.files:
-            files = run_on_ranks(times_by_file, int(num_ranks), sizes, options.files, timeout_seconds=300)[0]
+            files = run_on_ranks(
+                times_by_file, int(num_ranks), sizes, options.files, timeout_seconds=300
+            )[0]
             print(f"{case}, {options.files}: {files.total():.0f} us a step under a profiler")
-            print("\n".join(f"{time:6.0f} {file}" for file, time in files.most_common(40)), flush=True)
+            print(
+                "\n".join(f"{time:6.0f} {file}" for file, time in files.most_common(40)), flush=True
+            )
             continue
-        actual[case] = run_on_ranks(measure, int(num_ranks), sizes, options.rounds, timeout_seconds=900)[0]
-        print(f"{case}\n{times_table({case: actual[case]})}\n\n{calls_table(actual[case])}\n", flush=True)
+        actual[case] = run_on_ranks(
+            measure, int(num_ranks), sizes, options.rounds, timeout_seconds=900
+        )[0]
+        print(
+            f"{case}\n{times_table({case: actual[case]})}\n\n{calls_table(actual[case])}\n",
+            flush=True,
+        )
         if options.functions:
             for name, number in actual[case][options.functions].functions.most_common(60):
                 print(f"{number:5} {name}")
@@ -57,7 +79,8 @@ def main() -> None:
 
 
 def times_table(actual: dict[str, dict[str, Measured]]) -> str:
-    """Return medians of a step in milliseconds, and what they are of the loop by hand. found: case -> contender."""
+    """Return medians of a step in milliseconds, and what they are of the loop by hand. found: case
+    -> contender."""
     rows = []
     for case, contenders in actual.items():
         hand = contenders[HAND]
@@ -65,7 +88,11 @@ def times_table(actual: dict[str, dict[str, Measured]]) -> str:
             cells = [f"{seen.thread:.2f}", f"{seen.thread / hand.thread:.2f}"]
             cells += [f"{seen.wall:.2f}", f"{seen.wall / hand.wall:.2f}"]
             rows.append([case.replace(",", ", "), name, *cells])
-    return table(["batch, tables, ranks", "", "main thread, ms", "of by hand", "wall, ms", "of by hand"], rows, 2)
+    return table(
+        ["batch, tables, ranks", "", "main thread, ms", "of by hand", "wall, ms", "of by hand"],
+        rows,
+        2,
+    )
 
 
 def calls_table(contenders: dict[str, Measured]) -> str:
@@ -85,8 +112,10 @@ def write(actual: dict[str, dict[str, Measured]]) -> None:
     section = "\n\n".join([
         BEGIN,
         "## Host time of a step",
-        "`python -m tests.benchmarks.host_time --write` writes this section. Batches: tiny is 8 examples of tables "
-        "of 1,000 rows, so that little is left but Python; normal is 512 of 100,000. Medians of the steps of all "
+        "`python -m tests.benchmarks.host_time --write` writes this section. Batches: tiny is 8 "
+        "examples of tables "
+        "of 1,000 rows, so that little is left but Python; normal is 512 of 100,000. Medians of "
+        "the steps of all "
         "rounds; contenders take turns. The main thread's time is what the processor spent on it.",
         times_table(actual),
         f"Python functions that the main thread calls in a step ({first.replace(',', ', ')}), "

@@ -1,4 +1,5 @@
-"""What a step costs the main thread of a rank: its processor time, the wall's, and the functions that it calls."""
+"""What a step costs the main thread of a rank: its processor time, the wall's, and the functions
+that it calls."""
 
 import cProfile
 import io
@@ -90,7 +91,8 @@ class Stopwatch:
 
 
 class CallCounter:
-    """Counts the functions that a step calls in the main thread: those of Python by name, the others together."""
+    """Counts the functions that a step calls in the main thread: those of Python by name, the
+    others together."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[Counter[str], int]] = []
@@ -114,15 +116,21 @@ class CallCounter:
             self._builtins += 1
 
     def usual(self, turn: Turn) -> tuple[Counter[str], int]:
-        """Return what most steps in the middle of a turn call: the median of each function's calls, and of builtins."""
+        """Return what most steps in the middle of a turn call: the median of each function's calls,
+        and of builtins."""
         steps = self.steps[1:][turn.first : turn.first + turn.counted]
         names = {name for functions, _ in steps for name in functions}
-        functions = {name: int(statistics.median(step[name] for step, _ in steps)) for name in names}
-        return Counter({n: k for n, k in functions.items() if k}), int(statistics.median(b for _, b in steps))
+        functions = {
+            name: int(statistics.median(step[name] for step, _ in steps)) for name in names
+        }
+        return Counter({n: k for n, k in functions.items() if k}), int(
+            statistics.median(b for _, b in steps)
+        )
 
 
 class FileTimes:
-    """Profiles the main thread. A builtin counts to the file that calls it; calls seem dearer than they are."""
+    """Profiles the main thread. A builtin counts to the file that calls it; calls seem dearer than
+    they are."""
 
     def __init__(self, turn: Turn) -> None:
         self._profile = cProfile.Profile(time.thread_time)
@@ -141,7 +149,11 @@ class FileTimes:
         actual: Counter[str] = Counter()
         stats: dict[Any, Any] = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
         for (path, _, _), (_, _, own_part, _, callers) in stats.items():
-            parts = [(path, own_part)] if path != "~" else [(caller[0], part[2]) for caller, part in callers.items()]
+            parts = (
+                [(path, own_part)]
+                if path != "~"
+                else [(caller[0], part[2]) for caller, part in callers.items()]
+            )
             for entry, seconds in parts:
                 actual[_file(entry)] += seconds * 1e6 / self._turn.counted  # type: ignore[assignment]
         return actual
@@ -184,7 +196,9 @@ class BareLoop:
         """Fit over all batches."""
         clock = Clock(self.clock)
         strategy = SingleDeviceStrategy(torch.device("cpu"))
-        trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, callbacks=[clock], **NO_OUTPUT)
+        trainer = pl.Trainer(
+            strategy=strategy, accelerator="cpu", max_epochs=1, callbacks=[clock], **NO_OUTPUT
+        )
         trainer.fit(_NextToNothing(), self.batches.loader(as_dict, self.steps.steps))
         return self.steps.times(clock.ticks)
 
@@ -199,14 +213,18 @@ TURN = Turn(first=10, counted=60, last=5)
 COUNTED_TURN = Turn(first=24, counted=8, last=5)
 
 
-def measure(sizes: Sizes, rounds: int, names: tuple[str, ...] = tuple(CONTENDERS)) -> dict[str, Measured]:
+def measure(
+    sizes: Sizes, rounds: int, names: tuple[str, ...] = tuple(CONTENDERS)
+) -> dict[str, Measured]:
     """Collective. Let contenders take turns on this rank, one of those that `run_on_ranks` runs."""
     torch.set_num_threads(1)
     if not dist.is_initialized():
         join_ranks()
     silence()
     actual = {name: Measured() for name in names}
-    batches = Batches(sizes.num_rows, TURN.steps, dist.get_rank(), sizes.num_tables, sizes.batch_size)
+    batches = Batches(
+        sizes.num_rows, TURN.steps, dist.get_rank(), sizes.num_tables, sizes.batch_size
+    )
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         contenders = {name: CONTENDERS[name](sizes.num_rows, batches, TURN) for name in names}
@@ -223,7 +241,8 @@ def measure(sizes: Sizes, rounds: int, names: tuple[str, ...] = tuple(CONTENDERS
 
 
 def calls_of(contender: Contender) -> tuple[Counter[str], int]:
-    """Collective. Return how often a step calls each function of Python, and builtins; takes a turn."""
+    """Collective. Return how often a step calls each function of Python, and builtins; takes a
+    turn."""
     counter = CallCounter()
     contender.clock = counter
     contender.steps = COUNTED_TURN
@@ -235,11 +254,14 @@ def calls_of(contender: Contender) -> tuple[Counter[str], int]:
 
 
 def times_by_file(sizes: Sizes, name: str) -> Counter[str]:
-    """Collective. Return how long a step of this contender stays in each file, in microseconds, under a profiler."""
+    """Collective. Return how long a step of this contender stays in each file, in microseconds,
+    under a profiler."""
     torch.set_num_threads(1)
     join_ranks()
     silence()
-    batches = Batches(sizes.num_rows, TURN.steps, dist.get_rank(), sizes.num_tables, sizes.batch_size)
+    batches = Batches(
+        sizes.num_rows, TURN.steps, dist.get_rank(), sizes.num_tables, sizes.batch_size
+    )
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         contender = CONTENDERS[name](sizes.num_rows, batches, TURN)

@@ -1,8 +1,10 @@
 """What the exchange of weights that learn costs in a step.
 
 `python -m tests.benchmarks.learned_weights`
-Two gloo ranks of this machine take turns, in the same processes, with the exchange, and with ones in place of what it
-brings: 8 tables of 100,000 x 64 with a PositionWeightedModuleCollection, 512 examples of 10 ids each.
+Two gloo ranks of this machine take turns, in the same processes, with the exchange, and with ones
+in place of what it
+brings: 8 tables of 100,000 x 64 with a PositionWeightedModuleCollection, 512 examples of 10 ids
+each.
 """
 
 import statistics
@@ -32,7 +34,9 @@ class Weighted(pl.LightningModule):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name])
+            EmbeddingBagConfig(
+                name=f"t_{name}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name]
+            )
             for name in NAMES
         ]
         tables = EmbeddingBagCollection(tables=configs, is_weighted=True)
@@ -58,8 +62,13 @@ def measure(sharding_type: str, hidden: int) -> dict[str, list[float]]:
     draw = torch.Generator().manual_seed(rank_and_num_ranks()[0])
     lengths, count = torch.full((len(NAMES) * EXAMPLES,), LENGTH), len(NAMES) * EXAMPLES * LENGTH
     ids = [(torch.rand(count, generator=draw) ** 3 * ROWS).long() for _ in range(WARM + STEPS)]
-    loader = DataLoader([KeyedJaggedTensor(NAMES, item, lengths=lengths) for item in ids], batch_size=None)  # type: ignore[arg-type]
-    ways = {"with": weights_exchange._exchange, "without": lambda numbers, _, sizes, __: numbers.new_ones(sum(sizes))}
+    loader = DataLoader(
+        [KeyedJaggedTensor(NAMES, item, lengths=lengths) for item in ids], batch_size=None
+    )  # type: ignore[arg-type]
+    ways = {
+        "with": weights_exchange._exchange,
+        "without": lambda numbers, _, sizes, __: numbers.new_ones(sum(sizes)),
+    }
     actual: dict[str, list[float]] = {way: [] for way in ways}
     for way, exchange in list(ways.items()) * ROUNDS:
         model = Weighted(hidden)
@@ -67,7 +76,10 @@ def measure(sharding_type: str, hidden: int) -> dict[str, list[float]]:
             make_trainer({"sharding_types": [sharding_type]}).fit(model, loader)
         times = model.times[WARM:]
         actual[way].append(
-            1000 * statistics.median(final - position for position, final in zip(times, times[1:], strict=False))
+            1000
+            * statistics.median(
+                final - position for position, final in zip(times, times[1:], strict=False)
+            )
         )
     return actual
 
@@ -79,7 +91,11 @@ def main() -> None:
             actual = run_on_ranks(measure, 2, sharding_type, hidden)[0]
             with_it, without = (statistics.median(actual[way]) for way in ("with", "without"))
             share = 1 - without / with_it
-            print(f"{sharding_type}, {hidden} hidden: {with_it:.1f} ms, {without:.1f} without: {share:.1%}", flush=True)
+            print(
+                f"{sharding_type}, {hidden} hidden: {with_it:.1f} ms, {without:.1f} without: "
+                f"{share:.1%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Takes a large table through its life, and prints the most memory that each rank held in each stage of it.
+"""Takes a large table through its life, and prints the most memory that each rank held in each
+stage of it.
 
-    python -m tests.benchmarks.life_memory [--gib 10] [--kind bags|rows|embedding] [--only fit save resume]
+    python -m tests.benchmarks.life_memory [--gib 10] [--kind bags|rows|embedding] [--only fit save
+    resume]
 
-The table's rows and Adagrad's state of them have so many GiB together; with `--optimizer sgd` the rows alone. The peak
-is that of memory without files, which may be mapped but can be dropped, looked at every 5 ms; some 300 MiB of it are
-the process itself. --limit-gib ends a rank that allocates more (RLIMIT_DATA), with as much for all ranks together where
-their number is another. Checkpoints go to --folder.
+The table's rows and Adagrad's state of them have so many GiB together; with `--optimizer sgd` the
+rows alone. The peak is that of memory without files, which may be mapped but can be dropped, looked
+at every 5 ms; some 300 MiB of it are the process itself. --limit-gib ends a rank that allocates
+more (RLIMIT_DATA), with as much for all ranks together where their number is another. Checkpoints
+go to --folder.
 """
 
 import argparse
@@ -25,7 +28,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from lightning_distrec.errors import DistRecError
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
@@ -83,13 +92,21 @@ class Users(pl.LightningModule):
         """Make the table."""
         if self.users is None:
             chosen = self.hparams
-            options: Any = {"name": "users", "embedding_dim": chosen.dim, "num_embeddings": chosen.num_rows}
+            options: Any = {
+                "name": "users",
+                "embedding_dim": chosen.dim,
+                "num_embeddings": chosen.num_rows,
+            }
             if chosen.kind == "embedding":
                 self.users = nn.Embedding(chosen.num_rows, chosen.dim)
             elif chosen.kind == "bags":
-                self.users = EmbeddingBagCollection([EmbeddingBagConfig(**options, feature_names=["ids"])])
+                self.users = EmbeddingBagCollection([
+                    EmbeddingBagConfig(**options, feature_names=["ids"])
+                ])
             else:
-                self.users = EmbeddingCollection([EmbeddingConfig(**options, feature_names=["ids"])])
+                self.users = EmbeddingCollection([
+                    EmbeddingConfig(**options, feature_names=["ids"])
+                ])
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: (examples, IDS). Returns a score per example."""
@@ -103,7 +120,9 @@ class Users(pl.LightningModule):
         return self.top(output["ids"].values().view(*ids.shape, -1).mean(1)).squeeze(1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(self(batch), torch.ones(batch.shape[0]))
+        return nn.functional.binary_cross_entropy_with_logits(
+            self(batch), torch.ones(batch.shape[0])
+        )
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
@@ -119,7 +138,9 @@ class _Saves(pl.Callback):
     def __init__(self, path: Path) -> None:
         self.path = str(path)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == STEPS // 2:
             trainer.save_checkpoint(self.path)
 
@@ -188,7 +209,10 @@ def save_asynchronously(life: Life, folder: Path) -> dict[str, Any]:
 
 def save_differences(life: Life, folder: Path) -> dict[str, Any]:
     """Collective. Fit and save by difference; returns the peak."""
-    stages, series = Stages(life), {"every": 2, "full_every": 100, "dirpath": str(folder / "series")}
+    stages, series = (
+        Stages(life),
+        {"every": 2, "full_every": 100, "dirpath": str(folder / "series")},
+    )
     trainer = make_trainer({"checkpoint": {"incremental": series}})
     stages("fit with incremental saves", lambda: trainer.fit(_module(life), _data(life)))
     return stages.peaks
@@ -214,7 +238,12 @@ def use(life: Life, folder: Path) -> dict[str, Any]:
     def write_served() -> None:
         with tables_on_meta():
             (model := _module(life)).configure_model()
-        export_for_serving(model, batch, folder / "served", state=read_contents(full, False).checkpoint["state_dict"])
+        export_for_serving(
+            model,
+            batch,
+            folder / "served",
+            state=read_contents(full, False).checkpoint["state_dict"],
+        )
 
     stages("export", lambda: export(full, folder / "exported.ckpt"))
     stages("export for serving", write_served)
@@ -224,7 +253,15 @@ def use(life: Life, folder: Path) -> dict[str, Any]:
 
 
 PHASES: dict[Any, tuple[str, ...]] = {
-    train: ("fit", "save", "validate", "full_state_dict, refused", WHOLE[0], "unshard, refused", WHOLE[1]),
+    train: (
+        "fit",
+        "save",
+        "validate",
+        "full_state_dict, refused",
+        WHOLE[0],
+        "unshard, refused",
+        WHOLE[1],
+    ),
     fit_again: ("second fit",),
     save_asynchronously: (COPIES,),
     save_differences: ("fit with incremental saves",),
@@ -235,7 +272,8 @@ PHASES: dict[Any, tuple[str, ...]] = {
 
 
 def measure(life: Life, folder: Path) -> list[dict[str, Any]]:
-    """Return for all stages: ranks, bytes that one must hold (its share, in most), peak bytes by rank, and seconds."""
+    """Return for all stages: ranks, bytes that one must hold (its share, in most), peak bytes by
+    rank, and seconds."""
     rows = []
     for function, stages in PHASES.items():
         if life.only and not set(life.only) & set(stages):
@@ -246,7 +284,13 @@ def measure(life: Life, folder: Path) -> list[dict[str, Any]]:
             share = 0 if function is use else life.num_bytes // num_ranks
             needed = share + (life.row_bytes if stage in WHOLE else share if stage == COPIES else 0)
             peaks, seconds = [peaks[stage][0] for peaks in per_rank], per_rank[0][stage][1]
-            rows.append({"stage": stage, "ranks": num_ranks, "needed": needed, "peaks": peaks, "seconds": seconds})
+            rows.append({
+                "stage": stage,
+                "ranks": num_ranks,
+                "needed": needed,
+                "peaks": peaks,
+                "seconds": seconds,
+            })
     return rows
 
 
@@ -283,8 +327,11 @@ def _little_memory() -> Iterator[None]:
 
 
 def main() -> int:
-    """Measure and print; the exit status is the number of stages with more than 512 MiB above what they need."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print; the exit status is the number of stages with more than 512 MiB above what
+    they need."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for field in fields(Life):
         many = (
             {"nargs": "*", "default": ()}
@@ -298,7 +345,10 @@ def main() -> int:
     life = Life(**{**options, "only": tuple(options["only"])})
     with tempfile.TemporaryDirectory(dir=folder) as directory:
         rows = measure(life, Path(directory))
-    print(f"{life.num_rows:,} rows x {life.dim}, {life.optimizer}, {life.kind}; {life.num_bytes / MIB:,.0f} MiB")
+    print(
+        f"{life.num_rows:,} rows x {life.dim}, {life.optimizer}, {life.kind}; "
+        f"{life.num_bytes / MIB:,.0f} MiB"
+    )
     print("| stage | ranks | needed, MiB | peak of a rank, MiB | above it, MiB | seconds |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:

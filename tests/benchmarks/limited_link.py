@@ -1,4 +1,5 @@
-"""Runs a job in two processes, each on a machine of its own, that are joined by a link of limited rate.
+"""Runs a job in two processes, each on a machine of its own, that are joined by a link of limited
+rate.
 
 Needs root, `ip` and `tc`.
 """
@@ -29,11 +30,13 @@ def run_on_link(
     timeout_seconds: float,
     variables: Callable[[int, str], dict[str, str]],
 ) -> Any:
-    """Run `python -m module FOLDER NUMBER` on machines 0 and 1; return what one of them saves as RESULT in the folder.
+    """Run `python -m module FOLDER NUMBER` on machines 0 and 1; return what one of them saves as
+    RESULT in the folder.
 
-    job: what they find there as JOB. mbit_per_second: the link's rate in each direction. variables: of the environment,
-    by a machine's number and the folder, beside the address to meet at.
-    Raises CannotMeasure: there can be no such link here. RuntimeError: a process failed or was not done in time.
+    job: what they find there as JOB. mbit_per_second: the link's rate in each direction. variables:
+    of the environment, by a machine's number and the folder, beside the address to meet at.
+    Raises CannotMeasure: there can be no such link here. RuntimeError: a process failed or was not
+    done in time.
     """
     with ExitStack() as started, tempfile.TemporaryDirectory() as folder:
         try:
@@ -45,9 +48,15 @@ def run_on_link(
         for number, machine in enumerate(machines):
             output = started.enter_context(open(f"{folder}/{number}.log", "w"))
             environment = os.environ | variables(number, folder)
-            environment |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": machine.device}
+            environment |= {
+                "MASTER_ADDR": ADDRESSES[0],
+                "MASTER_PORT": str(PORT),
+                "GLOO_SOCKET_IFNAME": machine.device,
+            }
             command = machine.command(sys.executable, "-m", module, folder, str(number))
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
             started.callback(_end, process)
             running.append(process)
         _wait(running, folder, timeout_seconds)
@@ -75,7 +84,9 @@ def _end(process: subprocess.Popen) -> None:
 
 def _wait(running: list[subprocess.Popen], folder: str, timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
-    while any(process.poll() is None for process in running) and not any(process.poll() for process in running):
+    while any(process.poll() is None for process in running) and not any(
+        process.poll() for process in running
+    ):
         if time.monotonic() > deadline:
             raise RuntimeError(f"the ranks on the link were not done after {timeout_seconds:.0f} s")
         time.sleep(0.2)

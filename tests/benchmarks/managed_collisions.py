@@ -1,8 +1,10 @@
-"""Times lookups in training by MCHManagedCollisionModule: torchrec's own beside the product's buckets, in turns.
+"""Times lookups in training by MCHManagedCollisionModule: torchrec's own beside the product's
+buckets, in turns.
 
     python -m tests.benchmarks.managed_collisions [--updates N]
 
-2^20 rows, 20,000 ids a step, one core; every eighth step is an update, which gives ids rows. About a minute.
+2^20 rows, 20,000 ids a step, one core; every eighth step is an update, which gives ids rows. About
+a minute.
 """
 
 import argparse
@@ -25,11 +27,17 @@ CPU = torch.device("cpu")
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=8, help="of each contender, after one that does not count")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--updates", type=int, default=8, help="of each contender, after one that does not count"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    contenders = {"torchrec": _torchrec()} | {f"{buckets} buckets": _buckets(buckets) for buckets in (1, 8, 64)}
+    contenders = {"torchrec": _torchrec()} | {
+        f"{buckets} buckets": _buckets(buckets) for buckets in (1, 8, 64)
+    }
     updates: dict[str, list[float]] = {name: [] for name in contenders}
     steps: dict[str, list[float]] = {name: [] for name in contenders}
     for number, ids in enumerate(_batches((options.updates + 1) * INTERVAL)):
@@ -37,10 +45,15 @@ def main() -> None:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             began = perf_counter()
             contenders[name](ids)
-            (steps if (number + 1) % INTERVAL else updates)[name].append(1000 * (perf_counter() - began))
+            (steps if (number + 1) % INTERVAL else updates)[name].append(
+                1000 * (perf_counter() - began)
+            )
     rows = []
     for name in contenders:
-        ratios = [own / theirs for own, theirs in zip(updates[name][1:], updates["torchrec"][1:], strict=True)]
+        ratios = [
+            own / theirs
+            for own, theirs in zip(updates[name][1:], updates["torchrec"][1:], strict=True)
+        ]
         steps_ms, updates_ms = median(steps[name][INTERVAL:]), median(updates[name][1:])
         rows.append([name, f"{steps_ms:.1f}", f"{updates_ms:.0f}", f"{median(ratios):.2f}"])
     print(table(["", "ms a step", "with an update", "of torchrec's"], rows))
@@ -80,7 +93,9 @@ def _buckets(number: int) -> Callable[[Tensor], None]:
 def _batches(number: int) -> Iterator[Tensor]:
     draws = torch.Generator().manual_seed(0)
     for _ in range(number):
-        yield (torch.rand(IDS, generator=draws, dtype=torch.float64) ** 4 * 20_000_000).long() * 7919
+        yield (
+            torch.rand(IDS, generator=draws, dtype=torch.float64) ** 4 * 20_000_000
+        ).long() * 7919
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ class Cell:
 
 
 def largest(cells: Sequence[Cell]) -> Cell:
-    """Return the worst of several cells: what went wrong, then the number nearest to or farthest over its limit."""
+    """Return the worst of several cells: what went wrong, then the number nearest to or farthest
+    over its limit."""
     wrong = [cell for cell in cells if cell.wrong]
     numbers = [cell for cell in cells if cell.value is not None]
     not_a_number = [cell for cell in numbers if cell.value != cell.value]
@@ -41,8 +42,12 @@ def largest(cells: Sequence[Cell]) -> Cell:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], words: int = 1) -> str:
-    """Return a Markdown table; its first columns, as many as `words`, are text, the others are numbers."""
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * words + " ---: |" * (len(header) - words)]
+    """Return a Markdown table; its first columns, as many as `words`, are text, the others are
+    numbers."""
+    lines = [
+        "| " + " | ".join(header) + " |",
+        "|" + " --- |" * words + " ---: |" * (len(header) - words),
+    ]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines)
 
@@ -54,7 +59,9 @@ def call(kind: type, options: dict[str, object]) -> str:
 
 def listed(messages: dict[str, str]) -> str:
     """Return the message of each case, two lines each."""
-    return "\n".join(f"{case}\n    {' '.join(message.split())}" for case, message in messages.items())
+    return "\n".join(
+        f"{case}\n    {' '.join(message.split())}" for case, message in messages.items()
+    )
 
 
 def versions() -> str:

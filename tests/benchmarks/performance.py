@@ -1,10 +1,11 @@
-"""Writes docs/performance.md from a run: step times of Trainer.fit against a loop written by hand with torchrec.
+"""Writes docs/performance.md from a run: step times of Trainer.fit against a loop written by hand
+with torchrec.
 
     python -m tests.benchmarks.performance [--only bare delay] [--quick] [--out docs/performance.md]
 
-All of it takes about ten minutes on two cores that do nothing else. A run of parts, or a quick one, only prints what it
-found, unless --out is given. Exits with 1 where something went wrong, losses that differ for example; missed aims
-stand in bold.
+All of it takes about ten minutes on two cores that do nothing else. A run of parts, or a quick one,
+only prints what it found, unless --out is given. Exits with 1 where something went wrong, losses
+that differ for example; missed aims stand in bold.
 """
 
 import argparse
@@ -33,16 +34,27 @@ PARTS = ("bare", "logged", "delay", "link", "ddp", "memory")
 
 def main() -> int:
     """Measure, print, and write the page; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run; without it, all")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contender")
-    parser.add_argument("--quick", action="store_true", help="two rounds, no large tables: to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="two rounds, no large tables: to see that it works"
+    )
     parser.add_argument("--out", type=Path, help="where the page goes")
-    parser.add_argument("--profiles", default="", metavar="FOLDER", help="write a cProfile of one turn of each there")
+    parser.add_argument(
+        "--profiles",
+        default="",
+        metavar="FOLDER",
+        help="write a cProfile of one turn of each there",
+    )
     options = parser.parse_args()
     rounds = 2 if options.quick else options.rounds
     began = time.monotonic()
-    _tell(f"load before: {os.getloadavg()[0]:.1f}; what others do at the same time is measured, too")
+    _tell(
+        f"load before: {os.getloadavg()[0]:.1f}; what others do at the same time is measured, too"
+    )
     measured = measure(options.only or PARTS, rounds, not options.quick, _tell, options.profiles)
     rows = summary(measured)
     for row in rows:
@@ -88,7 +100,15 @@ def _page(measured: Measured, rounds: int) -> str:
 def _with_sections(page: str, initial: Path) -> str:
     """Return the page with the sections of other benchmarks that were in it before."""
     old = initial.read_text(encoding="utf-8") if initial.exists() else ""
-    for name in ("checkpointing", "dense", "plans", "planning", "estimated steps", "host time", "by hand"):
+    for name in (
+        "checkpointing",
+        "dense",
+        "plans",
+        "planning",
+        "estimated steps",
+        "host time",
+        "by hand",
+    ):
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         if begin in old:
             section = old[old.index(begin) : old.index(end) + len(end)]

@@ -1,6 +1,8 @@
-"""What is timed: loops written by hand with torchrec alone, and Trainer.fit, over one model and one list of batches.
+"""What is timed: loops written by hand with torchrec alone, and Trainer.fit, over one model and one
+list of batches.
 
-Each contender takes turns: `turn()` trains over all batches once more and returns the milliseconds of its steps.
+Each contender takes turns: `turn()` trains over all batches once more and returns the milliseconds
+of its steps.
 """
 
 import inspect
@@ -58,7 +60,8 @@ class Turn:
         return self.first + self.counted + self.last
 
     def times(self, ticks: list[float]) -> list[float]:
-        """Return the milliseconds of the steps that count. ticks: seconds at the beginning of every step."""
+        """Return the milliseconds of the steps that count. ticks: seconds at the beginning of every
+        step."""
         assert len(ticks) == self.steps, (len(ticks), self)
         steps = [1000 * (final - initial) for initial, final in zip(ticks, ticks[1:], strict=False)]
         return steps[self.first : self.first + self.counted]
@@ -76,19 +79,30 @@ class Contender(Protocol):
     def losses(self) -> list[Tensor]: ...
 
     def turn(self) -> list[float]:
-        """Collective. Train over all batches once more; returns the milliseconds of each step that counts."""
+        """Collective. Train over all batches once more; returns the milliseconds of each step that
+        counts."""
 
 
 class ByHand:
-    """The model in torchrec's DistributedModelParallel, planned by its planner, its loop written out."""
+    """The model in torchrec's DistributedModelParallel, planned by its planner, its loop written
+    out."""
 
     clock: Callable[[], float] = staticmethod(time.perf_counter)
 
-    def __init__(self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        batches: Batches,
+        turn: Turn,
+        device: torch.device = CPU,
+        dim: int = DIM,
+    ) -> None:
         net = make_net(num_rows, len(batches.names), dim)
         weights = {name: weight.detach() for name, weight in net.state_dict().items()}
         module = NetWithLoss(net)
-        apply_optimizer_in_backward(torch.optim.SGD, net.sparse_arch.parameters(), {"lr": LEARNING_RATE})
+        apply_optimizer_in_backward(
+            torch.optim.SGD, net.sparse_arch.parameters(), {"lr": LEARNING_RATE}
+        )
         self.model = DistributedModelParallel(
             module,
             device=device,
@@ -120,7 +134,14 @@ class ByHand:
 class ByHandPrefetched(ByHand):
     """The same, its loop being torchrec's TrainPipelineSparseDist."""
 
-    def __init__(self, num_rows: int, batches: Batches, turn: Turn, device: torch.device = CPU, dim: int = DIM) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        batches: Batches,
+        turn: Turn,
+        device: torch.device = CPU,
+        dim: int = DIM,
+    ) -> None:
         super().__init__(num_rows, batches, turn, device, dim)
         self.pins = device.type == "cuda"
         self.prefetching = TrainPipelineSparseDist(self.model, self.optimizer, device)
@@ -217,7 +238,9 @@ def our_strategy(depth: int = 1, **options: Any) -> TorchRecShardedStrategy:
 
 
 def _quantized_strategy() -> TorchRecShardedStrategy:
-    return our_strategy(3, quantized_comms=lightning_distrec.QuantizedComms(forward="fp16", backward="bf16"))
+    return our_strategy(
+        3, quantized_comms=lightning_distrec.QuantizedComms(forward="fp16", backward="bf16")
+    )
 
 
 def _options() -> set[str]:
@@ -240,4 +263,6 @@ def missing_option(contender: str) -> str:
     """Return the option of the strategy that a contender needs and that there is not, or ""."""
     needed = {"prefetched": "prefetch", "quantized": "quantized_comms"}
     words = contender.split(", ") if contender.startswith("ours") else []
-    return next((needed[word] for word in words if word in needed and needed[word] not in _options()), "")
+    return next(
+        (needed[word] for word in words if word in needed and needed[word] not in _options()), ""
+    )

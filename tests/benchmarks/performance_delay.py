@@ -1,4 +1,5 @@
-"""A slow network in one machine: every all-to-all takes some milliseconds longer, which nobody spends computing."""
+"""A slow network in one machine: every all-to-all takes some milliseconds longer, which nobody
+spends computing."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ class Exchanges:
 class _Late(dist.Work):
     """A request that is done no sooner than `due`; until then its caller may do something else.
 
-    A dist.Work, because torchrec waits for nothing else (torchrec/distributed/dist_data.py, SplitsAllToAllAwaitable).
+    A dist.Work, because torchrec waits for nothing else (torchrec/distributed/dist_data.py,
+    SplitsAllToAllAwaitable).
     """
 
     def __init__(self, work: dist.Work, due: float) -> None:
@@ -40,14 +42,17 @@ class _Late(dist.Work):
 
 @contextmanager
 def every_exchange_takes(milliseconds: float) -> Iterator[Exchanges]:
-    """Inside of the context each all-to-all takes at least this long from its start; yields their number so far."""
+    """Inside of the context each all-to-all takes at least this long from its start; yields their
+    number so far."""
     original, exchanges = dist.all_to_all_single, Exchanges()
 
     def all_to_all_single(*args: Any, async_op: bool = False, **options: Any) -> Any:
         exchanges.started += 1
         if not milliseconds:
             return original(*args, async_op=async_op, **options)
-        late = _Late(original(*args, async_op=True, **options), time.perf_counter() + milliseconds / 1000)
+        late = _Late(
+            original(*args, async_op=True, **options), time.perf_counter() + milliseconds / 1000
+        )
         return late if async_op else late.wait()
 
     with Patches() as patches:

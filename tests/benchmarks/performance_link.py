@@ -1,6 +1,8 @@
-"""Two ranks on two machines: each in a network namespace of its own, joined by a link of limited rate.
+"""Two ranks on two machines: each in a network namespace of its own, joined by a link of limited
+rate.
 
-    python -m tests.benchmarks.performance_link FOLDER RANK    what each rank runs; `on_limited_link` starts it
+    python -m tests.benchmarks.performance_link FOLDER RANK    what each rank runs;
+    `on_limited_link` starts it
 
 Needs root, `ip` and `tc`.
 """
@@ -34,7 +36,8 @@ class OnLink:
 
 
 def on_limited_link(job: Job, mbit_per_second: int, timeout_seconds: float) -> OnLink:
-    """Run a job on two ranks that are joined by a link of this rate in each direction; raises as `run_on_link`."""
+    """Run a job on two ranks that are joined by a link of this rate in each direction; raises as
+    `run_on_link`."""
 
     def variables(rank: int, _: str) -> dict[str, str]:
         return {
@@ -46,12 +49,15 @@ def on_limited_link(job: Job, mbit_per_second: int, timeout_seconds: float) -> O
             "NODE_RANK": str(rank),
         }
 
-    result: OnLink = run_on_link("tests.benchmarks.performance_link", job, mbit_per_second, timeout_seconds, variables)
+    result: OnLink = run_on_link(
+        "tests.benchmarks.performance_link", job, mbit_per_second, timeout_seconds, variables
+    )
     return result
 
 
 def rates() -> tuple[float, float]:
-    """Collective. Return the Mbit/s of long sends from rank 0 to 1, and each way of all-to-alls of a step's size."""
+    """Collective. Return the Mbit/s of long sends from rank 0 to 1, and each way of all-to-alls of
+    a step's size."""
     rank = dist.get_rank()
     long = torch.zeros(8 * STEP_BYTES // 4)
 
@@ -61,7 +67,9 @@ def rates() -> tuple[float, float]:
 
     sent = torch.zeros(2 * STEP_BYTES // 4)
     received = torch.zeros_like(sent)
-    return _rate(send, 8 * STEP_BYTES), _rate(partial(dist.all_to_all_single, received, sent), STEP_BYTES)
+    return _rate(send, 8 * STEP_BYTES), _rate(
+        partial(dist.all_to_all_single, received, sent), STEP_BYTES
+    )
 
 
 def _rate(action: Callable[[], object], num_bytes: int) -> float:

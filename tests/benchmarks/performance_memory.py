@@ -23,7 +23,8 @@ class Held:
     shards: int
     """Of the tables' shards."""
     growth: int
-    """By which the process was larger in the middle of training than before the module was built."""
+    """By which the process was larger in the middle of training than before the module was
+    built."""
 
 
 class _Look(pl.Callback):
@@ -32,7 +33,9 @@ class _Look(pl.Callback):
     def __init__(self, step: int) -> None:
         self.step, self.shards, self.process = step, 0, 0
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == self.step:
             table_values = trainer.strategy.run_tables.shards.shards.values()
             weights = [shard.weight for shards in table_values for shard in shards]
@@ -42,10 +45,14 @@ class _Look(pl.Callback):
 
 
 def held(num_rows: int) -> Held:
-    """Collective. Train for a few steps on this rank, one of those that `run_on_ranks` runs; returns what it held."""
+    """Collective. Train for a few steps on this rank, one of those that `run_on_ranks` runs;
+    returns what it held."""
     join_ranks()
     silence()
-    turn, strategy = Turn(5, 10, 3), partial(our_strategy, 1 if missing_option("ours, prefetched") else 3)
+    turn, strategy = (
+        Turn(5, 10, 3),
+        partial(our_strategy, 1 if missing_option("ours, prefetched") else 3),
+    )
     with redirect_stdout(io.StringIO()):
         # What a first fit loads and keeps is not the tables'.
         ByTrainer(1000, Batches(1000, turn.steps, dist.get_rank()), turn, strategy).turn()

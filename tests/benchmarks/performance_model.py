@@ -1,4 +1,5 @@
-"""The model and the batches whose steps are timed: an ordinary DLRM, and the same net without Lightning."""
+"""The model and the batches whose steps are timed: an ordinary DLRM, and the same net without
+Lightning."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,16 +36,21 @@ def make_net(num_rows: int, num_tables: int = NUM_TABLES, dim: int = DIM) -> DLR
     """Return torchrec's own DLRM with the weights from which every contender starts."""
     torch.manual_seed(7)
     tables = [
-        EmbeddingBagConfig(name=f"t_{name}", embedding_dim=dim, num_embeddings=num_rows, feature_names=[name])
+        EmbeddingBagConfig(
+            name=f"t_{name}", embedding_dim=dim, num_embeddings=num_rows, feature_names=[name]
+        )
         for name in feature_names(num_tables)
     ]
     return DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [HIDDEN, dim], [HIDDEN, 1])
 
 
 class LitDLRM(pl.LightningModule):
-    """The net as one would train it on one device. logged: log the loss and update a metric at every step."""
+    """The net as one would train it on one device. logged: log the loss and update a metric at
+    every step."""
 
-    def __init__(self, num_rows: int, logged: bool = False, num_tables: int = NUM_TABLES, dim: int = DIM) -> None:
+    def __init__(
+        self, num_rows: int, logged: bool = False, num_tables: int = NUM_TABLES, dim: int = DIM
+    ) -> None:
         super().__init__()
         self.net = make_net(num_rows, num_tables, dim)
         self.auroc = torchmetrics.classification.BinaryAUROC() if logged else None
@@ -66,7 +72,8 @@ class LitDLRM(pl.LightningModule):
 
 @dataclass
 class Batch(Pipelineable):
-    """A batch as torchrec's loops get it, as its own: torchrec.datasets needs iopath where only this is wanted."""
+    """A batch as torchrec's loops get it, as its own: torchrec.datasets needs iopath where only
+    this is wanted."""
 
     dense_features: Tensor
     sparse_features: KeyedJaggedTensor
@@ -111,7 +118,8 @@ def as_dict(dense: Tensor, ids: KeyedJaggedTensor, label: Tensor) -> dict[str, A
 
 
 class _Clicks(Dataset):
-    """Batches that were drawn before. A KeyedJaggedTensor keeps what it computes of itself, so each one is new."""
+    """Batches that were drawn before. A KeyedJaggedTensor keeps what it computes of itself, so each
+    one is new."""
 
     def __init__(self, names: list[str], drawn: list[tuple[Tensor, ...]], form: Form) -> None:
         self.names, self.drawn, self.form = names, drawn, form
@@ -121,14 +129,21 @@ class _Clicks(Dataset):
 
     def __getitem__(self, i: int) -> Any:
         dense, values, lengths, label = self.drawn[i]
-        return self.form(dense, KeyedJaggedTensor(keys=self.names, values=values, lengths=lengths), label)
+        return self.form(
+            dense, KeyedJaggedTensor(keys=self.names, values=values, lengths=lengths), label
+        )
 
 
 class Batches:
     """Some batches of one rank, in memory."""
 
     def __init__(
-        self, num_rows: int, number: int, rank: int, num_tables: int = NUM_TABLES, batch_size: int = BATCH_SIZE
+        self,
+        num_rows: int,
+        number: int,
+        rank: int,
+        num_tables: int = NUM_TABLES,
+        batch_size: int = BATCH_SIZE,
     ) -> None:
         self.names = feature_names(num_tables)
         draw = torch.Generator().manual_seed(1 + rank)
@@ -141,6 +156,7 @@ class Batches:
             self.drawn.append((dense, values, lengths, label))
 
     def loader(self, form: Form, number: int, pin_memory: bool = False) -> DataLoader:
-        """Return a loader of the first `number` batches, which begin again where there are fewer."""
+        """Return a loader of the first `number` batches, which begin again where there are
+        fewer."""
         drawn = [self.drawn[i % len(self.drawn)] for i in range(number)]
         return DataLoader(_Clicks(self.names, drawn, form), batch_size=None, pin_memory=pin_memory)

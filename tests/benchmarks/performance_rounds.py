@@ -1,4 +1,5 @@
-"""Contenders take turns in one process group, in another order in every round, so that all see the same machine."""
+"""Contenders take turns in one process group, in another order in every round, so that all see the
+same machine."""
 
 import cProfile
 import gc
@@ -67,14 +68,16 @@ Times = dict[str, Timed]
 
 
 def join_ranks() -> None:
-    """Collective. Start the process group that all contenders share, by the environment, as a Trainer does."""
+    """Collective. Start the process group that all contenders share, by the environment, as a
+    Trainer does."""
     rank, num_ranks = rank_and_num_ranks()
     with one_socket_thread():  # to the loops by hand, which have one group, it makes no difference
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
 
 
 def take_turns(job: Job) -> Times:
-    """Collective. Run all rounds on this rank, one of those that `run_on_ranks` runs; returns what was timed."""
+    """Collective. Run all rounds on this rank, one of those that `run_on_ranks` runs; returns what
+    was timed."""
     if not dist.is_initialized():
         join_ranks()
     silence()
@@ -84,7 +87,10 @@ def take_turns(job: Job) -> Times:
     with redirect_stdout(io.StringIO()), every_exchange_takes(job.delay_milliseconds) as exchanges:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            contenders = {name: CONTENDERS[name](job.num_rows, batches, job.turn_of(name)) for name in job.contenders}
+            contenders = {
+                name: CONTENDERS[name](job.num_rows, batches, job.turn_of(name))
+                for name in job.contenders
+            }
         for number in range(job.rounds):
             for name in random.Random(number).sample(job.contenders, len(job.contenders)):
                 gc.collect()
@@ -93,16 +99,22 @@ def take_turns(job: Job) -> Times:
                     warnings.simplefilter("always")
                     times[name].rounds.append(contenders[name].turn())
                 times[name].exchanges = (exchanges.started - initial) / job.turn_of(name).steps
-                times[name].messages |= {text for w in caught if "prefetch" in (text := str(w.message))}
+                times[name].messages |= {
+                    text for w in caught if "prefetch" in (text := str(w.message))
+                }
         for name, contender in contenders.items():
             times[name].losses = [float(loss) for loss in contender.losses]
             if job.profiles:
-                _profile(contender, Path(job.profiles) / f"{name.replace(', ', '_').replace(' ', '_')}.prof")
+                _profile(
+                    contender,
+                    Path(job.profiles) / f"{name.replace(', ', '_').replace(' ', '_')}.prof",
+                )
     return times
 
 
 def _profile(contender: Contender, path: Path) -> None:
-    """Collective. Let it take one more turn under cProfile, which sees the main thread only: not backward's."""
+    """Collective. Let it take one more turn under cProfile, which sees the main thread only: not
+    backward's."""
     with cProfile.Profile() as profile:
         contender.turn()
     if dist.get_rank() == 0:
@@ -117,9 +129,14 @@ def silence() -> None:
 
 
 def ratio(times: Times, above: str, below: str) -> tuple[float, list[float]]:
-    """Return the ratio of two contenders' medians over all rounds, and that of each round that both had."""
-    medians = [[statistics.median(steps) for steps in times[name].rounds] for name in (above, below)]
-    return times[above].milliseconds / times[below].milliseconds, [a / b for a, b in zip(*medians, strict=False)]
+    """Return the ratio of two contenders' medians over all rounds, and that of each round that both
+    had."""
+    medians = [
+        [statistics.median(steps) for steps in times[name].rounds] for name in (above, below)
+    ]
+    return times[above].milliseconds / times[below].milliseconds, [
+        a / b for a, b in zip(*medians, strict=False)
+    ]
 
 
 def difference(times: Times, first: str, other: str) -> float:

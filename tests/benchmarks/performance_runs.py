@@ -20,7 +20,8 @@ LINKS = (1000, 200)
 """Mbit/s."""
 ROWS, MANY_ROWS = 100_000, 1_000_000
 COPIES_OF_DDP = 3
-"""What DDP holds of every table on each rank: its rows, their gradient, and the bucket that travels."""
+"""What DDP holds of every table on each rank: its rows, their gradient, and the bucket that
+travels."""
 SPARE_BYTES = 4 * 2**30
 LOSS_LIMIT = 1e-6
 
@@ -54,7 +55,11 @@ class Measured:
 
 
 def measure(
-    parts: Iterable[str], rounds: int, many_rows: bool, tell: Callable[[str], None], profiles: str = ""
+    parts: Iterable[str],
+    rounds: int,
+    many_rows: bool,
+    tell: Callable[[str], None],
+    profiles: str = "",
 ) -> Measured:
     """Return what these parts, of PARTS, find.
 
@@ -79,7 +84,10 @@ def measure(
         with measured.part(f"link of {rate} Mbit/s"):
             job = Job(_present([*BARE, QUANTIZED]), rounds)
             measured.links[rate] = link = on_limited_link(job, rate, _timeout_seconds(job))
-            tell(f"link of {rate} Mbit/s: {link.one_way:.0f} Mbit/s one way, {link.both_ways:.0f} both ways")
+            tell(
+                f"link of {rate} Mbit/s: {link.one_way:.0f} Mbit/s one way, {link.both_ways:.0f} "
+                "both ways"
+            )
             _finish(measured, f"link of {rate} Mbit/s", link.times, tell)
     if "ddp" in parts:
         with measured.part(f"DDP, {ROWS} rows"):
@@ -119,7 +127,9 @@ def _against_ddp_with_many_rows(rounds: int) -> Times:
     """One after the other: DDP leaves no memory for anything else."""
     needed = NUM_RANKS * COPIES_OF_DDP * table_bytes(MANY_ROWS) + SPARE_BYTES
     if (free := _available_bytes()) < needed:
-        raise CannotMeasure(f"DDP needs {needed / 2**30:.0f} GiB, of which {free / 2**30:.0f} are free")
+        raise CannotMeasure(
+            f"DDP needs {needed / 2**30:.0f} GiB, of which {free / 2**30:.0f} are free"
+        )
     distrec = Job((best_of_ours(),), rounds, num_rows=MANY_ROWS)
     ddp = Job(("DDP",), 1, num_rows=MANY_ROWS, turn=Turn(1, 3, 1))
     return _on_this_machine(distrec) | _on_this_machine(ddp)
@@ -127,18 +137,25 @@ def _against_ddp_with_many_rows(rounds: int) -> Times:
 
 def _available_bytes() -> int:
     with open("/proc/meminfo") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+        return next(
+            int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")
+        )
 
 
 def _finish(measured: Measured, part: str, times: Times, tell: Callable[[str], None]) -> None:
-    """Tell what was timed, and keep what is wrong about it: one model, the same batches, so the same losses."""
+    """Tell what was timed, and keep what is wrong about it: one model, the same batches, so the
+    same losses."""
     for name, timed in times.items():
         tell(f"{part}: {name}: {timed.milliseconds:.2f} ms a step, {timed.exchanges:.1f} exchanges")
         for text in sorted(timed.messages):
             tell(f"{part}: {name} warned: {text}")
     exact = [name for name in times if name.startswith("ours") and name != QUANTIZED]
     pairs = [("ours", name, 0.0) for name in exact if "ours" in times]
-    pairs += [("by hand", name, LOSS_LIMIT) for name in (*exact, "by hand, prefetched") if name in times]
+    pairs += [
+        ("by hand", name, LOSS_LIMIT) for name in (*exact, "by hand, prefetched") if name in times
+    ]
     for first, other, limit in pairs if "by hand" in times else ():
         if not (actual := difference(times, first, other)) <= limit:
-            measured.problems.append(f"{part}: losses of '{first}' and '{other}' differ by {actual:.1e}")
+            measured.problems.append(
+                f"{part}: losses of '{first}' and '{other}' differ by {actual:.1e}"
+            )

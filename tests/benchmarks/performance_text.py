@@ -3,7 +3,14 @@
 from tests.benchmarks.page import versions
 from tests.benchmarks.performance_contenders import CUT, Turn
 from tests.benchmarks.performance_link import STEP_BYTES
-from tests.benchmarks.performance_model import BATCH_SIZE, DIM, HIDDEN, LARGEST_BAG, NUM_DENSE, NUM_TABLES
+from tests.benchmarks.performance_model import (
+    BATCH_SIZE,
+    DIM,
+    HIDDEN,
+    LARGEST_BAG,
+    NUM_DENSE,
+    NUM_TABLES,
+)
 from tests.benchmarks.performance_runs import DELAY_MILLISECONDS, MANY_ROWS, NUM_RANKS, ROWS
 from tests.support.two_machines import LEAST_BURST_KILOBYTES
 

@@ -1,9 +1,12 @@
-"""Writes the section about plans over a slow link of docs/performance.md from a run: our plan against others.
+"""Writes the section about plans over a slow link of docs/performance.md from a run: our plan
+against others.
 
-    python -m tests.benchmarks.plan_quality [--quick] [--ranks 2 4] [--rates 50 200] [--rounds N] [--plans N] [--write]
+    python -m tests.benchmarks.plan_quality [--quick] [--ranks 2 4] [--rates 50 200] [--rounds N]
+    [--plans N] [--write]
 
-All of it takes about fifteen minutes on two cores that do nothing else; it needs root, `ip` and `tc`. It only prints
-the section, unless --write is given. Exits with 1 where something went wrong; missed aims stand in bold.
+All of it takes about fifteen minutes on two cores that do nothing else; it needs root, `ip` and
+`tc`. It only prints the section, unless --write is given. Exits with 1 where something went wrong;
+missed aims stand in bold.
 """
 
 import argparse
@@ -28,10 +31,18 @@ TIMEOUT_SECONDS = 900.0
 
 def main() -> int:
     """Measure, print, and write the section; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one round of few plans: to see that it works")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="even numbers: half on each side")
-    parser.add_argument("--rates", nargs="+", type=int, default=[50, 200], help="of the link, in Mbit/s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of few plans: to see that it works"
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, default=[2, 4], help="even numbers: half on each side"
+    )
+    parser.add_argument(
+        "--rates", nargs="+", type=int, default=[50, 200], help="of the link, in Mbit/s"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each plan")
     parser.add_argument("--plans", type=int, default=24, help="plans that take turns")
     parser.add_argument("--write", action="store_true", help=f"put the section into {PAGE.name}")
@@ -51,14 +62,25 @@ def main() -> int:
             except RuntimeError as problem:
                 wrong = True
                 _tell(f"went wrong: {problem}")
-                notes.append(f"- **Went wrong: {num_ranks} ranks, {rate} Mbit/s: {str(problem).splitlines()[-1]}**")
+                notes.append(
+                    f"- **Went wrong: {num_ranks} ranks, {rate} Mbit/s: "
+                    f"{str(problem).splitlines()[-1]}**"
+                )
             load.append(os.getloadavg()[0])
-            _tell(f"{time.monotonic() - began:.0f} s: {num_ranks} ranks, {rate} Mbit/s; load {load[-1]:.1f}")
-    when = f"on {date.today()} at a load of {min(load):.1f} to {max(load):.1f} on {os.cpu_count()} cores"
+            _tell(
+                f"{time.monotonic() - began:.0f} s: {num_ranks} ranks, {rate} Mbit/s; load "
+                f"{load[-1]:.1f}"
+            )
+    when = (
+        f"on {date.today()} at a load of {min(load):.1f} to {max(load):.1f} on "
+        f"{os.cpu_count()} cores"
+    )
     actual = text.section(results, notes, job, machine=machine(), when=when)
     print(actual)
     if options.write:
-        PAGE.write_text(text.with_section(PAGE.read_text(encoding="utf-8"), actual), encoding="utf-8")
+        PAGE.write_text(
+            text.with_section(PAGE.read_text(encoding="utf-8"), actual), encoding="utf-8"
+        )
         PAGE.with_name(text.DETAILS).write_text(text.cuts_csv(results), encoding="utf-8")
     _tell(f"{time.monotonic() - began:.0f} s, {text.missed(results)} aims missed")
     return int(wrong)

@@ -1,6 +1,7 @@
 """Ranks on two machines, as many on each, joined by a link of limited rate: where plans take turns.
 
-    python -m tests.benchmarks.plan_quality_link FOLDER MACHINE    what each machine runs; `on_limited_link` starts it
+    python -m tests.benchmarks.plan_quality_link FOLDER MACHINE    what each machine runs;
+    `on_limited_link` starts it
 
 Needs root, `ip` and `tc`. The ranks of a machine are forked, because importing takes long.
 """
@@ -21,9 +22,14 @@ from tests.benchmarks.plan_quality_turns import Job, Measured, take_turns
 
 
 def on_limited_link(job: Job, mbit_per_second: int, timeout_seconds: float) -> Measured:
-    """Run a job on two machines that are joined by a link of this rate in each direction; raises as `run_on_link`."""
+    """Run a job on two machines that are joined by a link of this rate in each direction; raises as
+    `run_on_link`."""
     result: Measured = run_on_link(
-        "tests.benchmarks.plan_quality_link", job, mbit_per_second, timeout_seconds, lambda _, folder: {}
+        "tests.benchmarks.plan_quality_link",
+        job,
+        mbit_per_second,
+        timeout_seconds,
+        lambda _, folder: {},
     )
     return result
 
@@ -54,7 +60,8 @@ def _rank(rank: int, job: Job, folder: str) -> None:
 def main() -> None:
     """Run the ranks of one machine; exits with 1 as soon as one of them failed."""
     folder, machine = sys.argv[1], int(sys.argv[2])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its ranks, as daemons, are ended with it
+    # its ranks, as daemons, are ended with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     job: Job = job_of(folder)
     fork = multiprocessing.get_context("fork")
     local = [rank for rank, node in enumerate(job.places.node_of_rank) if node == machine]

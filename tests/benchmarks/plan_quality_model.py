@@ -1,4 +1,5 @@
-"""The model whose plans are timed: tables of unlike dims, rows and bags, and hardly anything else."""
+"""The model whose plans are timed: tables of unlike dims, rows and bags, and hardly anything
+else."""
 
 from typing import Any
 
@@ -36,7 +37,9 @@ def make_tables(device: torch.device | None = None) -> EmbeddingBagCollection:
     """Return the tables."""
     return EmbeddingBagCollection(
         tables=[
-            EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"])
+            EmbeddingBagConfig(
+                name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[f"f_{name}"]
+            )
             for name, (rows, dim, _) in SIZES.items()
         ],
         device=device,
@@ -65,7 +68,8 @@ class LitTables(pl.LightningModule):
 
 
 class _Drawn(Dataset):
-    """Batches that were drawn before. A KeyedJaggedTensor keeps what it computes of itself, so each one is new."""
+    """Batches that were drawn before. A KeyedJaggedTensor keeps what it computes of itself, so each
+    one is new."""
 
     def __init__(self, drawn: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         self.drawn = drawn
@@ -75,16 +79,21 @@ class _Drawn(Dataset):
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         values, lengths, label = self.drawn[i]
-        ids = KeyedJaggedTensor(keys=[f"f_{name}" for name in SIZES], values=values, lengths=lengths)
+        ids = KeyedJaggedTensor(
+            keys=[f"f_{name}" for name in SIZES], values=values, lengths=lengths
+        )
         return {"ids": ids, "label": label}
 
 
 def batches(number: int, rank: int) -> DataLoader:
-    """Return so many batches of one rank. Bags hold none to twice the ids that planners are told of."""
+    """Return so many batches of one rank. Bags hold none to twice the ids that planners are told
+    of."""
     draw = torch.Generator().manual_seed(1 + rank)
     drawn = []
     for _ in range(number):
-        lengths = [torch.randint(0, 2 * n + 1, (BATCH_SIZE,), generator=draw) for _, _, n in SIZES.values()]
+        lengths = [
+            torch.randint(0, 2 * n + 1, (BATCH_SIZE,), generator=draw) for _, _, n in SIZES.values()
+        ]
         values = [
             torch.randint(0, rows, (int(length.sum()),), generator=draw)
             for length, (rows, _, _) in zip(lengths, SIZES.values(), strict=True)

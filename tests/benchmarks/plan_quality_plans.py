@@ -1,4 +1,5 @@
-"""The timed plans: those of the planners, one per sharding type, those one table away from ours, and a sample."""
+"""The timed plans: those of the planners, one per sharding type, those one table away from ours,
+and a sample."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,18 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
-from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraint
+from lightning_distrec.sharding.planning.constraints import (
+    TableConstraints,
+    allowed_types,
+    torchrec_constraint,
+)
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
 from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
-from lightning_distrec.sharding.planning.sharding_options import EstimatedOption, estimated_options, without_duplicates
+from lightning_distrec.sharding.planning.sharding_options import (
+    EstimatedOption,
+    estimated_options,
+    without_duplicates,
+)
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharders import EVERY_RANK_TYPES, sharders
@@ -42,7 +51,9 @@ class Space:
         table_values = options()
         self.constraints: Mapping[str, TableConstraints] = {
             table.full_name: TableConstraints(
-                allowed_types(table, table_values[table.name], layout, ""), False, table_values[table.name]
+                allowed_types(table, table_values[table.name], layout, ""),
+                False,
+                table_values[table.name],
             )
             for table in self.tables
         }
@@ -61,11 +72,15 @@ class Space:
     @property
     def size(self) -> int:
         """How many plans there are; those that differ by the ranks' numbers only count as many."""
-        ways = [sum(len(list(self._ranks_of(option))) for option in table_values) for table_values in self.options]
+        ways = [
+            sum(len(list(self._ranks_of(option))) for option in table_values)
+            for table_values in self.options
+        ]
         return int(np.prod(ways, dtype=object))
 
     def drawn(self, draw: np.random.Generator) -> ShardingPlan:
-        """Return a plan in which each table's sharding type is as likely as any, and then each place."""
+        """Return a plan in which each table's sharding type is as likely as any, and then each
+        place."""
         tables = {}
         for number, table in enumerate(self.tables):
             tables[table.full_name] = self._drawn_table(number, draw)
@@ -74,22 +89,34 @@ class Space:
     def one_changed(self, plan: ShardingPlan, draw: np.random.Generator) -> ShardingPlan:
         """Return a plan with one table of `plan` sharded in another way, drawn in the same way."""
         number = int(draw.integers(len(self.tables)))
-        return self._plan(dict(plan.tables) | {self.tables[number].full_name: self._drawn_table(number, draw)})
+        return self._plan(
+            dict(plan.tables) | {self.tables[number].full_name: self._drawn_table(number, draw)}
+        )
 
     def of_one_type(self, bandwidths: AssumedBandwidths) -> dict[str, ShardingPlan]:
         """Return the best plan, as estimated, of each sharding type that all tables can have."""
         actual = {}
-        for kind in sorted({option.sharding_type for table_values in self.options for option in table_values}):
-            constraints = {name: replace(item, sharding_types=(kind,)) for name, item in self.constraints.items()}
-            actual[f"all {kind}"] = make_plan(self.tables, constraints, self.topology(bandwidths), BATCH_SIZE)
+        for kind in sorted({
+            option.sharding_type for table_values in self.options for option in table_values
+        }):
+            constraints = {
+                name: replace(item, sharding_types=(kind,))
+                for name, item in self.constraints.items()
+            }
+            actual[f"all {kind}"] = make_plan(
+                self.tables, constraints, self.topology(bandwidths), BATCH_SIZE
+            )
         return actual
 
     def torchrecs(self, bandwidths: AssumedBandwidths) -> ShardingPlan:
-        """Return what torchrec's EmbeddingShardingPlanner picks, told of the tables what ours is told."""
+        """Return what torchrec's EmbeddingShardingPlanner picks, told of the tables what ours is
+        told."""
         planner = EmbeddingShardingPlanner(
             topology=self.topology(bandwidths),
             batch_size=BATCH_SIZE,
-            constraints={t.name: torchrec_constraint(t, self.constraints[t.full_name]) for t in self.tables},
+            constraints={
+                t.name: torchrec_constraint(t, self.constraints[t.full_name]) for t in self.tables
+            },
             storage_reservation=FixedPercentageStorageReservation(0.0),
             stats=NoopEmbeddingStats(),
             debug=False,
@@ -101,11 +128,14 @@ class Space:
 
     def estimate(self, plan: ShardingPlan, bandwidths: AssumedBandwidths) -> float:
         """Return the milliseconds of a plan's critical path."""
-        estimated = estimate_plan(plan, self.tables, self.constraints, self.topology(bandwidths), BATCH_SIZE)
+        estimated = estimate_plan(
+            plan, self.tables, self.constraints, self.topology(bandwidths), BATCH_SIZE
+        )
         return estimated.cost.critical_path
 
     def key(self, plan: ShardingPlan) -> Key:
-        """Return what is equal for plans that differ by the numbers of alike ranks and nodes only."""
+        """Return what is equal for plans that differ by the numbers of alike ranks and nodes
+        only."""
         return min(self._key(plan, names) for names in renamed_ranks(self.layout))
 
     def _key(self, plan: ShardingPlan, names: tuple[int, ...]) -> Key:
@@ -136,7 +166,8 @@ class Space:
         )
 
     def _ranks_of(self, option: EstimatedOption) -> Iterator[tuple[int, ...]]:
-        """Yield the ranks on which a option's shards can be; of like shards' places, each one once."""
+        """Yield the ranks on which a option's shards can be; of like shards' places, each one
+        once."""
         ranks, on_node = range(self.layout.num_ranks), self.layout.ranks_on_node
         nodes = [tuple(ranks[start : start + on_node]) for start in range(0, len(ranks), on_node)]
         if option.sharding_type in EVERY_RANK_TYPES:
@@ -167,7 +198,8 @@ def default_bandwidths() -> AssumedBandwidths:
 def sampled(
     space: Space, named: Mapping[str, ShardingPlan], near: str, number: int, seed: int
 ) -> dict[str, ShardingPlan]:
-    """Return name -> plan: `named`, and others up to `number` in all, half of them drawn, half one table from `near`.
+    """Return name -> plan: `named`, and others up to `number` in all, half of them drawn, half one
+    table from `near`.
 
     A plan that is another by other numbers of its ranks is left out, but for those of `named`.
     """

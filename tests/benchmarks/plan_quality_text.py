@@ -1,4 +1,5 @@
-"""The section about plans over a slow link: its table, what stands around it, and where it stands in the page."""
+"""The section about plans over a slow link: its table, what stands around it, and where it stands
+in the page."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +9,14 @@ from lightning_distrec.units import format_bandwidth
 from tests.benchmarks.checkpointing_text import BEFORE
 from tests.benchmarks.page import NONE, table
 from tests.benchmarks.plan_quality_model import BATCH_SIZE, SIZES
-from tests.benchmarks.plan_quality_turns import OURS, OURS_DEFAULT, TORCHRECS, TORCHRECS_DEFAULT, Job, Measured
+from tests.benchmarks.plan_quality_turns import (
+    OURS,
+    OURS_DEFAULT,
+    TORCHRECS,
+    TORCHRECS_DEFAULT,
+    Job,
+    Measured,
+)
 
 BEGIN, END = "<!-- plans: begin -->", "<!-- plans: end -->"
 DETAILS = "performance_plans.csv"
@@ -34,7 +42,8 @@ def over_best(measured: Measured, planner: str) -> float:
 
 
 def rank_correlation(first: Sequence[float], other: Sequence[float]) -> float:
-    """Return Spearman's: how far two lists order the same things alike, from -1 to 1; 0 where one orders nothing."""
+    """Return Spearman's: how far two lists order the same things alike, from -1 to 1; 0 where one
+    orders nothing."""
     a, b = (_ranks(values) for values in (first, other))
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0
@@ -44,7 +53,9 @@ def rank_correlation(first: Sequence[float], other: Sequence[float]) -> float:
 def _ranks(values: Sequence[float]) -> np.ndarray:
     """Return each value's place in their order; equal values share the mean of theirs."""
     entry = np.asarray(values, dtype=float)
-    return (entry[:, None] > entry[None, :]).sum(axis=1) + (entry[:, None] == entry[None, :]).sum(axis=1) / 2
+    return (entry[:, None] > entry[None, :]).sum(axis=1) + (entry[:, None] == entry[None, :]).sum(
+        axis=1
+    ) / 2
 
 
 def missed(results: Results) -> int:
@@ -83,13 +94,26 @@ def _line(num_ranks: int, mbit_per_second: int, measured: Measured) -> list[str]
 
 
 def cuts_csv(results: Results) -> str:
-    """Return a CSV: step times of the best plan, as estimated, of each sharding type, with our plan's and the best."""
-    cuts = list(dict.fromkeys(name for m in results.values() for name in m.equal_plans if name.startswith("all ")))
+    """Return a CSV: step times of the best plan, as estimated, of each sharding type, with our
+    plan's and the best."""
+    cuts = list(
+        dict.fromkeys(
+            name for m in results.values() for name in m.equal_plans if name.startswith("all ")
+        )
+    )
     rows = []
     for (num_ranks, rate), measured in results.items():
-        times = {name: measured.plans[is_equal].milliseconds for name, is_equal in measured.equal_plans.items()}
+        times = {
+            name: measured.plans[is_equal].milliseconds
+            for name, is_equal in measured.equal_plans.items()
+        }
         cells = [f"{times[cut]:.1f}" if cut in times else NONE for cut in cuts]
-        rows.append([f"{rate} Mbit/s, {num_ranks} ranks", f"{times[OURS]:.1f}", *cells, believed(measured)])
+        rows.append([
+            f"{rate} Mbit/s, {num_ranks} ranks",
+            f"{times[OURS]:.1f}",
+            *cells,
+            believed(measured),
+        ])
     lines = [["ms per step", "ours", *cuts, "measured cross_node"], *rows]
     return "".join(",".join(cell.replace(",", ":") for cell in line) + "\n" for line in lines)
 
@@ -129,7 +153,8 @@ differences say little. [This file]({DETAILS}) has the best plan of each shardin
 
 
 def with_section(page: str, text: str) -> str:
-    """Return a page with this section in the place of the one that it has, or before BEFORE, or at its end."""
+    """Return a page with this section in the place of the one that it has, or before BEFORE, or at
+    its end."""
     first, last = page.find(BEGIN), page.find(END)
     if 0 <= first < last:
         return page[:first] + text + page[last + len(END) :]

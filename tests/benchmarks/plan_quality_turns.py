@@ -1,4 +1,5 @@
-"""All plans take turns in one set of processes, in another order in every round; each turn is a fit of its own."""
+"""All plans take turns in one set of processes, in another order in every round; each turn is a fit
+of its own."""
 
 import gc
 import io
@@ -62,7 +63,8 @@ class Tried:
 
     @property
     def milliseconds(self) -> float:
-        """The time that a quarter of all steps of all rounds do not exceed: other load on the machine only adds."""
+        """The time that a quarter of all steps of all rounds do not exceed: other load on the
+        machine only adds."""
         return float(np.percentile([step for steps in self.rounds for step in steps], 25))
 
     @property
@@ -85,7 +87,8 @@ class Measured:
 
 
 def take_turns(job: Job, folder: Path) -> Measured:
-    """Collective. Time all plans on these ranks, that share `folder` and a process group; rank 0's result counts."""
+    """Collective. Time all plans on these ranks, that share `folder` and a process group; rank 0's
+    result counts."""
     silence()
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -110,7 +113,9 @@ def _take_turns(job: Job, folder: Path) -> Measured:
         remaining = {name: named[name] for name in dict.fromkeys(is_equal.values())}
         plans = sampled(space, remaining, OURS, job.num_plans, job.seed)
         tried = {
-            name: Tried(plan, space.estimate(plan, bandwidths), space.estimate(plan, default_bandwidths()))
+            name: Tried(
+                plan, space.estimate(plan, bandwidths), space.estimate(plan, default_bandwidths())
+            )
             for name, plan in plans.items()
         }
         for name, plan in plans.items():
@@ -134,7 +139,9 @@ def _measured(places: NodeLayout) -> AssumedBandwidths:
     """Collective. Return what a fit with bandwidths="measure" would plan with."""
     ranks = job_consensus(60.0).general
     request = bandwidth_request("measure", {})
-    return request.with_measured(measured_bandwidths(request.to_measure, places, torch.device("cpu"), ranks))
+    return request.with_measured(
+        measured_bandwidths(request.to_measure, places, torch.device("cpu"), ranks)
+    )
 
 
 def _chosen(job: Job, folder: Path, planning: dict[str, Any]) -> ShardingPlan:

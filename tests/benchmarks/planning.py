@@ -1,9 +1,12 @@
-"""Writes the section about planning of docs/performance.md from a run: time to plan, and plans against torchrec's own.
+"""Writes the section about planning of docs/performance.md from a run: time to plan, and plans
+against torchrec's own.
 
-    python -m tests.benchmarks.planning [--only time problems quality] [--quick] [--limit SECONDS] [--write]
+    python -m tests.benchmarks.planning [--only time problems quality] [--quick] [--limit SECONDS]
+    [--write]
 
-All of it takes about 40 minutes on one core, most of them torchrec's planner's. It only prints the section, unless
---write is given. Exits with 1 where our planner came to no plan; missed aims stand in bold.
+All of it takes about 40 minutes on one core, most of them torchrec's planner's. It only prints the
+section, unless --write is given. Exits with 1 where our planner came to no plan; missed aims stand
+in bold.
 """
 
 import argparse
@@ -26,10 +29,18 @@ PARTS = ("time", "problems", "quality")
 
 def main() -> int:
     """Measure, print, and write the section; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run; without it, all")
-    parser.add_argument("--quick", action="store_true", help="small jobs only: to see that it works")
-    parser.add_argument("--limit", type=float, default=60, help="seconds that torchrec's planner may take for a set")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run; without it, all"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small jobs only: to see that it works"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=60, help="seconds that torchrec's planner may take for a set"
+    )
     parser.add_argument("--write", action="store_true", help=f"put the section into {PAGE.name}")
     options = parser.parse_args()
     began, load = time.monotonic(), os.getloadavg()[0]

@@ -17,7 +17,8 @@ class Job:
     num_ranks: int
     ranks_on_node: int = RANKS_ON_NODE
     memory_gb: float
-    """What tables may take of a rank's GPU, in 10^9 bytes; its share of the host's memory is 128 of them."""
+    """What tables may take of a rank's GPU, in 10^9 bytes; its share of the host's memory is 128 of
+    them."""
     seed: int = 0
     rows_times: int = 1
     """How many times as many rows each table has as were drawn."""
@@ -32,12 +33,23 @@ class Job:
 
             return published_tables(self)
         drawn = draw_tables(
-            self.kind, self.num_tables, self.num_ranks, self.ranks_on_node, self.memory_gb, self.seed, "cuda"
+            self.kind,
+            self.num_tables,
+            self.num_ranks,
+            self.ranks_on_node,
+            self.memory_gb,
+            self.seed,
+            "cuda",
         )
         if self.rows_times == 1:
             return drawn
-        sizes = [(t.config.num_embeddings * self.rows_times, t.config.embedding_dim) for t in drawn.tables]
-        pooling = [drawn.constraints[t.full_name].options.pooling_factor or 1.0 for t in drawn.tables]
+        sizes = [
+            (t.config.num_embeddings * self.rows_times, t.config.embedding_dim)
+            for t in drawn.tables
+        ]
+        pooling = [
+            drawn.constraints[t.full_name].options.pooling_factor or 1.0 for t in drawn.tables
+        ]
         return table_set(sizes, self.num_ranks, self.ranks_on_node, self.memory_gb, pooling)
 
 
@@ -65,13 +77,16 @@ LEAST_GB = 1.0
 
 
 def compared_jobs() -> list[Job]:
-    """Return 20 sets of tables, of each kind and for 2 to 64 ranks, that both planners are given."""
+    """Return 20 sets of tables, of each kind and for 2 to 64 ranks, that both planners are
+    given."""
     jobs = []
     for seed, (num_tables, num_ranks, on_node) in enumerate(SHAPES, start=1):
         for kind in KINDS:
             shape = (num_tables, num_ranks, on_node)
             rows = draw_tables(kind, *shape, memory_gb=LEAST_GB, seed=seed).tables
-            num_bytes = sum(table.parameter.numel() * table.parameter.element_size() for table in rows)
+            num_bytes = sum(
+                table.parameter.numel() * table.parameter.element_size() for table in rows
+            )
             memory = max(LEAST_GB, round(SLACK * num_bytes / num_ranks / 1e9, 1))
             jobs.append(
                 Job(

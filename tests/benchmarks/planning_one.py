@@ -1,4 +1,5 @@
-"""One call of a planner in a process of its own, so that its time and memory are its own and it can be stopped."""
+"""One call of a planner in a process of its own, so that its time and memory are its own and it can
+be stopped."""
 
 import math
 import multiprocessing
@@ -49,10 +50,16 @@ def run_one(planner: Planner, job: Job, limit_seconds: float) -> Planned | str:
     process.start()
     remote.close()
     try:
-        answer: Planned | str = local.recv() if local.poll(WALL_TIMES * limit_seconds + START_SECONDS) else late
+        answer: Planned | str = (
+            local.recv() if local.poll(WALL_TIMES * limit_seconds + START_SECONDS) else late
+        )
     except EOFError:
         process.join()
-        answer = late if process.exitcode == -signal.SIGXCPU else f"ended with exit code {process.exitcode}"
+        answer = (
+            late
+            if process.exitcode == -signal.SIGXCPU
+            else (f"ended with exit code {process.exitcode}")
+        )
     process.kill()
     process.join()
     return answer
@@ -66,21 +73,27 @@ def _send(remote: Connection, planner: Planner, job: Job, limit_seconds: float) 
 
 
 def plan_here(planner: Planner, job: Job, limit_seconds: float | None = None) -> Planned:
-    """Return what a planner comes to in this process, which ends by SIGXCPU after `limit_seconds` of the processor."""
+    """Return what a planner comes to in this process, which ends by SIGXCPU after `limit_seconds`
+    of the processor."""
     inputs = job.tables()
     began = time.process_time()
     if limit_seconds is not None:
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(began + limit_seconds), resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (math.ceil(began + limit_seconds), resource.RLIM_INFINITY)
+        )
     if planner == "default":
         critical_path = default_critical_path(inputs)
         return Planned(time.process_time() - began, critical_path, peak_bytes=_peak_bytes())
     made = make_plan(inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size)
     seconds, peak_bytes = time.process_time() - began, _peak_bytes()
-    return Planned(seconds, made.cost.critical_path, made.cost.lower_bound, peak_bytes, _facts(made))
+    return Planned(
+        seconds, made.cost.critical_path, made.cost.lower_bound, peak_bytes, _facts(made)
+    )
 
 
 def _facts(made: ShardingPlan) -> dict[str, Any]:
-    """Return means and maxima over ranks: bytes held, bytes of a step by kind, milliseconds by part."""
+    """Return means and maxima over ranks: bytes held, bytes of a step by kind, milliseconds by
+    part."""
     tables, traffic = list(made.tables.values()), made.traffic
     slowest = made.cost.milliseconds[made.cost.milliseconds_by_rank.argmax()]
     return {
@@ -92,7 +105,9 @@ def _facts(made: ShardingPlan) -> dict[str, Any]:
         "across": {kind: float(traffic.across_nodes(kind).mean()) for kind in TRAFFIC_KINDS},
         "sent_max": float(traffic.sent().max()),
         "across_max": float(traffic.across_nodes().max()),
-        "milliseconds_mean": dict(zip(TIME_PARTS, made.cost.milliseconds.mean(axis=0).tolist(), strict=True)),
+        "milliseconds_mean": dict(
+            zip(TIME_PARTS, made.cost.milliseconds.mean(axis=0).tolist(), strict=True)
+        ),
         "milliseconds_slowest": dict(zip(TIME_PARTS, slowest.tolist(), strict=True)),
         "sharding_types": dict(Counter(table.sharding_type for table in tables)),
         "on_host": sum(table.on_host for table in tables),

@@ -6,16 +6,33 @@ from tests.benchmarks.planning_jobs import Job, Timed
 from tests.support.planned_tables import TableSet, table_set
 
 MLPERF_ROWS = (
-    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209),
+    *(
+        40_000_000,
+        39_060,
+        17_295,
+        7_424,
+        20_265,
+        3,
+        7_122,
+        1_543,
+        63,
+        40_000_000,
+        3_067_956,
+        405_282,
+        10,
+        2_209,
+    ),
     *(11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
 )
 MLPERF_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 MLPERF_DIM, MLPERF_GLOBAL_BATCH = 128, 65_536
-"""Tables of MLPerf's DLRM-DCNv2: num_embeddings_per_feature, multi_hot_sizes, embedding_dim and the batch of the
-reference. Source: github.com/mlcommons/training, recommendation_v2/torchrec_dlrm/README.MD."""
+"""Tables of MLPerf's DLRM-DCNv2: num_embeddings_per_feature, multi_hot_sizes, embedding_dim and the
+batch of the reference. Source: github.com/mlcommons/training,
+recommendation_v2/torchrec_dlrm/README.MD."""
 TORCHREC_ROWS, TORCHREC_DIM = 100, 12
-"""Of each table in torchrec/distributed/planner/tests/test_planners.py: 4 tables (test_tw_solution) and 3
-(test_hidden_rw_solution) on 2 ranks. They have 10 columns there, which FBGEMM does not take."""
+"""Of each table in torchrec/distributed/planner/tests/test_planners.py: 4 tables (test_tw_solution)
+and 3 (test_hidden_rw_solution) on 2 ranks. They have 10 columns there, which FBGEMM does not
+take."""
 TEN_MINUTES = 600
 
 PROBLEMS = (
@@ -24,12 +41,21 @@ PROBLEMS = (
         for ranks, memory in ((8, 60), (16, 30), (64, 12))
     ),
     *(
-        Timed(Job(kind="torchrec", num_tables=tables, num_ranks=2, ranks_on_node=2, memory_gb=16), 1, TEN_MINUTES)
+        Timed(
+            Job(kind="torchrec", num_tables=tables, num_ranks=2, ranks_on_node=2, memory_gb=16),
+            1,
+            TEN_MINUTES,
+        )
         for tables in (4, 3)
     ),
     *(
         Timed(Job(kind="zipf", num_tables=1000, num_ranks=ranks, memory_gb=memory), 120, limit)
-        for ranks, memory, limit in ((8, 64, TEN_MINUTES), (64, 16, TEN_MINUTES), (512, 8, 0), (4096, 8, 0))
+        for ranks, memory, limit in (
+            (8, 64, TEN_MINUTES),
+            (64, 16, TEN_MINUTES),
+            (512, 8, 0),
+            (4096, 8, 0),
+        )
     ),
 )
 """Aims are in seconds. torchrec's planner is not tried on more ranks than it did not end on."""
@@ -41,5 +67,7 @@ def published_tables(job: Job) -> TableSet:
         sizes = [(TORCHREC_ROWS, TORCHREC_DIM)] * job.num_tables
         return table_set(sizes, job.num_ranks, job.ranks_on_node, job.memory_gb)
     sizes = [(rows, MLPERF_DIM) for rows in MLPERF_ROWS]
-    tables = table_set(sizes, job.num_ranks, job.ranks_on_node, job.memory_gb, [float(ids) for ids in MLPERF_IDS])
+    tables = table_set(
+        sizes, job.num_ranks, job.ranks_on_node, job.memory_gb, [float(ids) for ids in MLPERF_IDS]
+    )
     return replace(tables, batch_size=MLPERF_GLOBAL_BATCH // job.num_ranks)

@@ -23,10 +23,18 @@ def summary(measured: Measured) -> list[Row]:
     gaps = [outcome.gap for outcome in measured.compared if outcome.gap is not None]
     if ratios:
         among = f"over {len(ratios)} sets of tables"
-        rows.append(Row(f"critical path / the default planner's, mean {among}", sum(ratios) / len(ratios), 1.0))
+        rows.append(
+            Row(
+                f"critical path / the default planner's, mean {among}",
+                sum(ratios) / len(ratios),
+                1.0,
+            )
+        )
         rows.append(Row("... the worst of them", max(ratios), 1.0 + ROUNDING))
     if gaps:
-        rows.append(Row(f"critical path / lower bound, mean of {len(gaps)} sets", sum(gaps) / len(gaps)))
+        rows.append(
+            Row(f"critical path / lower bound, mean of {len(gaps)} sets", sum(gaps) / len(gaps))
+        )
         rows.append(Row("... the farthest from it", max(gaps)))
     return rows
 
@@ -71,8 +79,16 @@ def compared_csv(measured: Measured) -> str:
 
 def failures(measured: Measured) -> list[str]:
     """Return what our planner came to no plan for, and why."""
-    outcomes: list[Outcome] = [*measured.timed.values(), *measured.problems.values(), *measured.compared]
-    return [f"{outcome.job}: {outcome.distrec}" for outcome in outcomes if isinstance(outcome.distrec, str)]
+    outcomes: list[Outcome] = [
+        *measured.timed.values(),
+        *measured.problems.values(),
+        *measured.compared,
+    ]
+    return [
+        f"{outcome.job}: {outcome.distrec}"
+        for outcome in outcomes
+        if isinstance(outcome.distrec, str)
+    ]
 
 
 def _seconds(actual: Planned | str) -> str:

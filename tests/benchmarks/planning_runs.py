@@ -46,9 +46,13 @@ class Measured:
 
 
 def measure(
-    parts: Sequence[str], limit_seconds: float, quick: bool, tell: Callable[[str], None] = lambda _: None
+    parts: Sequence[str],
+    limit_seconds: float,
+    quick: bool,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Measured:
-    """Run both planners, one call at a time. parts: "time", "problems", "quality". quick: only small jobs."""
+    """Run both planners, one call at a time. parts: "time", "problems", "quality". quick: only
+    small jobs."""
     measured = Measured(limit_seconds=limit_seconds)
     for timed in TIMED if "time" in parts else ():
         if quick and timed.job.num_tables > 100:
@@ -68,7 +72,9 @@ def measure(
         tell(_said(measured.problems[problem]))
     quality_values = compared_jobs() if "quality" in parts else []
     for job in quality_values[: len(quality_values) // len(SHAPES)] if quick else quality_values:
-        outcome = Outcome(job, run_one("ours", job, 10 * limit_seconds), run_one("default", job, limit_seconds))
+        outcome = Outcome(
+            job, run_one("ours", job, 10 * limit_seconds), run_one("default", job, limit_seconds)
+        )
         measured.compared.append(outcome)
         tell(_said(outcome))
     return measured

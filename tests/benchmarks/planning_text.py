@@ -11,11 +11,19 @@ DETAILS = "performance_planning.csv"
 
 
 def section(
-    summary: str, times: str, problems: str, notes: list[str], *, machine: str, limit_seconds: float, load: float
+    summary: str,
+    times: str,
+    problems: str,
+    notes: list[str],
+    *,
+    machine: str,
+    limit_seconds: float,
+    load: float,
 ) -> str:
     """Return the section, lines that mark it included.
 
-    summary, times, problems: tables. notes: what went wrong. machine: in words. load: the machine's, before the run.
+    summary, times, problems: tables. notes: what went wrong. machine: in words. load: the
+    machine's, before the run.
     """
     parts = [
         BEGIN,

@@ -1,13 +1,15 @@
-"""What a rank pays as their number grows: real ranks of one machine, of a job so small that little else is seen.
+"""What a rank pays as their number grows: real ranks of one machine, of a job so small that little
+else is seen.
 
     python -m tests.benchmarks.ranks [2 8 16 ...] [--steps 40] [--write]
 
-8 tables of 2,000 x 16, 8 examples a rank, over gloo, under torchrec_sharded and Lightning's ddp, and in TorchRec's own
-loop, written by hand: sockets, threads and memory of a rank, seconds until the first step, and a step's wall and
-processor time; and without a model the processor time of the messages of a step. Ranks share the
-machine's cores, so a step's wall time grows with their number; its processor time is what one rank pays. Ranks are
-forked from one process, and share its libraries' memory: they count a part of it each. 64 ranks take 19 GiB.
---write puts the table into docs/scale.md.
+8 tables of 2,000 x 16, 8 examples a rank, over gloo, under torchrec_sharded and Lightning's ddp,
+and in TorchRec's own loop, written by hand: sockets, threads and memory of a rank, seconds until
+the first step, and a step's wall and processor time; and without a model the processor time of the
+messages of a step. Ranks share the machine's cores, so a step's wall time grows with their number;
+its processor time is what one rank pays. Ranks are forked from one process, and share its
+libraries' memory: they count a part of it each. 64 ranks take 19 GiB. --write puts the table into
+docs/scale.md.
 """
 
 import argparse
@@ -44,7 +46,10 @@ from tests.benchmarks.page import table  # noqa: E402
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks  # noqa: E402
 from tests.support.trainers import make_ddp_trainer, make_trainer  # noqa: E402
 
-PAGES = Path(__file__).resolve().parents[2] / "docs" / "scale.md", Path(__file__).with_name("scale_page.md")
+PAGES = (
+    Path(__file__).resolve().parents[2] / "docs" / "scale.md",
+    Path(__file__).with_name("scale_page.md"),
+)
 """The page, and the words from which tests.benchmarks.scale writes it."""
 BEGIN, END = "<!-- ranks: begin -->", "<!-- ranks: end -->"
 TABLES, ROWS, DIM, EXAMPLES = 8, 2_000, 16, 8
@@ -118,7 +123,9 @@ class Clock(pl.Callback):
         self.start_seconds = time.perf_counter() - self.began
         self.requests = count_store_requests()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int
+    ) -> None:
         """Begin after the first steps."""
         if index == WARM_UP_STEPS:
             self.times = time.perf_counter(), time.process_time()
@@ -131,9 +138,15 @@ class Clock(pl.Callback):
         """Note what so many steps took, and what this process has open."""
         wall, processor = (
             now - time_before
-            for now, time_before in zip((time.perf_counter(), time.process_time()), self.times, strict=True)
+            for now, time_before in zip(
+                (time.perf_counter(), time.process_time()), self.times, strict=True
+            )
         )
-        pss = next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+        pss = next(
+            line
+            for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+            if line.startswith("Pss:")
+        )
         self.measured = Measured(
             count_sockets() - self.inherited_sockets,
             len(os.listdir("/proc/self/task")),
@@ -162,7 +175,8 @@ def count_sockets() -> int:
 
 
 def count_store_requests() -> int:
-    """Return how many segments with data this process has sent to the store: one for each request."""
+    """Return how many segments with data this process has sent to the store: one for each
+    request."""
     store: Any = default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -171,7 +185,9 @@ def count_store_requests() -> int:
         with socket.socket(fileno=os.dup(descriptor)) as connection, suppress(OSError):
             if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == store.port:
                 information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
-                count += int.from_bytes(information[DATA_SEGMENTS_SENT : DATA_SEGMENTS_SENT + 4], sys.byteorder)
+                count += int.from_bytes(
+                    information[DATA_SEGMENTS_SENT : DATA_SEGMENTS_SENT + 4], sys.byteorder
+                )
     return count
 
 
@@ -181,7 +197,9 @@ class SmallCollection(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         tables = [
-            EmbeddingBagConfig(name=f"table_{key}", feature_names=[key], num_embeddings=ROWS, embedding_dim=DIM)
+            EmbeddingBagConfig(
+                name=f"table_{key}", feature_names=[key], num_embeddings=ROWS, embedding_dim=DIM
+            )
             for key in KEYS
         ]
         self.tables = EmbeddingBagCollection(tables)
@@ -203,7 +221,10 @@ class SmallCollection(pl.LightningModule):
 
 def draw_batches(num_batches: int) -> list[KeyedJaggedTensor]:
     """Return batches of EXAMPLES, of two ids for each table."""
-    lengths, ids = torch.full((TABLES * EXAMPLES,), 2), torch.randint(0, ROWS, (num_batches, TABLES * EXAMPLES * 2))
+    lengths, ids = (
+        torch.full((TABLES * EXAMPLES,), 2),
+        torch.randint(0, ROWS, (num_batches, TABLES * EXAMPLES * 2)),
+    )
     return [KeyedJaggedTensor(KEYS, values, lengths=lengths) for values in ids]
 
 
@@ -219,20 +240,25 @@ def train(strategy: str, num_steps: int) -> Measured:
 
 
 def train_by_hand(num_steps: int) -> Measured:
-    """Return what a rank measures in torchrec's TrainPipelineSparseDist, planned by torchrec's planner."""
+    """Return what a rank measures in torchrec's TrainPipelineSparseDist, planned by torchrec's
+    planner."""
     torch.manual_seed(1)
     clock, (rank, num_ranks) = Clock(), rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     net, device, sharder = SmallCollection(), torch.device("cpu"), EmbeddingBagCollectionSharder()
     apply_optimizer_in_backward(torch.optim.SGD, net.tables.parameters(), {"lr": 0.01})
-    planner = EmbeddingShardingPlanner(topology=Topology(num_ranks, "cpu", local_world_size=num_ranks))
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(num_ranks, "cpu", local_world_size=num_ranks)
+    )
     plan = planner.collective_plan(net, [sharder], dist.group.WORLD)  # type: ignore[list-item]
     model = DistributedModelParallel(net, device=device, plan=plan, sharders=[sharder])  # type: ignore[list-item]
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     )
-    pipeline = TrainPipelineSparseDist(model, CombinedOptimizer([model.fused_optimizer, dense]), device)
+    pipeline = TrainPipelineSparseDist(
+        model, CombinedOptimizer([model.fused_optimizer, dense]), device
+    )
     batches = iter(draw_batches(WARM_UP_STEPS + num_steps))
     clock.note_start()
     for index in range(WARM_UP_STEPS + num_steps):
@@ -244,7 +270,8 @@ def train_by_hand(num_steps: int) -> Measured:
 
 
 def send_messages(num_messages: int) -> tuple[float, float]:
-    """Return a rank's processor milliseconds of a control message with its numbers of ids, and of a minimum alone."""
+    """Return a rank's processor milliseconds of a control message with its numbers of ids, and of a
+    minimum alone."""
     rank, num_ranks = rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     consensus, milliseconds = job_consensus(120.0).steps, []
@@ -263,22 +290,38 @@ def send_messages(num_messages: int) -> tuple[float, float]:
 
 def main() -> None:
     """Measure, print, and write the section where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ranks", nargs="*", type=int, default=[2, 4, 8, 16, 32], help="numbers of ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "ranks", nargs="*", type=int, default=[2, 4, 8, 16, 32], help="numbers of ranks"
+    )
     parser.add_argument("--steps", type=int, default=40, help="measured steps")
     parser.add_argument("--write", action="store_true", help="put the table into docs/scale.md")
     options = parser.parse_args()
     rows, message_rows = [], []
     for num_ranks in options.ranks:
         messages = run_on_ranks(send_messages, num_ranks, MESSAGES, timeout_seconds=600)
-        message_rows.append([str(num_ranks), *(f"{max(values):.2f}" for values in zip(*messages, strict=True))])
+        message_rows.append([
+            str(num_ranks),
+            *(f"{max(values):.2f}" for values in zip(*messages, strict=True)),
+        ])
         for strategy in (OURS, HAND, DDP):
             run = partial(train, strategy) if strategy != HAND else train_by_hand
             measured = run_on_ranks(run, num_ranks, options.steps, timeout_seconds=600)
             columns = (max(values) for values in zip(*map(astuple, measured), strict=True))
             sockets, threads, requests, *others = columns
-            numbers = [f"{number:.{digits}f}" for number, digits in zip(others, (0, 1, 1, 1), strict=True)]
-            rows.append([str(num_ranks), strategy, str(sockets), str(threads), str(requests), *numbers])
+            numbers = [
+                f"{number:.{digits}f}" for number, digits in zip(others, (0, 1, 1, 1), strict=True)
+            ]
+            rows.append([
+                str(num_ranks),
+                strategy,
+                str(sockets),
+                str(threads),
+                str(requests),
+                *numbers,
+            ])
             print(" | ".join(rows[-1]), flush=True)
     text = f"{table(HEADINGS, rows)}\n\n{table(MESSAGE_HEADINGS, message_rows)}"
     print(text)

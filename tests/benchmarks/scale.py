@@ -1,8 +1,10 @@
-"""Writes docs/scale.md, its pictures and docs/images/scale.json: what tables cost on up to 4,096 ranks, from dry plans.
+"""Writes docs/scale.md, its pictures and docs/images/scale.json: what tables cost on up to 4,096
+ranks, from dry plans.
 
     python -m tests.benchmarks.scale [--redraw] [--quick] [--out FOLDER]
 
-Planning all of it takes about ten minutes of one core. --redraw takes the numbers of the last run instead.
+Planning all of it takes about ten minutes of one core. --redraw takes the numbers of the last run
+instead.
 """
 
 import argparse
@@ -23,10 +25,18 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def main() -> int:
     """Plan, draw and write; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--redraw", action="store_true", help="no planning: the numbers of scale.json")
-    parser.add_argument("--quick", action="store_true", help="small plans: to see that it works; needs --out")
-    parser.add_argument("--out", type=Path, default=DOCS, help="the folder that gets scale.md and images/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--redraw", action="store_true", help="no planning: the numbers of scale.json"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="small plans: to see that it works; needs --out"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=DOCS, help="the folder that gets scale.md and images/"
+    )
     options = parser.parse_args()
     if options.quick and options.out == DOCS:
         parser.error("--quick would put small plans into docs: give --out a folder of its own.")

@@ -1,4 +1,5 @@
-"""What docs/performance.md measured of checkpoints: the points from which docs/scale.md extrapolates."""
+"""What docs/performance.md measured of checkpoints: the points from which docs/scale.md
+extrapolates."""
 
 import re
 from dataclasses import dataclass
@@ -34,11 +35,15 @@ class Checkpoints:
 
 
 def read_checkpoints(page: str) -> Checkpoints:
-    """Return what the page says. Raises ValueError: it has no section about checkpoints, or another one."""
+    """Return what the page says. Raises ValueError: it has no section about checkpoints, or another
+    one."""
     section = section_of(page) or ""
     save = re.search(r"^\| save \| ([\d.]+) \|.*\| (\d+) \|$", section, re.MULTILINE)
     stall = re.search(r"^\| async save: stall \|.*\| (\d+) \|$", section, re.MULTILINE)
     ranks = re.search(r"saved by (\d+) ranks", section)
     if save is None or stall is None or ranks is None:
-        raise ValueError("the page has no measured save: run python -m tests.benchmarks.checkpointing --write first.")
+        raise ValueError(
+            "the page has no measured save: run python -m "
+            "tests.benchmarks.checkpointing --write first."
+        )
     return Checkpoints(int(ranks[1]), float(save[1]), float(save[2]) * 1e6, float(stall[1]) * 1e6)

@@ -1,19 +1,24 @@
-"""What docs/scale.md reckons on paper. The page prints these expressions; a test evaluates them against estimates."""
+"""What docs/scale.md reckons on paper. The page prints these expressions; a test evaluates them
+against estimates."""
 
 from dataclasses import dataclass
 
 from lightning_distrec.sharding.planning.bandwidths import DEFAULTS
 
-INTRA_NODE, CROSS_NODE, DEVICE = (DEFAULTS[name] for name in ("intra_node", "cross_node", "device_memory"))
+INTRA_NODE, CROSS_NODE, DEVICE = (
+    DEFAULTS[name] for name in ("intra_node", "cross_node", "device_memory")
+)
 """torchrec's bandwidths, bytes a second of one rank."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes that a rank sends in a step for one table cut this way: the mean over ranks. Python expressions.
+    """Bytes that a rank sends in a step for one table cut this way: the mean over ranks. Python
+    expressions.
 
-    R ranks, L on each node, N = R / L nodes, B examples a rank, one feature of p ids an example, D columns of 4 bytes,
-    H rows that the ranks share evenly. Rows go forward and as many bytes of gradients come back.
+    R ranks, L on each node, N = R / L nodes, B examples a rank, one feature of p ids an example, D
+    columns of 4 bytes, H rows that the ranks share evenly. Rows go forward and as many bytes of
+    gradients come back.
     """
 
     ids: str
@@ -43,7 +48,9 @@ FORMULAS = {
         "(R - L) / R * 4 * B * (L + p)",
         "(N - 1) / N * 4 * B * D",
     ),
-    "data_parallel": Formula("0", "2 * (R - 1) / R * 4 * H * D", "0", "2 * (R - 1) / R * 4 * H * D / L"),
+    "data_parallel": Formula(
+        "0", "2 * (R - 1) / R * 4 * H * D", "0", "2 * (R - 1) / R * 4 * H * D / L"
+    ),
 }
 
 
@@ -60,7 +67,15 @@ class Numbers:
 
     def of(self, expression: str) -> float:
         """Return the value of an expression of `FORMULAS`."""
-        letters = {"R": self.R, "L": self.L, "N": self.R / self.L, "B": self.B, "D": self.D, "p": self.p, "H": self.H}
+        letters = {
+            "R": self.R,
+            "L": self.L,
+            "N": self.R / self.L,
+            "B": self.B,
+            "D": self.D,
+            "p": self.p,
+            "H": self.H,
+        }
         return float(eval(expression, {"__builtins__": {}}, letters))  # ours, from this file
 
     def sent(self, cut: str) -> float:
@@ -81,10 +96,11 @@ class Numbers:
 
 
 def most_ids_for_links(num_ranks: int, ranks_on_node: int, dim: int) -> float:
-    """Return the ids per example up to which links between nodes decide about whole tables; infinite where always.
+    """Return the ids per example up to which links between nodes decide about whole tables;
+    infinite where always.
 
-    Then what crosses nodes takes longer than what stays on one and the lookups together: forward reads p rows, backward
-    reads and writes them, each 4 * dim bytes of the GPU's memory.
+    Then what crosses nodes takes longer than what stays on one and the lookups together: forward
+    reads p rows, backward reads and writes them, each 4 * dim bytes of the GPU's memory.
     """
     away, near = (num_ranks - ranks_on_node) / num_ranks, (ranks_on_node - 1) / num_ranks
     per_byte = away / CROSS_NODE - near / INTRA_NODE
@@ -106,7 +122,8 @@ class Grouped:
     dim: int = 128
     ids: float = 10.0
     message_seconds: float = 5e-6
-    """What an exchange costs for each rank that takes part, however little it is sent: assumed, not measured."""
+    """What an exchange costs for each rank that takes part, however little it is sent: assumed, not
+    measured."""
 
     @property
     def copies(self) -> int:
@@ -125,7 +142,8 @@ class Grouped:
 
     @property
     def saved_seconds(self) -> float:
-        """What smaller groups save in a step where the copies of a shard are on one node: messages."""
+        """What smaller groups save in a step where the copies of a shard are on one node:
+        messages."""
         return 3 * self.message_seconds * (self.num_ranks - self.group)
 
     @property
@@ -136,7 +154,8 @@ class Grouped:
 
     @property
     def average_seconds(self) -> float:
-        """What one average of all weights over the copies takes, in a ring: within nodes if they have room for it."""
+        """What one average of all weights over the copies takes, in a ring: within nodes if they
+        have room for it."""
         sent = 2 * (self.copies - 1) / self.copies * self.bytes_per_rank
         return sent / (INTRA_NODE if self.copies <= self.ranks_on_node else CROSS_NODE)
 
@@ -147,8 +166,11 @@ class Grouped:
 
     @property
     def most_distinct_rows(self) -> float:
-        """Distinct rows of a table for an example, up to which averages of touched rows pay within nodes."""
-        per_row = (self.copies - 1) * self.num_tables * self.batch_size * (4 * self.dim + 8) / INTRA_NODE
+        """Distinct rows of a table for an example, up to which averages of touched rows pay within
+        nodes."""
+        per_row = (
+            (self.copies - 1) * self.num_tables * self.batch_size * (4 * self.dim + 8) / INTRA_NODE
+        )
         return self.saved_seconds / per_row
 
     def exchange_seconds(self, grouped: bool) -> float:

@@ -1,4 +1,5 @@
-"""The plans that docs/scale.md is drawn from: ranks, tables and rows grow, one at a time. They need no ranks."""
+"""The plans that docs/scale.md is drawn from: ranks, tables and rows grow, one at a time. They need
+no ranks."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -46,7 +47,8 @@ def jobs(quick: bool = False) -> dict[str, list[Job]]:
 
 
 def reckon(quick: bool = False, tell: Callable[[str], None] = lambda _: None) -> Points:
-    """Return all points. Each is planned once, in a process of its own. Raises RuntimeError: one came to no plan."""
+    """Return all points. Each is planned once, in a process of its own. Raises RuntimeError: one
+    came to no plan."""
     actual: dict[Job, Point] = {}
 
     def point(job: Job) -> Point:
@@ -55,10 +57,15 @@ def reckon(quick: bool = False, tell: Callable[[str], None] = lambda _: None) ->
             if isinstance(planned, str):
                 raise RuntimeError(f"{job}, {job.rows_times} times the rows: {planned}")
             actual[job] = Point(job, planned)
-            tell(f"{job}, {job.rows_times} times the rows: {planned.seconds:.1f} s, {planned.critical_path:.2f} ms")
+            tell(
+                f"{job}, {job.rows_times} times the rows: {planned.seconds:.1f} s, "
+                f"{planned.critical_path:.2f} ms"
+            )
         return actual[job]
 
-    return Points(**{growing: [point(job) for job in some] for growing, some in jobs(quick).items()})
+    return Points(**{
+        growing: [point(job) for job in some] for growing, some in jobs(quick).items()
+    })
 
 
 def save(points: Points, path: Path) -> None:

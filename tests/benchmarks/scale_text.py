@@ -4,7 +4,14 @@ from pathlib import Path
 
 from tests.benchmarks.page import table
 from tests.benchmarks.scale_checkpoints import Checkpoints
-from tests.benchmarks.scale_formulas import CROSS_NODE, DEVICE, FORMULAS, INTRA_NODE, Grouped, most_ids_for_links
+from tests.benchmarks.scale_formulas import (
+    CROSS_NODE,
+    DEVICE,
+    FORMULAS,
+    INTRA_NODE,
+    Grouped,
+    most_ids_for_links,
+)
 from tests.benchmarks.scale_points import Point, Points
 
 GIBI, MEBI, GIGA, TERA = 2**30, 2**20, 1e9, 1e12
@@ -18,7 +25,12 @@ USABLE_BYTES = 68e9
 
 def page(points: Points, checkpoints: Checkpoints) -> str:
     """Return the page."""
-    fields = _of_ranks(points.ranks) | _of_tables_and_rows(points) | _on_paper() | _of_checkpoints(checkpoints)
+    fields = (
+        _of_ranks(points.ranks)
+        | _of_tables_and_rows(points)
+        | _on_paper()
+        | _of_checkpoints(checkpoints)
+    )
     return WORDS.read_text(encoding="utf-8").format(**fields)
 
 
@@ -60,7 +72,14 @@ def _ranks_table(points: list[Point]) -> str:
         ]
         for p in points
     ]
-    header = ["ranks", "GB, mean", "GB, fullest", "MiB on the node", "MiB to other nodes", "... most of a rank"]
+    header = [
+        "ranks",
+        "GB, mean",
+        "GB, fullest",
+        "MiB on the node",
+        "MiB to other nodes",
+        "... most of a rank",
+    ]
     return table([*header, "ms, mean", "ms, slowest", "lower bound", "s to plan"], rows, 0)
 
 
@@ -94,7 +113,12 @@ def _on_paper() -> dict[str, str]:
         "formulas_table": _formulas_table(),
         "links_table": table(
             ["ranks", *(f"{ranks:,}" for ranks in LINKED_RANKS)],
-            [["ids an example", *(f"{most_ids_for_links(ranks, 8, 128):.0f}" for ranks in LINKED_RANKS)]],
+            [
+                [
+                    "ids an example",
+                    *(f"{most_ids_for_links(ranks, 8, 128):.0f}" for ranks in LINKED_RANKS),
+                ]
+            ],
         ),
         "example_tables": f"{EXAMPLE.num_tables:,}",
         "example_tb": f"{EXAMPLE.table_bytes / TERA:.0f}",
@@ -112,8 +136,17 @@ def _on_paper() -> dict[str, str]:
 
 
 def _formulas_table() -> str:
-    rows = [[f"`{t}`" for t in (cut, f.ids, f.rows, f.ids_across, f.rows_across)] for cut, f in FORMULAS.items()]
-    header = ["sharding type", "ids and lengths", "rows, one way", "ids to other nodes", "rows to other nodes, one way"]
+    rows = [
+        [f"`{t}`" for t in (cut, f.ids, f.rows, f.ids_across, f.rows_across)]
+        for cut, f in FORMULAS.items()
+    ]
+    header = [
+        "sharding type",
+        "ids and lengths",
+        "rows, one way",
+        "ids to other nodes",
+        "rows to other nodes, one way",
+    ]
     return table(header, rows, len(header))
 
 
@@ -130,7 +163,14 @@ def _groups_table() -> str:
         ]
         for g in GROUPS
     ]
-    header = ["ranks", "copies", "GB of rows a rank", "bytes save, ms", "messages save, ms", "one average, ms"]
+    header = [
+        "ranks",
+        "copies",
+        "GB of rows a rank",
+        "bytes save, ms",
+        "messages save, ms",
+        "one average, ms",
+    ]
     return table([*header, "pays from n ="], rows)
 
 

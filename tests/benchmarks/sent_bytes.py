@@ -1,8 +1,9 @@
-"""Bytes that a rank sends in a step of the model of docs/performance.md: by torchrec, and by us with 64 and 32-bit ids.
+"""Bytes that a rank sends in a step of the model of docs/performance.md: by torchrec, and by us
+with 64 and 32-bit ids.
 
 `python -m tests.benchmarks.sent_bytes`
-Two gloo ranks of this machine. Those of Trainer.fit are counted by the callback Communication, those of the loop by
-hand at torch.distributed's collectives, by the same functions.
+Two gloo ranks of this machine. Those of Trainer.fit are counted by the callback Communication,
+those of the loop by hand at torch.distributed's collectives, by the same functions.
 """
 
 import inspect
@@ -28,7 +29,8 @@ ROWS, TURN = 100_000, Turn(5, 25, 3)
 
 @contextmanager
 def counting(actual: dict[str, float]) -> Iterator[None]:
-    """Add up the bytes of torchrec's exchanges, by kind; all of its tables' collectives are all_to_all_single."""
+    """Add up the bytes of torchrec's exchanges, by kind; all of its tables' collectives are
+    all_to_all_single."""
     send = dist.all_to_all_single
     signature = inspect.signature(send)
 
@@ -36,7 +38,9 @@ def counting(actual: dict[str, float]) -> Iterator[None]:
         arguments = dict(signature.bind(*inputs, **options).arguments)
         caller = inspect.currentframe().f_back.f_globals["__name__"]  # type: ignore[union-attr]
         kind = classify_call("all_to_all_single", arguments["input"].dtype, caller)
-        actual[kind] += sum(exchanged_bytes(arguments, [0, 1], dist.get_rank()).values()) / TURN.steps
+        actual[kind] += (
+            sum(exchanged_bytes(arguments, [0, 1], dist.get_rank()).values()) / TURN.steps
+        )
         return send(*inputs, **options)
 
     with patch.object(dist, "all_to_all_single", counted):
@@ -66,8 +70,13 @@ def main() -> None:
     """Print each way, the mean over ranks."""
     rank_results = run_on_ranks(measure, 2)
     for way in rank_results[0]:
-        kinds = {kind: sum(result[way].get(kind, 0.0) for result in rank_results) / 2 for kind in rank_results[0][way]}
-        tables = sum(sent for kind, sent in kinds.items() if "dense" not in kind and "control" not in kind)
+        kinds = {
+            kind: sum(result[way].get(kind, 0.0) for result in rank_results) / 2
+            for kind in rank_results[0][way]
+        }
+        tables = sum(
+            sent for kind, sent in kinds.items() if "dense" not in kind and "control" not in kind
+        )
         words = ", ".join(f"{kind} {sent:,.0f}" for kind, sent in kinds.items())
         print(f"{way}: tables {tables:,.0f}, all {sum(kinds.values()):,.0f}; {words}")
 

@@ -1,9 +1,11 @@
-"""Step time and memory of `fsdp_tuned` against a hand-written loop over fully_shard, in turns on the same ranks.
+"""Step time and memory of `fsdp_tuned` against a hand-written loop over fully_shard, in turns on
+the same ranks.
 
     python -m tests.benchmarks.sharded_dense [ROUNDS]
 
-Prints a table in Markdown. Two gloo ranks of one thread each; every round builds each contender anew, in another order;
-the first steps of each do not count. Memory: most bytes in parameters, gradients, optimizer state and gathered blocks.
+Prints a table in Markdown. Two gloo ranks of one thread each; every round builds each contender
+anew, in another order; the first steps of each do not count. Memory: most bytes in parameters,
+gradients, optimizer state and gathered blocks.
 """
 
 import gc
@@ -78,7 +80,9 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
     """Collective. Return module -> contender -> milliseconds of a step, of each round."""
     _be_quiet()
     rank, num_ranks = rank_and_num_ranks()
-    times: dict[str, dict[str, list[float]]] = {module: {name: [] for name in CONTENDERS} for module in MODULES}
+    times: dict[str, dict[str, list[float]]] = {
+        module: {name: [] for name in CONTENDERS} for module in MODULES
+    }
     with redirect_stdout(io.StringIO()):
         _ours(nn.Linear(WIDTH, WIDTH))  # makes the process group
     for module in MODULES:
@@ -86,7 +90,10 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
             for name in random.Random(number).sample(list(CONTENDERS), len(CONTENDERS)):
                 torch.manual_seed(1)
                 position = CONTENDERS[name](MODULES[module]())
-                steps = [1e3 * (b - a) for a, b in zip(position[UNCOUNTED:], position[UNCOUNTED + 1 :], strict=False)]
+                steps = [
+                    1e3 * (b - a)
+                    for a, b in zip(position[UNCOUNTED:], position[UNCOUNTED + 1 :], strict=False)
+                ]
                 times[module][name].append(statistics.median(steps))
                 gc.collect()
     return times
@@ -99,7 +106,8 @@ def _be_quiet() -> None:
 
 
 class _Weighed(pl.Callback):
-    """The most bytes of tensors that this process has in a step, activations included, after each block's forward."""
+    """The most bytes of tensors that this process has in a step, activations included, after each
+    block's forward."""
 
     def __init__(self, net: nn.Module) -> None:
         self.most = 0
@@ -121,35 +129,57 @@ class _Weighed(pl.Callback):
 
 
 def weigh() -> dict[str, tuple[float, float]]:
-    """Collective. Return module -> most bytes of a rank, and (parameters + gradients + state) / ranks + a block."""
+    """Collective. Return module -> most bytes of a rank, and (parameters + gradients + state) /
+    ranks + a block."""
     _be_quiet()
     actual = {}
     for module in MODULES:
         net = MODULES[module]()
         sizes = [p.nbytes for p in net.parameters()]
-        blocks = [sum(p.nbytes for p in block.parameters()) for block in choose_blocks(net, "auto", LEAST)]
+        blocks = [
+            sum(p.nbytes for p in block.parameters()) for block in choose_blocks(net, "auto", LEAST)
+        ]
         tail = sum(sizes) - sum(blocks)
         weighed = _Weighed(net)
         with redirect_stdout(io.StringIO()):
             trainer = pl.Trainer(
-                strategy=TunedFSDPStrategy(min_num_parameters=LEAST), devices=2, callbacks=[weighed], **DEFAULTS
+                strategy=TunedFSDPStrategy(min_num_parameters=LEAST),
+                devices=2,
+                callbacks=[weighed],
+                **DEFAULTS,
             )
             gc.collect()
-            trainer.fit(Adaptive(net), DataLoader(TensorDataset(torch.randn(4 * BATCH, WIDTH)), batch_size=BATCH))
-        actual[module] = (weighed.most, 4 * sum(sizes) / dist.get_world_size() + max([*blocks, tail]))
+            trainer.fit(
+                Adaptive(net),
+                DataLoader(TensorDataset(torch.randn(4 * BATCH, WIDTH)), batch_size=BATCH),
+            )
+        actual[module] = (
+            weighed.most,
+            4 * sum(sizes) / dist.get_world_size() + max([*blocks, tail]),
+        )
         del trainer, net, weighed
     return actual
 
 
-def report(times: dict[str, dict[str, list[float]]], bytes_of: dict[str, tuple[float, float]]) -> str:
+def report(
+    times: dict[str, dict[str, list[float]]], bytes_of: dict[str, tuple[float, float]]
+) -> str:
     """Return a table: medians, ratios in the same round, and memory."""
-    lines = ["| | by hand | fsdp_tuned | memory of a rank | share + block |", "|---|---|---|---|---|"]
+    lines = [
+        "| | by hand | fsdp_tuned | memory of a rank | share + block |",
+        "|---|---|---|---|---|",
+    ]
     for module, per_name in times.items():
-        ratios = [distrec / hand for distrec, hand in zip(per_name["fsdp_tuned"], per_name["by hand"], strict=True)]
+        ratios = [
+            distrec / hand
+            for distrec, hand in zip(per_name["fsdp_tuned"], per_name["by hand"], strict=True)
+        ]
         local, share = bytes_of[module]
         lines.append(
-            f"| {module} | {statistics.median(per_name['by hand']):.2f} ms | **{statistics.median(ratios):.3f}** "
-            f"({min(ratios):.2f} to {max(ratios):.2f}) | {local / 1e6:.1f} MB | {share / 1e6:.1f} MB |"
+            f"| {module} | {statistics.median(per_name['by hand']):.2f} ms | "
+            f"**{statistics.median(ratios):.3f}** "
+            f"({min(ratios):.2f} to {max(ratios):.2f}) | {local / 1e6:.1f} MB | {share / 1e6:.1f} "
+            "MB |"
         )
     return "\n".join(lines)
 

@@ -1,6 +1,8 @@
-"""AUROC of the MovieLens recipe with tables in groups of ranks: python -m tests.benchmarks.sharding_groups.
+"""AUROC of the MovieLens recipe with tables in groups of ranks: python -m
+tests.benchmarks.sharding_groups.
 
-Four ranks in two groups, 1,024 examples in a step as in the recipe's README, five epochs, validated after the last
+Four ranks in two groups, 1,024 examples in a step as in the recipe's README, five epochs, validated
+after the last
 only: a validation synchronises, and would come more often than every 100th step.
 """
 
@@ -45,7 +47,10 @@ def train(interval: int | None, seed: int, data_dir: str) -> dict[str, Any]:
 def main(data_dir: str = "data/movielens-100k") -> None:
     """Print a row for each interval."""
     MovieLensDataModule(cache_dir=data_dir).prepare_data()
-    print("| `sync_interval` | validation AUROC | test AUROC | test log-loss |\n| --- | --- | --- | --- |")
+    print(
+        "| `sync_interval` | validation AUROC | test AUROC | test log-loss |\n| --- | --- | --- "
+        "| --- |"
+    )
     for interval in INTERVALS:
         actual = [run_on_warm_ranks(train, 4, interval, seed, data_dir)[0] for seed in SEEDS]
         columns = [

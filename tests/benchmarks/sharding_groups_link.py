@@ -1,4 +1,5 @@
-"""Steps of two ranks on two machines over a slow link, each machine a group with all tables, or one group of both.
+"""Steps of two ranks on two machines over a slow link, each machine a group with all tables, or one
+group of both.
 
     python -m tests.benchmarks.sharding_groups_link [MBIT_PER_SECOND]
 
@@ -34,7 +35,10 @@ class Clicks(pl.LightningModule):
         torch.manual_seed(3)
         names = [f"f{i}" for i in range(NUM_TABLES)]
         tables = [
-            EmbeddingBagConfig(name=f"t_{n}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[n]) for n in names
+            EmbeddingBagConfig(
+                name=f"t_{n}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[n]
+            )
+            for n in names
         ]
         self.ebc = EmbeddingBagCollection(tables=tables)
         self.top = nn.Linear(NUM_TABLES * DIM, 1)
@@ -51,7 +55,9 @@ class Clock(pl.Callback):
 
     seconds = 0.0
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == WARM:
             self.begin = time.perf_counter()
 
@@ -92,15 +98,26 @@ def main() -> None:
     mbit = int(sys.argv[1]) if len(sys.argv) > 1 else 500
 
     def variables(rank: int, _: str) -> dict[str, str]:
-        rank_result = {"RANK": str(rank), "NODE_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        rank_result = {
+            "RANK": str(rank),
+            "NODE_RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }
         return rank_result | {"WORLD_SIZE": "2", "TEST_NUM_RANKS": "1", "OMP_NUM_THREADS": "1"}
 
     for variant in VARIANTS:
-        [(milliseconds, sent)] = run_on_link("tests.benchmarks.sharding_groups_link", [variant], mbit, 170, variables)
+        [(milliseconds, sent)] = run_on_link(
+            "tests.benchmarks.sharding_groups_link", [variant], mbit, 170, variables
+        )
         tables_values = {
-            kind: f"{sent[kind] / 1e6:.2f}" for kind in ("ids", "rows", "row gradients", "replicas of tables")
+            kind: f"{sent[kind] / 1e6:.2f}"
+            for kind in ("ids", "rows", "row gradients", "replicas of tables")
         }
-        print(f"{variant[0] or 'one group'}: {milliseconds:.1f} ms, MB in a step {tables_values}", flush=True)
+        print(
+            f"{variant[0] or 'one group'}: {milliseconds:.1f} ms, MB in a step {tables_values}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Trains a tiny model for thousands of steps with many checkpoints, and fails where a process has grown.
+"""Trains a tiny model for thousands of steps with many checkpoints, and fails where a process has
+grown.
 
     python -m tests.benchmarks.soak [--steps 4000] [--every 20] [--only background]
 
-Each way to save has a process of its own. What it holds after each save, without files that are mapped, is compared:
-the median of the last tenth with that of the second tenth, when all that is made once has been made.
+Each way to save has a process of its own. What it holds after each save, without files that are
+mapped, is compared: the median of the last tenth with that of the second tenth, when all that is
+made once has been made.
 """
 
 import argparse
@@ -40,7 +42,9 @@ class Tables(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name])
+            EmbeddingBagConfig(
+                name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[name]
+            )
             for name in ("user", "item")
         ]
         self.tables = EmbeddingBagCollection(tables=configs)
@@ -57,7 +61,8 @@ class Tables(pl.LightningModule):
 
 
 class Saves(pl.Callback):
-    """Saves every few steps, under two names in turns, and notes the bytes that the process holds then."""
+    """Saves every few steps, under two names in turns, and notes the bytes that the process holds
+    then."""
 
     def __init__(self, folder: Path, every: int, saves: bool) -> None:
         self.folder, self.every, self.saves = folder, every, saves
@@ -66,7 +71,9 @@ class Saves(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step % self.every == 0:
             if self.saves:
-                trainer.save_checkpoint(self.folder / f"{trainer.global_step // self.every % 2}.ckpt")
+                trainer.save_checkpoint(
+                    self.folder / f"{trainer.global_step // self.every % 2}.ckpt"
+                )
             self.held.append(held_bytes())
 
 
@@ -80,7 +87,11 @@ def soak(way: str, folder: str, steps: int, every: int) -> list[int]:
     """Train on this rank, and return what it held after each save."""
     options = dict(CHECKPOINTS[way])
     if way == "incremental":
-        options["incremental"] = {"every": every, "full_every": 10 * every, "dirpath": f"{folder}/series"}
+        options["incremental"] = {
+            "every": every,
+            "full_every": 10 * every,
+            "dirpath": f"{folder}/series",
+        }
     saves = Saves(Path(folder), every, saves=way != "incremental")
     numbers = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, ROWS, (2, BATCH), generator=numbers) for _ in range(100)]
@@ -97,8 +108,11 @@ def growth(held: list[int]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Print a line for each way to save; return 1 where a process has grown by more than the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print a line for each way to save; return 1 where a process has grown by more than the
+    limit."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=CHECKPOINTS, default=list(CHECKPOINTS))
@@ -113,7 +127,10 @@ def main() -> int:
         has_grown |= grown > LIMIT
         sizes = [f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (early, late, max(held))]
         verdict = "GROWN" if grown > LIMIT else "flat"
-        print(f"{way:12}{len(held)} saves: {sizes[0]}, then {sizes[1]} ({grown:+.1%}), at most {sizes[2]}: {verdict}")
+        print(
+            f"{way:12}{len(held)} saves: {sizes[0]}, then {sizes[1]} ({grown:+.1%}), at most "
+            f"{sizes[2]}: {verdict}"
+        )
     return int(has_grown)
 
 

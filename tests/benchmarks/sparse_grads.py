@@ -1,8 +1,10 @@
-"""How long backward takes with a table's sparse gradient exchanged as torch does, as rows, and as a dense tensor.
+"""How long backward takes with a table's sparse gradient exchanged as torch does, as rows, and as a
+dense tensor.
 
 python -m tests.benchmarks.sparse_grads
 
-Prints a table in Markdown: medians of two gloo ranks of one thread each, the ways in turns at every step.
+Prints a table in Markdown: medians of two gloo ranks of one thread each, the ways in turns at every
+step.
 """
 
 import statistics
@@ -16,7 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_hook
 from tests.support.ranks import run_on_ranks
 
-SHAPES = ((100, 64, 1024), (1000, 64, 8192), (10_000, 64, 1024), (10_000, 64, 8192), (10_000, 64, 65_536))
+SHAPES = (
+    (100, 64, 1024),
+    (1000, 64, 8192),
+    (10_000, 64, 1024),
+    (10_000, 64, 8192),
+    (10_000, 64, 65_536),
+)
 SHAPES += ((100_000, 64, 8192), (100_000, 16, 65_536))
 """Rows, columns, and ids that each rank looks up."""
 STEPS, UNCOUNTED = 14, 3
@@ -34,7 +42,9 @@ def _of_shape(num_rows: int, dim: int, num_ids: int) -> dict[str, float]:
     ways = {}
     for way in ("torch's", "sparse", "dense"):
         torch.manual_seed(0)
-        module = nn.Sequential(nn.EmbeddingBag(num_rows, dim, sparse=True, mode="sum"), nn.Linear(dim, 1))
+        module = nn.Sequential(
+            nn.EmbeddingBag(num_rows, dim, sparse=True, mode="sum"), nn.Linear(dim, 1)
+        )
         ways[way] = DistributedDataParallel(module, gradient_as_bucket_view=True)
     ways["sparse"].register_comm_hook(None, sparse_hook("sparse"))
     ways["dense"].register_comm_hook(None, sparse_hook("dense"))
@@ -53,7 +63,10 @@ def _of_shape(num_rows: int, dim: int, num_ids: int) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     results = run_on_ranks(measure, 2, timeout_seconds=600)
-    print("| rows x columns, ids of a rank | torch's | sparse | dense | dense / sparse |\n|---|---|---|---|---|")
+    print(
+        "| rows x columns, ids of a rank | torch's | sparse | dense | dense / sparse "
+        "|\n|---|---|---|---|---|"
+    )
     for (rows, dim, ids), times in results[0].items():
         shown = " | ".join(f"{times[way]:.1f} ms" for way in times)
         print(f"| {rows} x {dim}, {ids} | {shown} | **{times['dense'] / times['sparse']:.2f}** |")

@@ -1,4 +1,5 @@
-"""Times steps of `pipeline_parallel` against one process and `ddp_tuned`, and its bubble against the ideal.
+"""Times steps of `pipeline_parallel` against one process and `ddp_tuned`, and its bubble against
+the ideal.
 
 OMP_NUM_THREADS=1 python -m tests.benchmarks.stages [PICTURE.svg]
 """
@@ -30,7 +31,9 @@ class Blocks(pl.LightningModule):
         super().__init__()
         self.characters = nn.Embedding(CHARACTERS, DIM)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                DIM, 4, 4 * DIM, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(BLOCKS)
         )
         self.head = nn.Linear(DIM, CHARACTERS)
@@ -54,23 +57,30 @@ class Blocks(pl.LightningModule):
 
 
 def _data(rank: int, num_ranks: int) -> DataLoader[Any]:
-    characters = torch.randint(CHARACTERS, (STEPS, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    characters = torch.randint(
+        CHARACTERS, (STEPS, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)
+    )
     batches = characters[:, rank::num_ranks].reshape(-1, LENGTH + 1)
     return DataLoader(TensorDataset(batches[:, :-1], batches[:, 1:]), batch_size=BATCH // num_ranks)
 
 
 def measured(options: dict[str, Any] | None, picture: str) -> dict[str, Any]:
-    """Return what a fit shows on one rank. options: of pipeline_parallel; None: ddp_tuned, or one process."""
+    """Return what a fit shows on one rank. options: of pipeline_parallel; None: ddp_tuned, or one
+    process."""
     pl.seed_everything(3, verbose=False)
     model = Blocks()
     rank, num_ranks = rank_and_num_ranks()
     shown = StageSchedule(picture, step=STEPS - 2)
     strategy: Any = TunedDDPStrategy() if options is None else PipelineParallelStrategy(**options)
     data = _data(rank, num_ranks) if options is None else _data(0, 1)
-    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, callbacks=[shown] if options else [], **DEFAULTS)
+    trainer = pl.Trainer(
+        strategy=strategy, devices=num_ranks, callbacks=[shown] if options else [], **DEFAULTS
+    )
     trainer.fit(model, data)
     held = sum(p.nbytes for p in model.parameters() if not p.is_meta)
-    steps = [b - a for a, b in zip(model.times[SKIPPED:-2], model.times[SKIPPED + 1 : -1], strict=True)]
+    steps = [
+        b - a for a, b in zip(model.times[SKIPPED:-2], model.times[SKIPPED + 1 : -1], strict=True)
+    ]
     return {
         "ms": 1000 * statistics.median(steps),
         "losses": model.losses,
@@ -88,7 +98,10 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
     "gpipe, 8 micro-batches": (2, {"microbatches": 8}),
     "1f1b, 4 micro-batches": (2, {"microbatches": 4, "schedule": "1f1b"}),
     "1f1b, 8 micro-batches": (2, {"microbatches": 8, "schedule": "1f1b"}),
-    "interleaved, 4 micro-batches": (2, {"microbatches": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+    "interleaved, 4 micro-batches": (
+        2,
+        {"microbatches": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2},
+    ),
 }
 
 
@@ -99,10 +112,21 @@ def main(picture: str = "") -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for name, (num_ranks, options) in CONTENDERS.items():
-                path = picture if picture and name.startswith("1f1b, 4") else str(Path(folder) / "schedule.svg")
+                path = (
+                    picture
+                    if picture and name.startswith("1f1b, 4")
+                    else str(Path(folder) / "schedule.svg")
+                )
                 fits_by_name[name].append(run_on_ranks(measured, num_ranks, options, path)[0])
     one_process_ms = min(fit["ms"] for fit in fits_by_name["one process"])
-    columns = ["", "ms per step", "against one process", "idle", "ideal", "largest difference of a loss"]
+    columns = [
+        "",
+        "ms per step",
+        "against one process",
+        "idle",
+        "ideal",
+        "largest difference of a loss",
+    ]
     print(f"| {' | '.join([*columns, 'weights of rank 0'])} |\n{'| --- ' * 7}|")
     for name, fits in fits_by_name.items():
         times = [fit["ms"] for fit in fits]
@@ -113,7 +137,10 @@ def main(picture: str = "") -> None:
         if bubbles:
             idle = f"{statistics.median(bubbles):.1%} | {fits[0]['ideal']:.1%}"
         ms = f"{min(times):.0f} ({statistics.median(times):.0f}, {max(times):.0f})"
-        print(f"| {name} | {ms} | {one_process_ms / min(times):.2f} | {idle} | {far:.1e} | {fits[0]['mb']:.1f} MB |")
+        print(
+            f"| {name} | {ms} | {one_process_ms / min(times):.2f} | {idle} | {far:.1e} | "
+            f"{fits[0]['mb']:.1f} MB |"
+        )
 
 
 if __name__ == "__main__":

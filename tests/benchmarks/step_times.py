@@ -1,9 +1,10 @@
-"""Writes the section about estimated steps of docs/performance.md: ten real fits on two ranks beside their estimates.
+"""Writes the section about estimated steps of docs/performance.md: ten real fits on two ranks
+beside their estimates.
 
     python -m tests.benchmarks.step_times [--rounds N] [--write]
 
-All of it takes about two minutes on two cores that do nothing else. It only prints the section, unless --write is
-given; missed aims stand in bold.
+All of it takes about two minutes on two cores that do nothing else. It only prints the section,
+unless --write is given; missed aims stand in bold.
 """
 
 import argparse
@@ -36,7 +37,14 @@ BEGIN, END = "<!-- estimated steps: begin -->", "<!-- estimated steps: end -->"
 NUM_TABLES, ROWS, DIM, POOLING = 8, 100_000, 64, 10
 MAX_DIFFERENCE, MIN_CORRELATION = 0.4, 0.95
 HEADINGS = [
-    *("update", "optimizer", "sharding type", "batch", "tables, estimated, ms", "the rest, measured"),
+    *(
+        "update",
+        "optimizer",
+        "sharding type",
+        "batch",
+        "tables, estimated, ms",
+        "the rest, measured",
+    ),
     *("sum", "measured, ms", "differ by", "rounds"),
 ]
 TURN = Turn(first=4, counted=8, last=2)
@@ -88,7 +96,8 @@ class Timed:
 
     @property
     def milliseconds(self) -> float:
-        """The time that a quarter of the steps do not exceed: other load on the machine only adds."""
+        """The time that a quarter of the steps do not exceed: other load on the machine only
+        adds."""
         return quartile([step for steps in self.rounds for step in steps])
 
     @property
@@ -109,7 +118,9 @@ class LitTables(pl.LightningModule):
         super().__init__()
         self.fit = fit
         configs = [
-            EmbeddingBagConfig(name=f"t{i}", num_embeddings=fit.rows, embedding_dim=DIM, feature_names=[f"f{i}"])
+            EmbeddingBagConfig(
+                name=f"t{i}", num_embeddings=fit.rows, embedding_dim=DIM, feature_names=[f"f{i}"]
+            )
             for i in range(NUM_TABLES)
         ]
         self.ebc = EmbeddingBagCollection(tables=configs)
@@ -121,7 +132,9 @@ class LitTables(pl.LightningModule):
         return nn.functional.binary_cross_entropy_with_logits(logits, label)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.fit.optimizer)(self.parameters(), lr=0.01)
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.fit.optimizer)(
+            self.parameters(), lr=0.01
+        )
         return optimizer
 
 
@@ -139,7 +152,8 @@ class LitLayer(LitTables):
 
 
 def batches(fit: Fit, number: int, rank: int) -> DataLoader:
-    """Return `number` batches of a rank, each with POOLING evenly drawn ids per example and table."""
+    """Return `number` batches of a rank, each with POOLING evenly drawn ids per example and
+    table."""
     draw = torch.Generator().manual_seed(1 + rank)
     keys, bags = [f"f{i}" for i in range(NUM_TABLES)], NUM_TABLES * fit.batch_size
     drawn = [
@@ -184,7 +198,9 @@ def timed(fit: Fit, turn: Turn = TURN) -> tuple[float, list[float]]:
 def timed_without_tables(fit: Fit) -> list[float]:
     """Collective. Return the milliseconds of the steps of a fit that has no tables."""
     clock = Clock()
-    make_trainer(callbacks=[clock]).fit(LitLayer(fit), batches(fit, TURN.steps, rank_and_num_ranks()[0]))
+    make_trainer(callbacks=[clock]).fit(
+        LitLayer(fit), batches(fit, TURN.steps, rank_and_num_ranks()[0])
+    )
     return TURN.times(clock.ticks)
 
 
@@ -204,7 +220,10 @@ def take_turns(rounds: int) -> list[Timed]:
 def correlation(actual: list[Timed]) -> float:
     """Return Pearson's, of estimates with the measured rest, and steps."""
     return float(
-        np.corrcoef([first.estimate + first.base for first in actual], [first.milliseconds for first in actual])[0, 1]
+        np.corrcoef(
+            [first.estimate + first.base for first in actual],
+            [first.milliseconds for first in actual],
+        )[0, 1]
     )
 
 
@@ -255,7 +274,9 @@ def _line(first: Timed) -> list[str]:
 
 def main() -> int:
     """Measure, print, and write the section."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each fit")
     parser.add_argument("--write", action="store_true", help=f"put the section into {PAGE.name}")
     options = parser.parse_args()

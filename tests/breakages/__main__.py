@@ -2,8 +2,9 @@
 
 python -m tests.breakages [--suite short|all] [--list] [NAME ...]
 
-Each patch is applied alone to a copy of the working tree. The tests that should notice run first, up to the first
-failure; then, where all of them pass, the rest of the suite. A test that fails without the patch too does not count.
+Each patch is applied alone to a copy of the working tree. The tests that should notice run first,
+up to the first failure; then, where all of them pass, the rest of the suite. A test that fails
+without the patch too does not count.
 """
 
 import argparse
@@ -20,14 +21,24 @@ SUITES = {"short": "not slow", "all": ""}
 
 def main() -> int:
     """Run the chosen breakages; the exit code is the number that no test notices."""
-    parser = argparse.ArgumentParser(prog="python -m tests.breakages", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.breakages", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("names", nargs="*", help="Run only these.")
-    parser.add_argument("--suite", choices=SUITES, default="short", help="Take the tests of `make test` or all.")
-    parser.add_argument("--only-first", action="store_true", help="Leave out the rest of the suite.")
-    parser.add_argument("--workers", type=int, default=3, help="Run N tests of the rest of the suite at a time.")
+    parser.add_argument(
+        "--suite", choices=SUITES, default="short", help="Take the tests of `make test` or all."
+    )
+    parser.add_argument(
+        "--only-first", action="store_true", help="Leave out the rest of the suite."
+    )
+    parser.add_argument(
+        "--workers", type=int, default=3, help="Run N tests of the rest of the suite at a time."
+    )
     parser.add_argument("--list", action="store_true", help="List the breakages and stop.")
     inputs = parser.parse_args()
-    selection = [breakage for breakage in BREAKAGES if not inputs.names or breakage.name in inputs.names]
+    selection = [
+        breakage for breakage in BREAKAGES if not inputs.names or breakage.name in inputs.names
+    ]
     if unknown := set(inputs.names) - {breakage.name for breakage in selection}:
         parser.error(f"unknown breakages: {', '.join(sorted(unknown))}")
     if inputs.list:
@@ -43,9 +54,13 @@ def main() -> int:
             begin = time.monotonic()
             file, initial = apply(breakage, tree)
             try:
-                outcome = try_tests(tree, [f"tests/{test}" for test in breakage.tests], SUITES[inputs.suite])
+                outcome = try_tests(
+                    tree, [f"tests/{test}" for test in breakage.tests], SUITES[inputs.suite]
+                )
                 if outcome.failed is None and not inputs.only_first:
-                    outcome = try_tests(tree, ["tests"], SUITES[inputs.suite], workers=inputs.workers)
+                    outcome = try_tests(
+                        tree, ["tests"], SUITES[inputs.suite], workers=inputs.workers
+                    )
             finally:
                 undo(file, initial, tree)
             text = _in_words(outcome, tree, SUITES[inputs.suite])

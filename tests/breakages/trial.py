@@ -26,7 +26,8 @@ class Outcome:
 
 
 def copy_tree(target: Path) -> None:
-    """Copy what git knows of the working tree, and what it does not ignore; link what tests download."""
+    """Copy what git knows of the working tree, and what it does not ignore; link what tests
+    download."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -57,7 +58,8 @@ def place_of(breakage: Breakage, root: Path) -> tuple[Path, str, str]:
     count = sum(len(re.findall(find, text)) for _, text in actual)
     if count != 1:
         raise ValueError(
-            f"{breakage.name}: {breakage.find!r} matches {count} times in {breakage.room} ({len(files)} files)"
+            f"{breakage.name}: {breakage.find!r} matches {count} times in {breakage.room} "
+            f"({len(files)} files)"
         )
     file, text = actual[0]
     broken = re.sub(find, breakage.replace, text)
@@ -75,7 +77,8 @@ def apply(breakage: Breakage, root: Path) -> tuple[Path, str]:
 
 
 def undo(file: Path, initial: str, root: Path) -> None:
-    """Put the file's text back, and end what the broken product has left running: a watchdog, say."""
+    """Put the file's text back, and end what the broken product has left running: a watchdog,
+    say."""
     file.write_text(initial)
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -84,13 +87,33 @@ def undo(file: Path, initial: str, root: Path) -> None:
 
 
 def try_tests(tree: Path, tests: list[str], marks: str, workers: int = 0) -> Outcome:
-    """Run tests up to the first failure. tests: files, folders or single tests. workers: 0 runs them in one process."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-m", marks]
+    """Run tests up to the first failure. tests: files, folders or single tests. workers: 0 runs
+    them in one process."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tree),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-rfE",
+        "--tb=no",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marks,
+    ]
     command += [f"--timeout={TEST_SECONDS}", f"--numprocesses={workers}", *tests]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, flags=re.MULTILINE)
     passed = re.search(r"(\d+) passed", done.stdout)
     if failed is None and done.returncode not in (0, 5):
-        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return Outcome(failed[1] if failed else None, int(passed[1]) if passed else 0)

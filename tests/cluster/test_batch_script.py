@@ -26,7 +26,9 @@ def _write(*arguments: str, folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_runs_it_on_two_nodes(
+    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run.sh"
     sizes = ("--nodes=2", "--ranks-per-node=1", "--gpus=false", "--cpus-per-rank=2", "--time=10")
     assert _write(*sizes, f"--out={out}", folder=tmp_path) == 0
@@ -35,7 +37,9 @@ def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path, capsys: pytest
     assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     printed = slurm.output(job)
     assert "No problems found" in printed
-    assert printed.count("2 ranks on 2 nodes, started by Slurm") == 2, "the doctor's and the training's"
+    assert printed.count("2 ranks on 2 nodes, started by Slurm") == 2, (
+        "the doctor's and the training's"
+    )
     assert "`Trainer.fit` stopped: `max_epochs=1` reached." in printed
     assert "JobName=my-run" in slurm.scontrol("show", "job", str(job))
 
@@ -44,8 +48,19 @@ def test_slurm_runs_it_on_two_nodes(slurm: Slurm, tmp_path: Path, capsys: pytest
 def test_torchrun_starts_the_ranks_of_each_node(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ("--nodes=2", "--ranks-per-node=1", "--gpus=false", "--cpus-per-rank=2", "--time=10", "--launcher=torchrun")
-    options = ("--setup=export FROM_SETUP=1", "--sbatch=comment=from-sbatch", "--job-name=by-torchrun")
+    sizes = (
+        "--nodes=2",
+        "--ranks-per-node=1",
+        "--gpus=false",
+        "--cpus-per-rank=2",
+        "--time=10",
+        "--launcher=torchrun",
+    )
+    options = (
+        "--setup=export FROM_SETUP=1",
+        "--sbatch=comment=from-sbatch",
+        "--job-name=by-torchrun",
+    )
     overrides = ("--", "--trainer.max_epochs=100000", f"--trainer.default_root_dir={tmp_path}")
     assert _write(*sizes, *options, *overrides, folder=tmp_path) == 0
     script = capsys.readouterr().out.replace("srun ", 'test "$FROM_SETUP" = 1; srun ')
@@ -54,7 +69,9 @@ def test_torchrun_starts_the_ranks_of_each_node(
     slurm.wait_for_output(job, "Embedding tables over 2 ranks")
     assert "Comment=from-sbatch" in slurm.scontrol("show", "job", str(job))
     slurm.cancel(str(job))
-    assert slurm.output(job).count("2 ranks on 2 nodes, started by torchrun") == 2, "the doctor's and the training's"
+    assert slurm.output(job).count("2 ranks on 2 nodes, started by torchrun") == 2, (
+        "the doctor's and the training's"
+    )
 
 
 def test_several_files_overrides_and_lines_of_the_site_are_in_it(
@@ -69,7 +86,14 @@ def test_several_files_overrides_and_lines_of_the_site_are_in_it(
         "--error=%x.err",
         "--output=logs/%j",
     )
-    arguments = (*sizes, *site, "--launcher=torchrun", f"--config={second_config}", "--", "--trainer.max_epochs=3")
+    arguments = (
+        *sizes,
+        *site,
+        "--launcher=torchrun",
+        f"--config={second_config}",
+        "--",
+        "--trainer.max_epochs=3",
+    )
     assert _write(*arguments, folder=tmp_path) == 0
     script = capsys.readouterr().out
     for line in (
@@ -88,9 +112,19 @@ def test_several_files_overrides_and_lines_of_the_site_are_in_it(
 
 
 def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _write("--nodes=64", "--ranks-per-node=8", "--partition=a", "--account=b", folder=tmp_path) == 0
+    assert (
+        _write("--nodes=64", "--ranks-per-node=8", "--partition=a", "--account=b", folder=tmp_path)
+        == 0
+    )
     script = capsys.readouterr().out
-    for line in ("nodes=64", "ntasks-per-node=8", "gpus-per-node=8", "partition=a", "account=b", "signal=USR1@120"):
+    for line in (
+        "nodes=64",
+        "ntasks-per-node=8",
+        "gpus-per-node=8",
+        "partition=a",
+        "account=b",
+        "signal=USR1@120",
+    ):
         assert f"#SBATCH --{line}\n" in script
     assert f"fit --config '{tmp_path}/my run/cpu.yaml'" in script
 
@@ -99,9 +133,18 @@ def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         (["--nodes=0", "--ranks-per-node=1"], "--nodes 0: must be at least 1."),
-        (["--nodes=1", "--ranks-per-node=1", "--time=tomorrow"], "--time tomorrow: Slurm does not know it"),
-        (["--nodes=1", "--ranks-per-node=1", "--config=none.yaml"], "--config none.yaml: there is no such file"),
-        (["--nodes=1", "--ranks-per-node=1", "--sbatch=--qos=high"], "--sbatch '--qos=high': give an option without"),
+        (
+            ["--nodes=1", "--ranks-per-node=1", "--time=tomorrow"],
+            "--time tomorrow: Slurm does not know it",
+        ),
+        (
+            ["--nodes=1", "--ranks-per-node=1", "--config=none.yaml"],
+            "--config none.yaml: there is no such file",
+        ),
+        (
+            ["--nodes=1", "--ranks-per-node=1", "--sbatch=--qos=high"],
+            "--sbatch '--qos=high': give an option without",
+        ),
     ],
 )
 def test_what_slurm_would_not_take_is_reported(

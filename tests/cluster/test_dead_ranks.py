@@ -1,4 +1,5 @@
-"""A rank that dies, stops or goes another way: the others end within seconds, and say which one it was."""
+"""A rank that dies, stops or goes another way: the others end within seconds, and say which one it
+was."""
 
 import os
 import re
@@ -15,7 +16,13 @@ from tests.support.hooks_that_raise import FAULTY, HOOKS, SAID, fit
 from tests.support.launches import ONE_THREAD
 from tests.support.parameters import slow_except
 from tests.support.processes import processes_with
-from tests.support.ranks import FAREWELL_SECONDS, RankFailed, rank_and_num_ranks, run_on_ranks, words_of_ranks
+from tests.support.ranks import (
+    FAREWELL_SECONDS,
+    RankFailed,
+    rank_and_num_ranks,
+    run_on_ranks,
+    words_of_ranks,
+)
 from tests.support.slurm import Slurm
 
 NUM_RANKS = 3
@@ -24,7 +31,8 @@ STOPPED = "rank 1 has been stopped for 3 s"
 
 
 def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
-    """Run ranks of which rank 1 fails, check that all end and nothing of them is left, and return what each said."""
+    """Run ranks of which rank 1 fails, check that all end and nothing of them is left, and return
+    what each said."""
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(_run, NUM_RANKS, kind, str(folder), options)
     deadline = time.monotonic() + FAREWELL_SECONDS
@@ -32,7 +40,10 @@ def _fails(folder: Path, kind: str, **options: Any) -> dict[int, str]:
         assert time.monotonic() < deadline, processes
         time.sleep(0.1)
     assert "was not done" not in str(failed.value)
-    return {r: words + (folder / f"{r}.out").read_text() for r, words in words_of_ranks(failed.value).items()}
+    return {
+        r: words + (folder / f"{r}.out").read_text()
+        for r, words in words_of_ranks(failed.value).items()
+    }
 
 
 def _run(kind: str, folder: str, options: dict[str, Any]) -> list[float]:
@@ -59,13 +70,16 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", slow_except(["in teardown"], ["in teardown", "at exit"]))
-def test_ranks_that_hang_on_their_way_out_are_ended_and_say_for_whom(tmp_path: Path, place: str) -> None:
+def test_ranks_that_hang_on_their_way_out_are_ended_and_say_for_whom(
+    tmp_path: Path, place: str
+) -> None:
     output = _fails(tmp_path, f"kill in a step, then hang {place}", watchdog_seconds=3)
     ended = [words for rank, words in output.items() if rank != 1 and "exit code -9" in words]
     assert ended, "the one that is ended first frees the other"
     for words in ended:
         assert (
-            f"Terminating this rank: {GONE} (killed, or out of memory?), and this rank, whose run has failed, has not "
+            f"Terminating this rank: {GONE} (killed, or out of memory?), and this rank, whose run "
+            "has failed, has not "
             "ended its teardown within 3 s." in words
         ), words
 
@@ -77,7 +91,9 @@ def test_ranks_that_hang_on_their_way_out_are_ended_and_say_for_whom(tmp_path: P
         ["at the first contact", "before the process group", "after the process group"],
     ),
 )
-def test_a_rank_that_was_killed_while_ranks_meet_is_named_within_seconds(tmp_path: Path, moment: str) -> None:
+def test_a_rank_that_was_killed_while_ranks_meet_is_named_within_seconds(
+    tmp_path: Path, moment: str
+) -> None:
     began = time.monotonic()
     output = _fails(tmp_path, f"kill at start, {moment}", timeout_seconds=60)
     assert time.monotonic() - began < 45
@@ -90,16 +106,23 @@ def test_watchdog_processes_that_are_killed_or_stopped_are_started_again(tmp_pat
     # Rank 0 takes longer than the others, which wait for it in one exchange: that is no deadlock.
     options = {"watchdog_seconds": 3, "deadlock_seconds": 1}
     losses = run_on_ranks(_run, NUM_RANKS, "unwatch in a step", str(tmp_path), options)
-    assert losses == run_on_ranks(_run, NUM_RANKS, "nothing", str(tmp_path / "other"), {"watchdog_seconds": 0})
+    assert losses == run_on_ranks(
+        _run, NUM_RANKS, "nothing", str(tmp_path / "other"), {"watchdog_seconds": 0}
+    )
     for rank in range(NUM_RANKS):
         output = (tmp_path / f"{rank}.out").read_text()
-        assert f"[rank: {rank}] The process that watches over this rank ended with status -9. Another one is" in output
+        assert (
+            f"[rank: {rank}] The process that watches over this rank ended with status -9. "
+            "Another one is" in output
+        )
         assert ("over this rank is stopped (by SIGSTOP?), and is ended." in output) == (rank == 0)
     assert not processes_with("watchdog_monitor", str(tmp_path))
 
 
 @pytest.mark.parametrize("place", slow_except(["in a step"], ["in a step", "in a checkpoint"]))
-def test_a_rank_that_was_stopped_is_named_and_ended_like_the_others(tmp_path: Path, place: str) -> None:
+def test_a_rank_that_was_stopped_is_named_and_ended_like_the_others(
+    tmp_path: Path, place: str
+) -> None:
     output = _fails(tmp_path, f"stop {place}", watchdog_seconds=3)
     assert "exit code -9" in output[1]
     assert STOPPED in output[0]
@@ -110,7 +133,9 @@ def test_a_rank_that_was_stopped_is_named_and_ended_like_the_others(tmp_path: Pa
 def test_a_rank_that_holds_the_interpreter_is_waited_for(tmp_path: Path) -> None:
     options = {"watchdog_seconds": 3}
     losses = run_on_ranks(_run, NUM_RANKS, "hold in a step", str(tmp_path), options)
-    assert losses == run_on_ranks(_run, NUM_RANKS, "nothing", str(tmp_path), {"watchdog_seconds": 0})
+    assert losses == run_on_ranks(
+        _run, NUM_RANKS, "nothing", str(tmp_path), {"watchdog_seconds": 0}
+    )
 
 
 @pytest.mark.parametrize("place", ["in a checkpoint", "at the end"])
@@ -134,12 +159,17 @@ def test_a_rank_that_leaves_between_two_runs_is_missed_in_the_next(
 
 def test_ranks_that_exchange_different_things_are_named_with_their_places(tmp_path: Path) -> None:
     output = _fails(tmp_path, "collective in a step", timeout_seconds=6)
-    match = re.search(r"RankError: a collective failed \(.*\). Where the ranks are: (.*)", "\n".join(output.values()))
+    match = re.search(
+        r"RankError: a collective failed \(.*\). Where the ranks are: (.*)",
+        "\n".join(output.values()),
+    )
     assert match is not None, output
     parted = match[1]
     pattern = r"rank 1: (?:has failed at )?train batch 3, exchanges [\d/]+/1, faulty_script.py:\d+ in _collective"
     assert re.search(pattern, parted), parted
-    assert re.search(r"ranks? 0.*: (?:has failed at )?train batch [34], exchanges [\d/]+/0, ", parted), parted
+    assert re.search(
+        r"ranks? 0.*: (?:has failed at )?train batch [34], exchanges [\d/]+/0, ", parted
+    ), parted
 
 
 @pytest.mark.parametrize(
@@ -149,8 +179,11 @@ def test_ranks_that_exchange_different_things_are_named_with_their_places(tmp_pa
         ["save in a step", "save in a step, then spin", "leave in a step"],
     ),
 )
-def test_ranks_that_wait_in_different_exchanges_are_ended_with_their_places(tmp_path: Path, kind: str) -> None:
-    """One saves a checkpoint alone, or sets should_stop alone; its processor may be taken meanwhile."""
+def test_ranks_that_wait_in_different_exchanges_are_ended_with_their_places(
+    tmp_path: Path, kind: str
+) -> None:
+    """One saves a checkpoint alone, or sets should_stop alone; its processor may be taken
+    meanwhile."""
     began = time.monotonic()
     output = _fails(tmp_path, kind, deadlock_seconds=4)
     assert time.monotonic() - began < 90, "and not timeout_seconds, half an hour"
@@ -169,7 +202,9 @@ def test_a_signal_to_one_rank_ends_all_within_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync_interval", [1, 4])
-def test_a_dead_rank_or_a_signal_to_one_ends_the_groups_that_it_is_not_in(tmp_path: Path, sync_interval: int) -> None:
+def test_a_dead_rank_or_a_signal_to_one_ends_the_groups_that_it_is_not_in(
+    tmp_path: Path, sync_interval: int
+) -> None:
     groups = {"sharding_groups": {"size": 1, "sync_interval": sync_interval}}
     output = _fails(tmp_path / "killed", "kill in a step", **groups)
     assert GONE in output[0]

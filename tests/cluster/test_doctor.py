@@ -17,7 +17,11 @@ DOCTOR = [sys.executable, "-m", "lightning_distrec", "doctor"]
 
 def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*DOCTOR, f"--folder={tmp_path}"], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        [*DOCTOR, f"--folder={tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "1 rank on 1 node, started by no launcher" in done.stdout
@@ -29,7 +33,11 @@ def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "not there"
     done = subprocess.run(
-        [*DOCTOR, f"--folder={missing}"], capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        [*DOCTOR, f"--folder={missing}"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stderr.startswith(f"lightning-distrec: rank 0 cannot write into {missing}: ")
@@ -42,11 +50,18 @@ def test_ranks_of_a_step_measure_what_is_between_them(slurm: Slurm) -> None:
     done = slurm.srun(["-N2", "-n3"], [*DOCTOR, *arguments])
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert [(rank["rank"], rank["host"]) for rank in report["ranks"]] == [(0, "node1"), (1, "node1"), (2, "node2")]
+    assert [(rank["rank"], rank["host"]) for rank in report["ranks"]] == [
+        (0, "node1"),
+        (1, "node1"),
+        (2, "node2"),
+    ]
     assert all(rank["sees_folder"] for rank in report["ranks"])
     links = [(link["first"], link["second"], link["across_nodes"]) for link in report["links"]]
     assert links == [(0, 1, False), (0, 2, True)]
-    assert all(0 < link["latency_seconds"] < 0.1 and link["bytes_per_second"] > 1e6 for link in report["links"])
+    assert all(
+        0 < link["latency_seconds"] < 0.1 and link["bytes_per_second"] > 1e6
+        for link in report["links"]
+    )
 
 
 @pytest.mark.slow
@@ -58,14 +73,19 @@ def test_ranks_that_do_not_meet_are_reported(slurm: Slurm) -> None:
     assert "waiting for rank 1 on node2: not within 3 s" in done.stderr
 
 
-FINE = Rank(0, 0, "a", "3.11.4", "torch 2.13", None, ("H200",) * 2, 8, 1 << 36, 65536, 1 << 34, True)
+FINE = Rank(
+    0, 0, "a", "3.11.4", "torch 2.13", None, ("H200",) * 2, 8, 1 << 36, 65536, 1 << 34, True
+)
 OTHER = replace(FINE, rank=1, node=1, host="b")
 LINK = Link(0, 1, True, 1e-5, 1e9)
 
 
 def _describe_problems(rank: Rank = FINE, other: Rank = OTHER, link: Link = LINK) -> list[str]:
     findings = Findings("srun", 2, "/shared", (rank, other), (link,))
-    return [f"{problem.kind}: {problem.description} {problem.advice}" for problem in find_problems(findings)]
+    return [
+        f"{problem.kind}: {problem.description} {problem.advice}"
+        for problem in find_problems(findings)
+    ]
 
 
 def test_nothing_is_reported_where_all_is_well() -> None:
@@ -75,14 +95,21 @@ def test_nothing_is_reported_where_all_is_well() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sees_folder": False}, "error: rank 1 on b do not see what rank 0 wrote into /shared. Checkpoints need"),
-        ({"versions": "torch 2.14"}, "error: ranks have different versions: torch 2.13, Python 3.11; torch 2.14"),
+        (
+            {"sees_folder": False},
+            "error: rank 1 on b do not see what rank 0 wrote into /shared. Checkpoints need",
+        ),
+        (
+            {"versions": "torch 2.14"},
+            "error: ranks have different versions: torch 2.13, Python 3.11; torch 2.14",
+        ),
         ({"python": "3.12.1"}, "error: ranks have different versions"),
         ({"versions_problem": "no torchrec"}, "error: rank 1 on b: no torchrec Install"),
         ({"node": 0, "devices": (), "host": "a"}, ""),
         (
             {"open_files": 250},
-            "error: rank 1 on b may have 250 files open. Ranks connect to each other: ulimit -n 260.",
+            "error: rank 1 on b may have 250 files open. Ranks connect to each other: ulimit -n "
+            "260.",
         ),
         ({"open_files": 1024}, "warning: rank 1 on b may have 1024 files open. Workers"),
         ({"shared_memory_bytes": 64_000_000}, "warning: rank 1 on b have 64.0 MB free in /dev/shm"),
@@ -95,9 +122,11 @@ def test_what_stands_in_the_way_is_reported_with_what_to_do(changes: dict, messa
 
 def test_more_ranks_than_gpus_or_cpus_and_slow_links_are_reported() -> None:
     rank = replace(FINE, devices=("H200",), cpus=1)
-    assert _describe_problems(replace(rank, devices=()), replace(rank, rank=1, devices=("H200",)))[0] == (
-        "error: a has 2 ranks and 1 GPUs. Start one per GPU."
+    assert _describe_problems(replace(rank, devices=()), replace(rank, rank=1, devices=("H200",)))[
+        0
+    ] == ("error: a has 2 ranks and 1 GPUs. Start one per GPU.")
+    assert any(
+        "has 2 ranks on 1 CPUs" in line for line in _describe_problems(rank, replace(rank, rank=1))
     )
-    assert any("has 2 ranks on 1 CPUs" in line for line in _describe_problems(rank, replace(rank, rank=1)))
     slow = _describe_problems(link=replace(LINK, bytes_per_second=2e7))
     assert slow[0].startswith("warning: 20.0 MB/s between a and b, less than a gigabit link")

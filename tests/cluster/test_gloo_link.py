@@ -1,4 +1,5 @@
-"""On a link of limited rate, exchanges whose receives come first use both of its directions at once."""
+"""On a link of limited rate, exchanges whose receives come first use both of its directions at
+once."""
 
 import json
 import sys

@@ -26,7 +26,12 @@ def _agent(*arguments: str, **environ: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.slow
 def test_agents_may_have_unequal_numbers_of_ranks() -> None:
-    together = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=unequal")
+    together = (
+        "--nnodes=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--rdzv-id=unequal",
+    )
     out, _ = ended(*(_agent(*together, f"--nproc-per-node={ranks}") for ranks in (2, 1)))
     results = results_of(out)
     sizes = [int(result["published"]["LOCAL_WORLD_SIZE"]) for result in results]
@@ -36,7 +41,9 @@ def test_agents_may_have_unequal_numbers_of_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(at_most(10 * KILLS))
 def test_every_attempt_after_a_kill_starts_over() -> None:
-    agent = _agent("--standalone", "--nproc-per-node=2", f"--max-restarts={KILLS}", LAUNCHED_KILLS=str(KILLS))
+    agent = _agent(
+        "--standalone", "--nproc-per-node=2", f"--max-restarts={KILLS}", LAUNCHED_KILLS=str(KILLS)
+    )
     out, _ = ended(agent, timeout_seconds=at_most(KILLS))
     results = results_of(out)
     check(results, [2])
@@ -52,27 +59,45 @@ def test_mpirun_sets_the_ranks() -> None:
 
 
 WAYS = {
-    "`RANK`, `WORLD_SIZE`, `LOCAL_RANK`": ({"WORLD_SIZE": "22", "RANK": "10", "LOCAL_RANK": "10"}, [2]),
+    "`RANK`, `WORLD_SIZE`, `LOCAL_RANK`": (
+        {"WORLD_SIZE": "22", "RANK": "10", "LOCAL_RANK": "10"},
+        [2],
+    ),
     "`NODE_RANK`, `LOCAL_WORLD_SIZE`": (
-        {"WORLD_SIZE": "333", "RANK": "012", "LOCAL_RANK": "010", "NODE_RANK": "001", "LOCAL_WORLD_SIZE": "221"},
+        {
+            "WORLD_SIZE": "333",
+            "RANK": "012",
+            "LOCAL_RANK": "010",
+            "NODE_RANK": "001",
+            "LOCAL_WORLD_SIZE": "221",
+        },
         [2, 1],
     ),
     "`RANK`, `WORLD_SIZE` alone": ({"WORLD_SIZE": "22", "RANK": "01"}, [1, 1]),
     "`NODE_RANK` alone": ({"NODE_RANK": "01"}, [2, 2]),
 }
-"""Rows of the page's table: the number of each process, as a digit of each variable, and the ranks on the nodes."""
+"""Rows of the page's table: the number of each process, as a digit of each variable, and the ranks
+on the nodes."""
 
 
 # The second starts what the first does, and nodes.
 @pytest.mark.parametrize(
-    "row", [row if "LOCAL_WORLD" in row else pytest.param(row, marks=pytest.mark.slow) for row in WAYS]
+    "row",
+    [row if "LOCAL_WORLD" in row else pytest.param(row, marks=pytest.mark.slow) for row in WAYS],
 )
 def test_ranks_are_started_by_hand_in_each_way_of_the_page(row: str) -> None:
     variables, ranks_on_nodes = WAYS[row]
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LIGHTNING_DISTREC_KEY": "any secret"}
+    job = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "LIGHTNING_DISTREC_KEY": "any secret",
+    }
     if "RANK" not in variables:
         job["LAUNCHED_OPTIONS"] = json.dumps({"num_nodes": 2, "devices": 2})
-    processes = [dict(zip(variables, digits, strict=True)) for digits in zip(*variables.values(), strict=True)]
+    processes = [
+        dict(zip(variables, digits, strict=True))
+        for digits in zip(*variables.values(), strict=True)
+    ]
     out, err = ended(*(start(*SCRIPT, **job, **numbers) for numbers in processes))
     check(results_of(out), ranks_on_nodes)
     assert ("started by the variables RANK and WORLD_SIZE" in err + out) == ("RANK" in variables)

@@ -1,6 +1,8 @@
-"""Many ranks on one machine start, train, save, lose one of them, and go on with fewer and with more.
+"""Many ranks on one machine start, train, save, lose one of them, and go on with fewer and with
+more.
 
-`make test-ranks` has 64 of them, some GiB and minutes; RANKS=N chooses another number, a multiple of 4.
+`make test-ranks` has 64 of them, some GiB and minutes; RANKS=N chooses another number, a multiple
+of 4.
 """
 
 import contextlib
@@ -34,7 +36,9 @@ LIMIT_SECONDS = 60 + 20 * RANKS
 
 
 def _ids() -> Tensor:
-    return torch.randint(0, ROWS, (STEPS * EXAMPLES, TABLES, 2), generator=torch.Generator().manual_seed(2))
+    return torch.randint(
+        0, ROWS, (STEPS * EXAMPLES, TABLES, 2), generator=torch.Generator().manual_seed(2)
+    )
 
 
 class GetsSignal(Callback):
@@ -43,14 +47,18 @@ class GetsSignal(Callback):
     def __init__(self, sent: signal.Signals) -> None:
         self.sent = sent
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         rank, _ = rank_and_num_ranks()
         if batch_idx == KILLED_AT and (rank == LOST or self.sent == signal.SIGTERM):
             Path(os.environ["MANY_RANKS"], "sent").write_text(repr(time.time()))
             os.kill(os.getpid(), self.sent)
 
 
-def _train(folder: str, checkpoint: str | None, sent: signal.Signals = signal.SIGKILL) -> dict[str, Tensor]:
+def _train(
+    folder: str, checkpoint: str | None, sent: signal.Signals = signal.SIGKILL
+) -> dict[str, Tensor]:
     os.environ["MANY_RANKS"] = folder
     rank, num_ranks = rank_and_num_ranks()
     torch.manual_seed(1)
@@ -58,16 +66,22 @@ def _train(folder: str, checkpoint: str | None, sent: signal.Signals = signal.SI
     callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVES, save_top_k=-1)]
     callbacks += [] if checkpoint else [GetsSignal(sent)]
     strategy = {"convert_embeddings": "all", "watchdog_seconds": SILENCE_SECONDS}
-    trainer = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True, use_distributed_sampler=True)
+    trainer = make_trainer(
+        strategy, callbacks=callbacks, enable_checkpointing=True, use_distributed_sampler=True
+    )
     try:
-        trainer.fit(module, DataLoader(_ids(), batch_size=EXAMPLES // num_ranks), ckpt_path=checkpoint)
+        trainer.fit(
+            module, DataLoader(_ids(), batch_size=EXAMPLES // num_ranks), ckpt_path=checkpoint
+        )
     except RankError:
         Path(folder, f"named by {rank}").write_text(repr(time.time()))
         with open(f"{folder}/stderr of {rank}", "w") as log, contextlib.redirect_stderr(log):
             sys.excepthook(*sys.exc_info())  # as the interpreter does at the end of a script
         raise
     except SystemExit as leaving:
-        Path(folder, f"left by {rank}").write_text(f"{leaving.code} after step {trainer.global_step}")
+        Path(folder, f"left by {rank}").write_text(
+            f"{leaving.code} after step {trainer.global_step}"
+        )
         raise
     return trainer.strategy.full_state_dict() if checkpoint else {}
 
@@ -76,7 +90,8 @@ def _train_in_one_process() -> dict[str, Tensor]:
     torch.manual_seed(1)
     module = Small()
     optimizer = module.configure_optimizers()
-    # Lightning gives training a DistributedSampler that shuffles, of seed 0: each step has the next of this order.
+    # Lightning gives training a DistributedSampler that shuffles, of seed 0: each step has the next
+    # of this order.
     order = torch.randperm(STEPS * EXAMPLES, generator=torch.Generator().manual_seed(0))
     for ids in _ids()[order].split(EXAMPLES):
         optimizer.zero_grad()
@@ -98,7 +113,9 @@ def _check_named(words: dict[int, str], verdict: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_SECONDS)
-def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_and_more(tmp_path: Path) -> None:
+def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_and_more(
+    tmp_path: Path,
+) -> None:
     verdict = f"rank {LOST} has died"
     _check_named(_fail(tmp_path, signal.SIGKILL), verdict)
     named = [float(file.read_text()) for file in tmp_path.glob("named by *")]
@@ -106,22 +123,32 @@ def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_
     logs = {rank: tmp_path / f"stderr of {rank}" for rank in range(RANKS) if rank != LOST}
     assert "Traceback" in logs.pop(0).read_text()
     reports = {rank: log.read_text() for rank, log in logs.items()}
-    assert {rank for rank, text in reports.items() if text.count("\n") != 1 or verdict not in text} == set()
+    assert {
+        rank for rank, text in reports.items() if text.count("\n") != 1 or verdict not in text
+    } == set()
     expected = _train_in_one_process()
     checkpoint = str(next(tmp_path.glob(f"step={KILLED_AT - KILLED_AT % SAVES}*")))
     for num_ranks in (3 * RANKS // 4, 3 * RANKS // 2):
         states = run_on_ranks(
-            _train, num_ranks, str(tmp_path / str(num_ranks)), checkpoint, timeout_seconds=LIMIT_SECONDS
+            _train,
+            num_ranks,
+            str(tmp_path / str(num_ranks)),
+            checkpoint,
+            timeout_seconds=LIMIT_SECONDS,
         )
         assert states[0].keys() == expected.keys()
-        assert max((states[0][name] - expected[name]).abs().max().item() for name in expected) < 1e-6
+        assert (
+            max((states[0][name] - expected[name]).abs().max().item() for name in expected) < 1e-6
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_SECONDS)
 def test_many_ranks_name_a_stopped_one(tmp_path: Path) -> None:
     # They wait in gloo, for a connection that is open still, and are ended there.
-    _check_named(_fail(tmp_path, signal.SIGSTOP), f"Terminating this rank: rank {LOST} has been stopped for")
+    _check_named(
+        _fail(tmp_path, signal.SIGSTOP), f"Terminating this rank: rank {LOST} has been stopped for"
+    )
     assert time.time() - float((tmp_path / "sent").read_text()) < NAMED_SECONDS + SILENCE_SECONDS
 
 
@@ -131,4 +158,6 @@ def test_many_ranks_leave_after_the_same_step_when_all_are_told_to_stop(tmp_path
     _fail(tmp_path, signal.SIGTERM)
     leaves = [(tmp_path / f"left by {rank}").read_text() for rank in range(RANKS)]
     assert len(set(leaves)) == 1
-    assert leaves[0] in [f"{128 + signal.SIGTERM} after step {step}" for step in range(KILLED_AT, STEPS)]
+    assert leaves[0] in [
+        f"{128 + signal.SIGTERM} after step {step}" for step in range(KILLED_AT, STEPS)
+    ]

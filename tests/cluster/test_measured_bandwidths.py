@@ -20,7 +20,13 @@ def measured() -> list[dict[str, float]]:
     with two_machines(MBIT_PER_SECOND) as machines:
         started = []
         for number, machine in enumerate(machines):
-            script = [sys.executable, "-m", "tests.support.measuring_script", str(number), *RANKS_BY_NODE]
+            script = [
+                sys.executable,
+                "-m",
+                "tests.support.measuring_script",
+                str(number),
+                *RANKS_BY_NODE,
+            ]
             job = {
                 "MASTER_ADDR": machines[0].address,
                 "MASTER_PORT": "29517",
@@ -44,6 +50,12 @@ def test_a_slow_link_is_measured_as_such_and_what_stays_on_a_machine_is_not() ->
         assert len(per_rank_bandwidths) == 3
         assert all(bandwidths == per_rank_bandwidths[0] for bandwidths in per_rank_bandwidths)
         assert per_rank_bandwidths[0]["cross_node"] < 1.3 * limit
-        if per_rank_bandwidths[0]["cross_node"] > 0.7 * limit and per_rank_bandwidths[0]["intra_node"] > 2 * limit:
+        if (
+            per_rank_bandwidths[0]["cross_node"] > 0.7 * limit
+            and per_rank_bandwidths[0]["intra_node"] > 2 * limit
+        ):
             return
-    pytest.fail(f"measured three times, at last {per_rank_bandwidths[0]}, over a link of {limit:,.0f} bytes per second")
+    pytest.fail(
+        f"measured three times, at last {per_rank_bandwidths[0]}, over a link of "
+        f"{limit:,.0f} bytes per second"
+    )

@@ -1,4 +1,5 @@
-"""A lost node is replaced, or done without, or a rank on one of two nodes is killed: the job resumes from disk."""
+"""A lost node is replaced, or done without, or a rank on one of two nodes is killed: the job
+resumes from disk."""
 
 import json
 import os
@@ -52,18 +53,39 @@ class _Agents:
         rendezvous: str = "",
         **options: Any,
     ) -> None:
-        self.machines, self.folder, self.num_nodes, self.rendezvous = machines, folder, num_nodes, rendezvous
+        self.machines, self.folder, self.num_nodes, self.rendezvous = (
+            machines,
+            folder,
+            num_nodes,
+            rendezvous,
+        )
         self.options = {"pause": 0.1} | options
         self.port = free_port()
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, number: int) -> None:
         machine = self.machines[number]
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.num_nodes}", "--nproc-per-node=1"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.machines[0].address}:{self.port}", "--rdzv-id=job"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={self.num_nodes}",
+            "--nproc-per-node=1",
+        ]
+        command += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self.machines[0].address}:{self.port}",
+            "--rdzv-id=job",
+        ]
         command += [f"--rdzv-conf=is_host={int(number == 0)}{self.rendezvous}"]
-        command += [f"--local-addr={machine.address}", "--max-restarts=3", "-m", "tests.support.killed_script"]
-        # torch 2.13 gives an agent that joins later no address in the store that it shares among attempts.
+        command += [
+            f"--local-addr={machine.address}",
+            "--max-restarts=3",
+            "-m",
+            "tests.support.killed_script",
+        ]
+        # torch 2.13 gives an agent that joins later no address in the store that it shares among
+        # attempts.
         environ = environment(
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             KILLED_OPTIONS=json.dumps(self.options),
@@ -77,7 +99,11 @@ class _Agents:
 
     def lose(self, number: int) -> None:
         """Kill a machine's agent and its rank."""
-        pids = [path for path in self.folder.glob("pid.*.*") if self._is_on(number, int(path.read_text()))]
+        pids = [
+            path
+            for path in self.folder.glob("pid.*.*")
+            if self._is_on(number, int(path.read_text()))
+        ]
         self.running[number].kill()
         self.running[number].wait()
         for path in pids:
@@ -97,12 +123,16 @@ class _Agents:
             time.sleep(0.05)
 
     def printed(self) -> str:
-        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("printed.*")))
+        return "\n".join(
+            path.read_text(errors="replace") for path in sorted(self.folder.glob("printed.*"))
+        )
 
 
 @pytest.mark.timeout(2 * LIMIT_SECONDS)
 @pytest.mark.parametrize("kind", ["a node is replaced", "a rank is killed"])
-def test_a_job_goes_on_when_a_node_is_replaced(machines: tuple[Machine, Machine], tmp_path: Path, kind: str) -> None:
+def test_a_job_goes_on_when_a_node_is_replaced(
+    machines: tuple[Machine, Machine], tmp_path: Path, kind: str
+) -> None:
     agents = _Agents(machines, tmp_path)
     try:
         for number in (0, 1):
@@ -118,7 +148,9 @@ def test_a_job_goes_on_when_a_node_is_replaced(machines: tuple[Machine, Machine]
         for agent in agents.running.values():
             agent.kill()
     trained = read_trained(tmp_path, agents.printed())
-    assert [agent.returncode for agent in agents.running.values()] == [0, 0], trained.printed[-6000:]
+    assert [agent.returncode for agent in agents.running.values()] == [0, 0], trained.printed[
+        -6000:
+    ]
     (restart,) = trained.restarts
     check_trained(trained, tmp_path, REORDERED)
     assert restart.step >= EVERY
@@ -135,9 +167,12 @@ def _lines(folder: Path, rank: int) -> list[dict[str, Any]]:
 def test_an_elastic_job_shrinks_to_the_node_that_is_left_and_grows_again(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
-    # By default torch notices a lost agent after 15 s, and waits 30 s for more nodes than the fewest.
+    # By default torch notices a lost agent after 15 s, and waits 30 s for more nodes than the
+    # fewest.
     conf = ",last_call_timeout=5,keep_alive_interval=1"
-    agents = _Agents(machines, tmp_path, "1:2", conf, pause=0.3, stopping={"on_sigterm": "checkpoint"})
+    agents = _Agents(
+        machines, tmp_path, "1:2", conf, pause=0.3, stopping={"on_sigterm": "checkpoint"}
+    )
     try:
         for number in (0, 1):
             agents.start(number)
@@ -152,12 +187,20 @@ def test_an_elastic_job_shrinks_to_the_node_that_is_left_and_grows_again(
         for agent in agents.running.values():
             agent.kill()
     trained = read_trained(tmp_path, agents.printed())
-    assert [agent.returncode for agent in agents.running.values()] == [0, 0], trained.printed[-6000:]
+    assert [agent.returncode for agent in agents.running.values()] == [0, 0], trained.printed[
+        -6000:
+    ]
     shrunk, grown = sorted(trained.restarts, key=lambda restart: restart.step)
-    assert (shrunk.step % EVERY, grown.repeated) == (0, 0), "the one who loses nothing is told to stop by its agent"
+    assert (shrunk.step % EVERY, grown.repeated) == (0, 0), (
+        "the one who loses nothing is told to stop by its agent"
+    )
     # What counts of a step that was trained again is the last time.
     seen = {(0, line["step"]): line["of"] for line in _lines(tmp_path, 0)}
     alone = range(shrunk.step, grown.step)
-    seen |= {(1, line["step"]): line["of"] for line in _lines(tmp_path, 1) if line["step"] not in alone}
+    seen |= {
+        (1, line["step"]): line["of"] for line in _lines(tmp_path, 1) if line["step"] not in alone
+    }
     counts = Counter(number for numbers in seen.values() for number in numbers)
-    assert counts == Counter(dict.fromkeys(range(NUM_SAMPLES), EPOCHS)), "each epoch trains each sample once"
+    assert counts == Counter(dict.fromkeys(range(NUM_SAMPLES), EPOCHS)), (
+        "each epoch trains each sample once"
+    )

@@ -1,4 +1,5 @@
-"""A job that is asked to leave saves, is requeued, and goes on with the losses of one that was never asked."""
+"""A job that is asked to leave saves, is requeued, and goes on with the losses of one that was
+never asked."""
 
 import json
 import os
@@ -20,9 +21,12 @@ pytestmark = pytest.mark.cluster
 def _went_on(results: list[Result], code: int, is_requeued: bool = False) -> None:
     """Check that two attempts of two ranks are together the run that never stopped.
 
-    is_requeued: Slurm ends the first attempt's processes when rank 0 has the job requeued, maybe before rank 1 prints.
+    is_requeued: Slurm ends the first attempt's processes when rank 0 has the job requeued, maybe
+    before rank 1 prints.
     """
-    first, second = ({r["rank"]: r for r in results if r["attempt"] == attempt} for attempt in (0, 1))
+    first, second = (
+        {r["rank"]: r for r in results if r["attempt"] == attempt} for attempt in (0, 1)
+    )
     assert second.keys() == {0, 1}
     assert first.keys() == {0, 1} or (is_requeued and first.keys() == {0})
     assert {r["code"] for r in first.values()} == {code}
@@ -31,7 +35,10 @@ def _went_on(results: list[Result], code: int, is_requeued: bool = False) -> Non
     steps, num_seen = len(first[0]["losses"]), len(first[0]["seen"])
     for rank, expected in enumerate(on_one_machine(2)):
         resumed = second[rank]
-        stopped = first.get(rank) or {"losses": expected["losses"][:steps], "seen": expected["seen"][:num_seen]}
+        stopped = first.get(rank) or {
+            "losses": expected["losses"][:steps],
+            "seen": expected["seen"][:num_seen],
+        }
         assert 3 <= steps < len(expected["losses"])
         assert stopped["seen"] + resumed["seen"] == expected["seen"]
         assert stopped["losses"] + resumed["losses"] == pytest.approx(expected["losses"], abs=1e-6)
@@ -43,12 +50,15 @@ def _options(slurm: Slurm, name: str, **options: Any) -> dict[str, str]:
     folder = slurm.folder / name
     folder.mkdir()
     (folder / "hpc_ckpt_7.ckpt").write_text("left by another job")
-    return ONE_THREAD | {"LAUNCHED_OPTIONS": json.dumps({"default_root_dir": str(folder)} | options)}
+    return ONE_THREAD | {
+        "LAUNCHED_OPTIONS": json.dumps({"default_root_dir": str(folder)} | options)
+    }
 
 
 @pytest.mark.slow
 def test_a_requeued_job_goes_on_as_if_it_had_never_stopped(slurm: Slurm) -> None:
-    options = _options(slurm, "requeued") | {"LAUNCHED_SIGNALS": "SIGUSR1 SIGUSR1"}  # the second a second later
+    # the second a second later
+    options = _options(slurm, "requeued") | {"LAUNCHED_SIGNALS": "SIGUSR1 SIGUSR1"}
     job = slurm.sbatch(f"srun {SHELL}", ["-N2", "--ntasks-per-node=1"], env=options)
     slurm.wait_for_output(job, "Requeued")
     assert slurm.wait(job) == "COMPLETED", slurm.output(job)
@@ -84,7 +94,9 @@ def test_a_job_that_nobody_requeues_ends_with_a_code_and_goes_on_when_it_runs_ag
 
 
 @pytest.mark.slow
-def test_a_job_whose_node_goes_down_is_requeued_and_trains_what_one_trains_that_never_stops(slurm: Slurm) -> None:
+def test_a_job_whose_node_goes_down_is_requeued_and_trains_what_one_trains_that_never_stops(
+    slurm: Slurm,
+) -> None:
     folder = slurm.folder / "node down"
     folder.mkdir()
     options = ONE_THREAD | {"KILLED_OPTIONS": json.dumps({"pause": 0.1})}
@@ -95,7 +107,8 @@ def test_a_job_whose_node_goes_down_is_requeued_and_trains_what_one_trains_that_
     while max(read_trained(folder).last_steps.values(), default=0) < 17:
         assert time.monotonic() < deadline, slurm.output(job)
         time.sleep(0.05)
-    slurm.scontrol("update", "nodename=node2", "state=down", "reason=test")  # its slurmd soon returns it to service
+    # its slurmd soon returns it to service
+    slurm.scontrol("update", "nodename=node2", "state=down", "reason=test")
     slurm.wait(job, ["PENDING"])
     assert slurm.wait(job) == "COMPLETED", slurm.output(job)
     trained = read_trained(folder, slurm.output(job))

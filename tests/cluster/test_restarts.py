@@ -1,4 +1,5 @@
-"""kill -9 of any rank at any moment under torchrun: the attempts together are the run that never stopped."""
+"""kill -9 of any rank at any moment under torchrun: the attempts together are the run that never
+stopped."""
 
 import os
 import random
@@ -26,20 +27,25 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(at_most(2 * KILLS))
-@pytest.mark.parametrize(("kind", "seed"), [(kind, seed) for seed in range(4) for kind in KINDS][: 20 // KILLS])
+@pytest.mark.parametrize(
+    ("kind", "seed"), [(kind, seed) for seed in range(4) for kind in KINDS][: 20 // KILLS]
+)
 def test_a_job_whose_ranks_are_killed_trains_what_one_trains_that_nobody_kills(
     tmp_path: Path, kind: str, seed: int
 ) -> None:
     draw = random.Random(f"{kind} {seed} {SEED}")
     trained = train_with_kills(tmp_path, KILLS, draw, {**KINDS[kind], "pause": PAUSE})
     print(
-        f"{trained.num_kills} kills; first steps {trained.first_steps}; last {trained.last_steps}; {trained.restarts}"
+        f"{trained.num_kills} kills; first steps {trained.first_steps}; last "
+        f"{trained.last_steps}; {trained.restarts}"
     )
     check_trained(trained, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_after_the_fit_has_nothing_trained_again_without_an_id_of_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_dies_after_the_fit_has_nothing_trained_again_without_an_id_of_the_job(
+    tmp_path: Path,
+) -> None:
     together = ("--nnodes=1:1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     trained = train_with_kills(tmp_path, 0, random.Random(0), {"dies_after_fit": True}, together)
     check_trained(trained, tmp_path)

@@ -1,4 +1,5 @@
-"""Signals to real processes of a job: SIGTERM to its ranks in any order, and Ctrl-C in its terminal."""
+"""Signals to real processes of a job: SIGTERM to its ranks in any order, and Ctrl-C in its
+terminal."""
 
 import os
 import signal
@@ -35,9 +36,13 @@ CTRL_C_SECONDS = 5
 
 
 @contextmanager
-def _training(out: Path, *commands: list[str], **environ: str) -> Iterator[list["subprocess.Popen[bytes]"]]:
+def _training(
+    out: Path, *commands: list[str], **environ: str
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
     """Yield processes whose ranks train."""
-    variables = environment(GLOO_SOCKET_IFNAME="lo", SIGNALS_FOLDER=str(out), **ONE_THREAD, **environ)
+    variables = environment(
+        GLOO_SOCKET_IFNAME="lo", SIGNALS_FOLDER=str(out), **ONE_THREAD, **environ
+    )
     with open(out / "printed", "wb") as file:
         started = [
             subprocess.Popen(
@@ -50,7 +55,9 @@ def _training(out: Path, *commands: list[str], **environ: str) -> Iterator[list[
             deadline = time.monotonic() + LIMIT_SECONDS
             while (out / "printed").read_text().count(READY) < NUM_RANKS:
                 assert time.monotonic() < deadline
-                assert all(process.poll() is None for process in started), (out / "printed").read_text()[-3000:]
+                assert all(process.poll() is None for process in started), (
+                    out / "printed"
+                ).read_text()[-3000:]
                 time.sleep(0.02)
             yield started
         finally:
@@ -61,8 +68,14 @@ def _training(out: Path, *commands: list[str], **environ: str) -> Iterator[list[
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_sigterm_in_any_order_ends_all_ranks_with_143_within_seconds(tmp_path: Path, order: str) -> None:
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NUM_RANKS)}
+def test_sigterm_in_any_order_ends_all_ranks_with_143_within_seconds(
+    tmp_path: Path, order: str
+) -> None:
+    environ = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(NUM_RANKS),
+    }
     with _training(tmp_path, *[[*SCRIPT, "torchrec_sharded"]] * NUM_RANKS, **environ) as ranks:
         began = time.monotonic()
         for rank, seconds in ORDERS[order]:
@@ -72,13 +85,18 @@ def test_sigterm_in_any_order_ends_all_ranks_with_143_within_seconds(tmp_path: P
         codes = [rank.wait(LIMIT_SECONDS) for rank in ranks]
         elapsed = time.monotonic() - began
     print(f"{order}: {elapsed:.1f} s")
-    # -15: a second signal has met a rank that was done, and was leaving. A shell gives 143 for it, too.
-    assert {128 - code if code < 0 else code for code in codes} == {143}, (tmp_path / "printed").read_text()[-3000:]
+    # -15: a second signal has met a rank that was done, and was leaving. A shell gives 143 for it,
+    # too.
+    assert {128 - code if code < 0 else code for code in codes} == {143}, (
+        tmp_path / "printed"
+    ).read_text()[-3000:]
     assert elapsed < TERM_SECONDS
 
 
 @pytest.mark.parametrize("strategy", ["torchrec_sharded", "ddp_tuned", "fsdp_tuned"])
-def test_ctrl_c_ends_all_ranks_within_seconds_and_with_one_line(tmp_path: Path, strategy: str) -> None:
+def test_ctrl_c_ends_all_ranks_within_seconds_and_with_one_line(
+    tmp_path: Path, strategy: str
+) -> None:
     with _training(tmp_path, [*SCRIPT, strategy, str(NUM_RANKS)]) as (first,):
         length = len((tmp_path / "printed").read_text())
         began = time.monotonic()
@@ -90,7 +108,9 @@ def test_ctrl_c_ends_all_ranks_within_seconds_and_with_one_line(tmp_path: Path, 
         seconds = time.monotonic() - began
     print(f"{strategy}: {seconds:.1f} s")
     assert code == 1
-    output = [line for line in (tmp_path / "printed").read_text()[length:].splitlines() if line.strip()]
+    output = [
+        line for line in (tmp_path / "printed").read_text()[length:].splitlines() if line.strip()
+    ]
     assert [line for line in output if READY not in line] == [
         "Detected KeyboardInterrupt, attempting graceful shutdown ..."
     ]

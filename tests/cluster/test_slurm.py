@@ -1,7 +1,8 @@
-"""`Trainer(strategy="torchrec_sharded")`, with neither devices nor nodes, however Slurm starts the program.
+"""`Trainer(strategy="torchrec_sharded")`, with neither devices nor nodes, however Slurm starts the
+program.
 
-What is compared with are as many ranks on one machine, under Lightning's own launcher: the same samples, the same
-losses.
+What is compared with are as many ranks on one machine, under Lightning's own launcher: the same
+samples, the same losses.
 """
 
 import json
@@ -34,7 +35,9 @@ def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
     cpus = len(os.sched_getaffinity(0))
     for arguments, expected in ((["-n1"], cpus), (["-n1", "-c1"], 1)):
         done = slurm.srun(arguments, ["env", "-u", "OMP_NUM_THREADS", *SCRIPT])
-        assert [result["threads"] for result in results_of(done.stdout)] == [expected], done.stderr[-3000:]
+        assert [result["threads"] for result in results_of(done.stdout)] == [expected], done.stderr[
+            -3000:
+        ]
 
 
 @pytest.mark.parametrize("case", slow_except(USUAL, IN_STEPS))
@@ -103,7 +106,9 @@ def test_ranks_in_an_order_of_the_users_own_meet_where_the_first_is(slurm: Slurm
     assert done.returncode == 0, done.stderr[-3000:]
     results = results_of(done.stdout)
     assert [(result["rank"], result["host"]) for result in results] == [(0, "node2"), (1, "node1")]
-    assert sorted(number for result in results for number in result["seen"]) == list(range(NUM_SAMPLES))
+    assert sorted(number for result in results for number in result["seen"]) == list(
+        range(NUM_SAMPLES)
+    )
 
 
 @pytest.mark.slow
@@ -119,7 +124,10 @@ def test_a_batch_script_of_two_nodes_without_srun_is_refused_with_the_way_out(sl
     job = slurm.sbatch(SHELL, ["-N2", "--ntasks-per-node=2"], env=ONE_THREAD)
     assert slurm.wait(job) == "FAILED"
     printed = slurm.output(job)
-    assert "ConfigError: Slurm gave this job 2 nodes, and this process was started on one of them alone" in printed
+    assert (
+        "ConfigError: Slurm gave this job 2 nodes, and this process was started on one of them "
+        "alone" in printed
+    )
     assert "srun python" in printed
     assert not results_of(printed)
 
@@ -128,7 +136,10 @@ def test_a_batch_script_of_two_nodes_without_srun_is_refused_with_the_way_out(sl
 def test_a_batch_script_submitted_from_inside_of_a_step_is_no_task_of_it(slurm: Slurm) -> None:
     script = slurm.folder / "inner.sh"
     script.write_text(f"#!/bin/bash\n{SHELL}\n")
-    submit = f"[ $SLURM_PROCID = 1 ] && sbatch --parsable -N1 -n1 --output={slurm.folder}/inner.out {script}"
+    submit = (
+        "[ $SLURM_PROCID = 1 ] && sbatch --parsable -N1 -n1 "
+        f"--output={slurm.folder}/inner.out {script}"
+    )
     done = slurm.srun(["-n2"], ["bash", "-c", f"{submit} || true"], env=ONE_THREAD)
     assert slurm.wait(int(done.stdout)) == "COMPLETED"
     results = results_of((slurm.folder / "inner.out").read_text())
@@ -137,7 +148,9 @@ def test_a_batch_script_submitted_from_inside_of_a_step_is_no_task_of_it(slurm: 
 
 
 def test_more_devices_than_the_step_has_ranks_are_refused(slurm: Slurm) -> None:
-    done = slurm.srun(["-n1"], SCRIPT, env=ONE_THREAD | {"LAUNCHED_OPTIONS": json.dumps({"devices": 2})})
+    done = slurm.srun(
+        ["-n1"], SCRIPT, env=ONE_THREAD | {"LAUNCHED_OPTIONS": json.dumps({"devices": 2})}
+    )
     assert done.returncode == 1
     output = r"ConfigError: Trainer\(devices=2\), but Slurm, step \d+\.0 started 1 ranks on node 0"
     assert re.search(output, done.stderr), done.stderr[-2000:]

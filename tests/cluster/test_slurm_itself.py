@@ -1,4 +1,5 @@
-"""The Slurm of these tests is a real one: it runs ranks on two nodes, kills, requeues, and leaves nothing behind."""
+"""The Slurm of these tests is a real one: it runs ranks on two nodes, kills, requeues, and leaves
+nothing behind."""
 
 import os
 import subprocess
@@ -29,14 +30,21 @@ def test_three_ranks_are_spread_unequally_over_two_nodes(slurm: Slurm) -> None:
 
 
 def test_a_batch_job_runs_its_script_on_the_first_node_and_its_steps_on_both(slurm: Slurm) -> None:
-    job = slurm.sbatch("echo script on $SLURMD_NODENAME\nsrun bash -c 'echo step on $SLURMD_NODENAME'", ["-N2"])
+    job = slurm.sbatch(
+        "echo script on $SLURMD_NODENAME\nsrun bash -c 'echo step on $SLURMD_NODENAME'", ["-N2"]
+    )
     assert slurm.wait(job) == "COMPLETED"
-    assert sorted(slurm.output(job).splitlines()) == ["script on node1", "step on node1", "step on node2"]
+    assert sorted(slurm.output(job).splitlines()) == [
+        "script on node1",
+        "step on node1",
+        "step on node2",
+    ]
 
 
 def test_a_command_in_an_allocation_runs_on_none_of_its_nodes(slurm: Slurm) -> None:
     done = slurm.salloc(
-        ["-N2"], ["bash", "-c", "echo here: $SLURM_NNODES, $SLURMD_NODENAME; srun printenv SLURMD_NODENAME"]
+        ["-N2"],
+        ["bash", "-c", "echo here: $SLURM_NNODES, $SLURMD_NODENAME; srun printenv SLURMD_NODENAME"],
     )
     host, *nodes = done.stdout.splitlines()
     assert (host, sorted(nodes)) == ("here: 2,", ["node1", "node2"])
@@ -45,7 +53,8 @@ def test_a_command_in_an_allocation_runs_on_none_of_its_nodes(slurm: Slurm) -> N
 @pytest.mark.slow
 def test_a_requeued_job_begins_again_and_counts_its_restarts(slurm: Slurm) -> None:
     job = slurm.sbatch(
-        "srun bash -c 'echo restarts: ${SLURM_RESTART_COUNT-none}; [ $SLURM_RESTART_COUNT ] || sleep 60'"
+        "srun bash -c 'echo restarts: ${SLURM_RESTART_COUNT-none}; [ $SLURM_RESTART_COUNT ] || "
+        "sleep 60'"
     )
     slurm.wait_for_output(job, "restarts: none")
     slurm.scontrol("requeue", str(job))
@@ -59,11 +68,14 @@ def test_a_job_ends_when_one_of_its_ranks_is_killed(slurm: Slurm) -> None:
     began = time.monotonic()
     done = slurm.srun(["-N2", "-n4", "--kill-on-bad-exit=1"], ["bash", "-c", command])
     assert time.monotonic() - began < 120
-    assert done.returncode in (128 + 9, 128 + 15)  # the greatest of all ranks: the others get a SIGTERM
+    # the greatest of all ranks: the others get a SIGTERM
+    assert done.returncode in (128 + 9, 128 + 15)
     assert "task 3: Killed" in done.stderr
 
 
-def test_what_launched_the_tests_is_hidden_from_the_jobs(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_launched_the_tests_is_hidden_from_the_jobs(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "3")
     monkeypatch.setenv("RANK", "1")
     done = slurm.run("env", env={"SLURM_JOB_NAME": "bash"})
@@ -75,12 +87,16 @@ def test_what_launched_the_tests_is_hidden_from_the_jobs(slurm: Slurm, monkeypat
 @pytest.mark.slow
 def test_what_takes_too_long_is_cancelled_and_reported_with_the_logs(slurm: Slurm) -> None:
     for launch in (slurm.srun, slurm.salloc):
-        with pytest.raises(SlurmFailed, match=r"waited 6 s for s\w+ bash(?s:.)*begun(?s:.)*log of slurmctld"):
+        with pytest.raises(
+            SlurmFailed, match=r"waited 6 s for s\w+ bash(?s:.)*begun(?s:.)*log of slurmctld"
+        ):
             launch([], ["bash", "-c", "echo begun; sleep 600"], timeout_seconds=6)
     slurm.cancel_all()
     job = slurm.sbatch("echo begun; sleep 600")
     slurm.wait_for_output(job, "begun")
-    with pytest.raises(SlurmFailed, match=r"waited 1 s for job \d+ to be DONE(?s:.)*JobState=RUNNING(?s:.)*begun"):
+    with pytest.raises(
+        SlurmFailed, match=r"waited 1 s for job \d+ to be DONE(?s:.)*JobState=RUNNING(?s:.)*begun"
+    ):
         slurm.wait(job, ["DONE"], timeout_seconds=1)
 
 
@@ -100,13 +116,18 @@ with Slurm() as slurm:
 
 
 @pytest.mark.parametrize(
-    "end", slow_except(["os.kill(os.getpid(), 9)"], ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
+    "end",
+    slow_except(
+        ["os.kill(os.getpid(), 9)"], ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"]
+    ),
 )
 def test_nothing_is_left_running(end: str) -> None:
     require_slurm()
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", STUBBORN.format(end=end)], env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.PIPE
+        [sys.executable, "-c", STUBBORN.format(end=end)],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
     )
     folder = done.stdout.decode().strip()
     assert folder.startswith("/tmp/slurm-")

@@ -1,4 +1,5 @@
-"""Two machines that only one network joins: the interface is found, and a machine that is cut off is named."""
+"""Two machines that only one network joins: the interface is found, and a machine that is cut off
+is named."""
 
 import json
 import subprocess
@@ -30,11 +31,19 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
         pytest.skip(f"no network namespaces: {reason}")
 
 
-def _start(machines: tuple[Machine, Machine], command: list[str], job: dict[str, str]) -> "list[subprocess.Popen[str]]":
+def _start(
+    machines: tuple[Machine, Machine], command: list[str], job: dict[str, str]
+) -> "list[subprocess.Popen[str]]":
     without = ["env", "-u", "GLOO_SOCKET_IFNAME"]
     # Both have this machine's name: by that alone they would be one node.
-    places = [{"RANK": str(node), "LOCAL_RANK": "0", "NODE_RANK": str(node)} for node in range(len(machines))]
-    return [start(*machines[node].command(*without, *command), **place, **job) for node, place in enumerate(places)]
+    places = [
+        {"RANK": str(node), "LOCAL_RANK": "0", "NODE_RANK": str(node)}
+        for node in range(len(machines))
+    ]
+    return [
+        start(*machines[node].command(*without, *command), **place, **job)
+        for node, place in enumerate(places)
+    ]
 
 
 @pytest.mark.slow
@@ -48,9 +57,17 @@ def test_the_interface_between_them_is_found(machines: tuple[Machine, Machine]) 
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_cut_off_is_named(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
+def test_a_machine_that_is_cut_off_is_named(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
     job = JOB | {"MASTER_ADDR": machines[0].address, "FAULTY_FOLDER": str(tmp_path)}
-    script = [sys.executable, "-m", "tests.support.faulty_script", "wait in a step", '{"watchdog_seconds": 3}']
+    script = [
+        sys.executable,
+        "-m",
+        "tests.support.faulty_script",
+        "wait in a step",
+        '{"watchdog_seconds": 3}',
+    ]
     ranks = _start(machines, script, job)
     try:
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -74,7 +91,9 @@ def test_a_link_that_comes_back_costs_time_alone(
 ) -> None:
     options = {"KILLED_OPTIONS": json.dumps({"pause": 0.02})}
     job = JOB | {"MASTER_ADDR": machines[0].address} | options
-    ranks = _start(machines, [sys.executable, "-m", "tests.support.killed_script", str(tmp_path)], job)
+    ranks = _start(
+        machines, [sys.executable, "-m", "tests.support.killed_script", str(tmp_path)], job
+    )
     try:
         deadline = time.monotonic() + LIMIT_SECONDS
         while max(read_trained(tmp_path).last_steps.values(), default=0) < 5:

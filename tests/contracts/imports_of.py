@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 
 class Import(NamedTuple):
-    """One imported name: `from a.b import c` is Import("a.b", "c", line), `import a.b` is Import("a.b", None, line)."""
+    """One imported name: `from a.b import c` is Import("a.b", "c", line), `import a.b` is
+    Import("a.b", None, line)."""
 
     module: str
     name: str | None
@@ -15,7 +16,8 @@ class Import(NamedTuple):
 
 
 def imports_of(file: Path, root: Path) -> Iterator[Import]:
-    """Yield every import of `file`, those in functions and under TYPE_CHECKING too; relative ones are made absolute.
+    """Yield every import of `file`, those in functions and under TYPE_CHECKING too; relative ones
+    are made absolute.
 
     root: the folder that holds the top-level package.
     """

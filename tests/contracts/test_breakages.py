@@ -1,4 +1,5 @@
-"""Every deliberate breakage still finds its place, so that tests.breakages can be run at any time."""
+"""Every deliberate breakage still finds its place, so that tests.breakages can be run at any
+time."""
 
 from pathlib import Path
 
@@ -29,7 +30,11 @@ def test_breakages_change_one_place_each_and_name_tests_that_exist() -> None:
             place_of(breakage, ROOT)
         except (ValueError, SyntaxError) as error:
             problems.append(str(error))
-        problems += [f"{breakage.name}: no {test}" for test in breakage.tests if not (ROOT / "tests" / test).exists()]
+        problems += [
+            f"{breakage.name}: no {test}"
+            for test in breakage.tests
+            if not (ROOT / "tests" / test).exists()
+        ]
     assert not problems, "\n".join(problems)
 
 

@@ -1,4 +1,5 @@
-"""One contract for every private upstream name that _compat uses: it is there, and does what we need of it."""
+"""One contract for every private upstream name that _compat uses: it is there, and does what we
+need of it."""
 
 import ast
 import contextlib
@@ -44,7 +45,9 @@ def test_every_function_of_compat_has_a_contract_here() -> None:
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     ]
-    local = "".join(file.read_text() for file in sorted(Path(__file__).parent.glob("test_compat*.py")))
+    local = "".join(
+        file.read_text() for file in sorted(Path(__file__).parent.glob("test_compat*.py"))
+    )
     used = {node.attr for node in ast.walk(ast.parse(local)) if isinstance(node, ast.Attribute)}
     used |= set(re.findall(r"use of (\w+)", local))
     assert set(names) <= used, set(names) - used
@@ -60,7 +63,10 @@ class TwoOptimizers(pl.LightningModule):
         self._trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters())]
+        optimizers = [
+            torch.optim.SGD(self.parameters(), lr=0.1),
+            torch.optim.Adam(self.parameters()),
+        ]
         return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1)]
 
 
@@ -69,7 +75,9 @@ def test_sizes_from_zero_gives_programs_no_lower_limit() -> None:
     lower = []
     for context in (contextlib.nullcontext(), _torch.sizes_from_zero()):
         with context:
-            program = torch.export.export(nn.Linear(2, 1), (torch.ones(3, 2),), dynamic_shapes=sizes)
+            program = torch.export.export(
+                nn.Linear(2, 1), (torch.ones(3, 2),), dynamic_shapes=sizes
+            )
         lower += [limits.lower for limits in program.range_constraints.values()]
     assert lower == [2, 0]
 
@@ -136,8 +144,13 @@ def test_average_models_are_where_the_callbacks_keep_them() -> None:
 
 def test_pruned_holds_the_modules_and_names_of_model_pruning() -> None:
     model, callback = BoringModel(), ModelPruning("l1_unstructured", amount=0.5)
-    callback.setup(pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), model, "fit")
-    assert set(getattr(callback, _lightning.PRUNED)) == {(model.layer, "weight"), (model.layer, "bias")}
+    callback.setup(
+        pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), model, "fit"
+    )
+    assert set(getattr(callback, _lightning.PRUNED)) == {
+        (model.layer, "weight"),
+        (model.layer, "bias"),
+    }
 
 
 def test_unscales_in_step_knows_torchs_fused_optimizers() -> None:
@@ -165,7 +178,11 @@ def test_has_gradient_hooks_sees_both_kinds() -> None:
     weights[1].register_hook(lambda gradient: None)
     weights[2].register_post_accumulate_grad_hook(lambda weight: None)
     assert [_torch.have_gradient_hooks([weight]) for weight in weights] == [False, True, True]
-    assert [_torch.have_gradient_hooks([weight], but=1) for weight in weights] == [False, True, False]
+    assert [_torch.have_gradient_hooks([weight], but=1) for weight in weights] == [
+        False,
+        True,
+        False,
+    ]
     assert [_torch.have_gradient_hooks(weights[:n]) for n in range(4)] == [False, False, True, True]
     assert not _torch.have_gradient_hooks([weights[0], weights[2]], but=1)
 
@@ -254,7 +271,9 @@ class Rounding(pl.Callback):
         self.of_kernels: list[bool] = []
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.of_kernels += [kernel.stochastic_rounding for kernel, _ in trainer.strategy.run_tables.shards.kernels]
+        self.of_kernels += [
+            kernel.stochastic_rounding for kernel, _ in trainer.strategy.run_tables.shards.kernels
+        ]
 
 
 def test_fill_weight_gives_a_freed_collection_a_weight_again() -> None:
@@ -262,9 +281,13 @@ def test_fill_weight_gives_a_freed_collection_a_weight_again() -> None:
     _torchrec.free_weights(collection)
     for config in bag_configs():
         weight = torch.rand(config.num_embeddings, config.embedding_dim)
-        _torchrec.fill_weight(collection, f"embedding_bags.{config.name}.weight", weight, learns=False)
+        _torchrec.fill_weight(
+            collection, f"embedding_bags.{config.name}.weight", weight, learns=False
+        )
         assert collection.embedding_bags[config.name].weight.data_ptr() == weight.data_ptr()
-    assert not any(parameter.requires_grad or parameter.is_meta for parameter in collection.parameters())
+    assert not any(
+        parameter.requires_grad or parameter.is_meta for parameter in collection.parameters()
+    )
     assert collection.device == torch.device("cpu")
 
 
@@ -307,7 +330,13 @@ def _kernels_of_a_sharded_collection() -> dict[str, Any]:
 def test_fbgemm_kernels_their_counters_and_the_mean_are_where_we_look() -> None:
     for result in run_on_ranks(_kernels_of_a_sharded_collection, 2):
         features = ["a", "b", "c", "b", "d"]
-        assert result == {"kernels": 1, "divides": False, "kept": True, "left to us": True, "inverse": features}
+        assert result == {
+            "kernels": 1,
+            "divides": False,
+            "kept": True,
+            "left to us": True,
+            "inverse": features,
+        }
 
 
 def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:
@@ -315,16 +344,28 @@ def test_hide_upstream_deprecations_hides_those_and_no_others() -> None:
         warnings.simplefilter("always")
         _deprecations.hide_upstream_deprecations()
         warnings.warn(
-            "Please use DTensor instead and we are deprecating ShardedTensor.", DeprecationWarning, stacklevel=1
+            "Please use DTensor instead and we are deprecating ShardedTensor.",
+            DeprecationWarning,
+            stacklevel=1,
         )
-        warnings.warn("`torch.distributed.reduce_scatter_tensor` is deprecated. Use x.", FutureWarning, stacklevel=1)
-        warnings.warn("`isinstance(treespec, LeafSpec)` is deprecated, use y", FutureWarning, stacklevel=1)
-        warnings.warn("Sparse invariant checks are implicitly disabled. Memory", UserWarning, stacklevel=1)
+        warnings.warn(
+            "`torch.distributed.reduce_scatter_tensor` is deprecated. Use x.",
+            FutureWarning,
+            stacklevel=1,
+        )
+        warnings.warn(
+            "`isinstance(treespec, LeafSpec)` is deprecated, use y", FutureWarning, stacklevel=1
+        )
+        warnings.warn(
+            "Sparse invariant checks are implicitly disabled. Memory", UserWarning, stacklevel=1
+        )
         warnings.warn("your learning rate is negative", UserWarning, stacklevel=1)
     assert [str(w.message) for w in caught] == ["your learning rate is negative"]
 
 
-def test_silence_torchrec_is_needed_and_restores_the_levels(caplog: pytest.LogCaptureFixture) -> None:
+def test_silence_torchrec_is_needed_and_restores_the_levels(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from torchrec.distributed.planner import Topology
 
     with _torchrec.silence_torchrec():
@@ -341,7 +382,9 @@ def _sharders_that_draw(undrawn: bool) -> list[bool]:
     from torchrec.distributed.types import ShardingEnv
 
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+        torch.distributed.init_process_group(
+            "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+        )
     environment, draw = ShardingEnv.from_process_group(torch.distributed.group.WORLD), []
     options: Any = {"name": "t", "embedding_dim": 4, "num_embeddings": 8, "feature_names": ["a"]}
     pairs: Any = [
@@ -383,7 +426,10 @@ def test_keep_rows_undrawn_makes_zeros_that_take_no_memory() -> None:
     torch.full((2**24,), 7.0)  # what is freed here may be taken again
     with _torchrec.keep_rows_undrawn(release_pages):
         before = resident_bytes()
-        zeros = [torch.zeros(2**24 + 5, device=torch.device("cpu")), torch.zeros(2**24, device="cpu", dtype=torch.half)]
+        zeros = [
+            torch.zeros(2**24 + 5, device=torch.device("cpu")),
+            torch.zeros(2**24, device="cpu", dtype=torch.half),
+        ]
         assert resident_bytes() - before < 2**20
     assert not any(bool(tensor.any()) for tensor in zeros)
 
@@ -411,7 +457,11 @@ class CountsSteps(pl.LightningModule):
 
 def test_batches_that_stepped_and_the_progress_bar_are_what_lightning_uses() -> None:
     model = CountsSteps()
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     trainer = pl.Trainer(max_epochs=1, accumulate_grad_batches=2, accelerator="cpu", **options)
     trainer.fit(model, torch.utils.data.DataLoader(torch.ones(4, 1)))
     assert model.steps == [0, 0, 1, 1]
@@ -444,7 +494,9 @@ def test_watch_collectives_sees_calls_by_torchrec_and_can_be_undone() -> None:
         torch.distributed.all_to_all_single(1, 2, input_split_sizes=[3])
     patches.close()
     assert torch.distributed.all_to_all_single is original
-    assert seen == [("all_to_all_single", {"output": 1, "input": 2, "input_split_sizes": [3]}, __name__)]
+    assert seen == [
+        ("all_to_all_single", {"output": 1, "input": 2, "input_split_sizes": [3]}, __name__)
+    ]
     assert not hasattr(torch.distributed, "no_such_function")
 
 
@@ -455,7 +507,11 @@ def _ddps_around_whole_tables() -> int:
     actual: list[Any] = []
 
     def look() -> None:
-        actual.extend(_torchrec.ddp_of_data_parallel_tables(model.trainer.strategy.run_tables.shards.sharded["ebc"]))
+        actual.extend(
+            _torchrec.ddp_of_data_parallel_tables(
+                model.trainer.strategy.run_tables.shards.sharded["ebc"]
+            )
+        )
 
     model.on_train_start = look  # type: ignore[method-assign]
     train_sharded(model, 1, {"sharding_types": ["data_parallel"]})
@@ -479,7 +535,9 @@ def test_rows_of_a_sparse_gradient_are_there_as_often_as_they_were_looked_up() -
 
 def test_mark_coalesced_keeps_what_accumulation_forgets_for_gradients_of_as_many_rows() -> None:
     weight = nn.Parameter(torch.zeros(5, 2))
-    summed = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 2), (5, 2), check_invariants=False)
+    summed = torch.sparse_coo_tensor(
+        torch.tensor([[1, 3]]), torch.ones(2, 2), (5, 2), check_invariants=False
+    )
 
     class Lookup(torch.autograd.Function):
         @staticmethod
@@ -522,16 +580,25 @@ def test_call_after_closure_calls_between_closure_and_update_and_can_be_undone()
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
     )
     model = Model()
     plugin = trainer.precision_plugin
-    patches = _lightning.call_after_closure(plugin, lambda: calls.append(f"{float(model.layer.bias)}"))
+    patches = _lightning.call_after_closure(
+        plugin, lambda: calls.append(f"{float(model.layer.bias)}")
+    )
     bias = float(model.layer.bias)
     trainer.fit(model, torch.utils.data.DataLoader(torch.ones(1, 1)))
     assert calls == ["step", "hook", f"{bias}", "end"]
     patches.close()
-    assert trainer.precision_plugin._after_closure.__func__ is type(trainer.precision_plugin)._after_closure
+    assert (
+        trainer.precision_plugin._after_closure.__func__
+        is type(trainer.precision_plugin)._after_closure
+    )
 
 
 def test_foreach_is_used_for_a_class_of_parameters() -> None:
@@ -572,7 +639,9 @@ def test_without_torch_function_subclasses_are_plain_tensors() -> None:
 
     class Seen(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(func)
             return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -600,5 +669,6 @@ def test_current_backward_has_a_number_of_its_own_for_each_backward() -> None:
 
 def test_abort_process_groups_is_there() -> None:
     assert list(inspect.signature(distributed_c10d._abort_process_group).parameters) == ["group"]
-    with pytest.raises(AssertionError, match="cannot be None"):  # it is called, and there is none here
+    # it is called, and there is none here
+    with pytest.raises(AssertionError, match="cannot be None"):
         _torch.abort_process_groups()

@@ -1,4 +1,5 @@
-"""What checkpoints use of upstream's private names: FBGEMM's counters, and torch.distributed.checkpoint's metadata."""
+"""What checkpoints use of upstream's private names: FBGEMM's counters, and
+torch.distributed.checkpoint's metadata."""
 
 import dataclasses
 import io
@@ -15,11 +16,18 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from lightning_distrec._compat import fbgemm as _fbgemm
 from lightning_distrec._compat import torch_distributed as _checkpoint
-from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors, read_metadata, write_tensors
+from lightning_distrec.checkpoint.storage import (
+    METADATA_FILE,
+    StoredTensors,
+    read_metadata,
+    write_tensors,
+)
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
 NOT_SAVED = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
 """Types that upstream saves in no other way either, or has no arithmetic for."""
 SAVED = [dtype for dtype in DTYPES if not NOT_SAVED.fullmatch(str(dtype))]
@@ -47,10 +55,14 @@ def _names_in(pickled: bytes) -> set[tuple[str, str]]:
 def _write(folder: str) -> None:
     rank, num_ranks = rank_and_num_ranks()
     tensors = {
-        str(dtype): ChunkedTensor((4 * num_ranks, 3), dtype, [Chunk((4 * rank, 0), torch.zeros(4, 3).to(dtype))])
+        str(dtype): ChunkedTensor(
+            (4 * num_ranks, 3), dtype, [Chunk((4 * rank, 0), torch.zeros(4, 3).to(dtype))]
+        )
         for dtype in (torch.float32, torch.bfloat16, torch.int64)
     }
-    tensors["on the last rank"] = ChunkedTensor((2,), torch.bool, [Chunk((0,), torch.ones(2) > 0)] if rank else [])
+    tensors["on the last rank"] = ChunkedTensor(
+        (2,), torch.bool, [Chunk((0,), torch.ones(2) > 0)] if rank else []
+    )
     tensors["empty"] = ChunkedTensor((0, 3), torch.float32, [])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
     write_tensors(Path(folder), tensors, torch.distributed.group.WORLD, Path("x.ckpt"))
@@ -59,14 +71,26 @@ def _write(folder: str) -> None:
 def test_dcp_metadata_names_are_all_that_metadata_ask_for_and_no_more(tmp_path: Path) -> None:
     run_on_ranks(_write, 2, str(tmp_path))
     requests = _names_in((tmp_path / METADATA_FILE).read_bytes())
-    assert {pair for pair in requests if not _checkpoint.is_torch_constant(*pair)} == _checkpoint.DCP_METADATA_NAMES
-    assert {name for module, name in requests if module == "torch"} == {"Size", "float32", "bfloat16", "int64", "bool"}
+    assert {
+        pair for pair in requests if not _checkpoint.is_torch_constant(*pair)
+    } == _checkpoint.DCP_METADATA_NAMES
+    assert {name for module, name in requests if module == "torch"} == {
+        "Size",
+        "float32",
+        "bfloat16",
+        "int64",
+        "bool",
+    }
 
 
 @pytest.mark.parametrize("dtype", SAVED, ids=str)
-def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     tensor = (torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).view(4, 3)
-    write_tensors(tmp_path, {"x": ChunkedTensor((4, 3), dtype, [Chunk((0, 0), tensor)])}, None, tmp_path)
+    write_tensors(
+        tmp_path, {"x": ChunkedTensor((4, 3), dtype, [Chunk((0, 0), tensor)])}, None, tmp_path
+    )
     tensors, actual = StoredTensors(tmp_path), torch.zeros_like(tensor)
     assert tensors.entry("x").properties.dtype == dtype
     tensors.read({"x": [Chunk((0, 0), actual)]})
@@ -74,10 +98,24 @@ def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(tmp_path: Path,
 
 
 def test_is_torch_constant_accepts_types_of_numbers_only() -> None:
-    assert all(_checkpoint.is_torch_constant("torch", str(dtype).removeprefix("torch.")) for dtype in DTYPES)
+    assert all(
+        _checkpoint.is_torch_constant("torch", str(dtype).removeprefix("torch."))
+        for dtype in DTYPES
+    )
     message = {name for name in dir(torch) if _checkpoint.is_torch_constant("torch", name)}
     assert {getattr(torch, name) for name in message} == set(DTYPES)
-    for name in ("Size", "ops", "load", "os", "os.system", "hub.load", "float32.__class__", "strided", "device", ""):
+    for name in (
+        "Size",
+        "ops",
+        "load",
+        "os",
+        "os.system",
+        "hub.load",
+        "float32.__class__",
+        "strided",
+        "device",
+        "",
+    ):
         assert not _checkpoint.is_torch_constant("torch", name)
     assert not _checkpoint.is_torch_constant("torch.nn", "float32")
     assert not _checkpoint.is_torch_constant("os", "system")
@@ -116,7 +154,11 @@ def test_chunk_locations_yields_every_chunk(tmp_path: Path) -> None:
         metadata = read_metadata(file)
     places = list(_checkpoint.chunk_locations(metadata))
     actual = sorted({(name, file) for name, _, file, *_ in places})
-    pair = [(f"torch.{dtype}", f"__{rank}_0.distcp") for dtype in ("bfloat16", "float32", "int64") for rank in (0, 1)]
+    pair = [
+        (f"torch.{dtype}", f"__{rank}_0.distcp")
+        for dtype in ("bfloat16", "float32", "int64")
+        for rank in (0, 1)
+    ]
     assert actual == sorted([*pair, ("on the last rank", "__1_0.distcp")])
     assert all((tmp_path / file).is_file() for _, file in actual)
     for file in {file for _, file in actual}:
@@ -125,7 +167,9 @@ def test_chunk_locations_yields_every_chunk(tmp_path: Path) -> None:
     assert list(_checkpoint.chunk_locations(Metadata({}))) == []
 
 
-@pytest.mark.parametrize("info", [None, "x", ("x", 0, 1), _StorageInfo(7, 0, 1), _StorageInfo(None, 0, 1)])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "info", [None, "x", ("x", 0, 1), _StorageInfo(7, 0, 1), _StorageInfo(None, 0, 1)]
+)  # type: ignore[arg-type]
 def test_chunk_locations_refuses_records_of_another_type(info: Any) -> None:
     with pytest.raises(ValueError, match="'.*' has the storage record "):
         list(_checkpoint.chunk_locations(Metadata({}, storage_data={MetadataIndex("x"): info})))
@@ -145,7 +189,10 @@ def test_metadata_with_another_class_are_refused_by_its_name(tmp_path: Path) -> 
 
     path = tmp_path / METADATA_FILE
     path.write_bytes(pickle.dumps(Metadata({"x": BytesStorageMetadata()}, storage_data={})))
-    with open(path, "rb") as file, pytest.raises(pickle.UnpicklingError, match="asks for .*BytesStorageMetadata"):
+    with (
+        open(path, "rb") as file,
+        pytest.raises(pickle.UnpicklingError, match="asks for .*BytesStorageMetadata"),
+    ):
         read_metadata(file)
 
 
@@ -173,6 +220,12 @@ def test_set_fbgemm_iterations_lets_a_kernel_go_on_counting_from_there() -> None
 def test_metadata_classes_are_those_whose_objects_get_a_state() -> None:
     kinds = {kind.__name__ for kind in _checkpoint.metadata_classes()}
     # Neither the enum nor torch.Size, whose objects are shared, nor the function.
-    plain = {"Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex"}
+    plain = {
+        "Metadata",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+    }
     assert kinds == plain | {"_StorageInfo"}
     assert callable(_checkpoint.PythonUnpickler.dispatch[pickle.BUILD[0]])

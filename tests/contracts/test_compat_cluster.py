@@ -27,16 +27,32 @@ class Chosen(LightningEnvironment):
     """As it was chosen."""
 
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_checkpointing": False,
+}
 
 
 def test_override_environment_choice_applies_to_our_strategies_only() -> None:
-    with _lightning.override_environment_choice(lambda strategy: isinstance(strategy, DDPStrategy), Chosen):
+    with _lightning.override_environment_choice(
+        lambda strategy: isinstance(strategy, DDPStrategy), Chosen
+    ):
         assert type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment) is Chosen
-        assert type(Trainer(strategy="ddp", **QUIET).strategy.cluster_environment) is LightningEnvironment
+        assert (
+            type(Trainer(strategy="ddp", **QUIET).strategy.cluster_environment)
+            is LightningEnvironment
+        )
         passed = LightningEnvironment()
-        assert Trainer(strategy=DDPStrategy(), plugins=passed, **QUIET).strategy.cluster_environment is passed
-    assert type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment) is LightningEnvironment
+        assert (
+            Trainer(strategy=DDPStrategy(), plugins=passed, **QUIET).strategy.cluster_environment
+            is passed
+        )
+    assert (
+        type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment)
+        is LightningEnvironment
+    )
 
 
 @pytest.mark.slow
@@ -50,12 +66,18 @@ for strategy in ("torchrec_sharded", lightning_distrec.TorchRecShardedStrategy()
 print(type(Trainer(strategy="ddp", **{QUIET}).strategy.cluster_environment).__name__)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=LIMIT_SECONDS,
     )
     assert done.stdout.split() == ["5", "5", "LightningEnvironment"]
 
 
-def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_path: Path, monkeypatch: Any) -> None:
+def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     (tmp_path / "hpc_ckpt_3.ckpt").write_text("another job's")
@@ -70,13 +92,20 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(tmp_pat
             trainer, lambda inputs, result=result: requests.append(inputs) or result
         ):
             select = trainer._checkpoint_connector._select_ckpt_path
-            assert select(TrainerFn.FITTING, None, **model) == lightning_checkpoints.resumed_path(trainer) == result
+            assert (
+                select(TrainerFn.FITTING, None, **model)
+                == lightning_checkpoints.resumed_path(trainer)
+                == result
+            )
             assert select(TrainerFn.FITTING, "given.ckpt", **model) == given_values
             assert select(TrainerFn.TESTING, "given.ckpt", **model) == "given.ckpt"
         assert lightning_checkpoints.resumed_path(trainer) is None
     trainer.ckpt_path = "set.ckpt"
     with lightning_checkpoints.resume_from(trainer, requests.append):
-        assert trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model) == "set.ckpt"
+        assert (
+            trainer._checkpoint_connector._select_ckpt_path(TrainerFn.FITTING, None, **model)
+            == "set.ckpt"
+        )
     assert requests == [None, "given.ckpt", None, "given.ckpt", "set.ckpt"]
 
 
@@ -94,7 +123,13 @@ class Restarts(Callback):
 
 @pytest.mark.parametrize("is_let", [False, True])
 def test_plateaus_are_updated_in_a_resumed_epoch_where_it_is_let(is_let: bool) -> None:
-    trainer = Trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=0, callbacks=[Restarts(is_let)], **QUIET)
+    trainer = Trainer(
+        max_epochs=1,
+        limit_train_batches=1,
+        limit_val_batches=0,
+        callbacks=[Restarts(is_let)],
+        **QUIET,
+    )
     update, updates = trainer.fit_loop.epoch_loop.update_lr_schedulers, []
 
     def note(interval: str, update_plateau_schedulers: bool) -> None:
@@ -164,7 +199,9 @@ class SaysWhere(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss = state["loss"]
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         SaysWhere.failed_in = os.getpid()
 
 
@@ -175,13 +212,18 @@ class LoadsNothing(SaysWhere):
         raise AttributeError("has no attribute 'running'")
 
 
-def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank_has_raised() -> None:
+def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank_has_raised() -> (
+    None
+):
     says, module = SaysWhere(), Bias()
     trainer = Trainer(strategy=DDPStrategy(start_method="fork"), devices=2, max_steps=1, **QUIET)
     trainer.callbacks = [LoadsNothing(), says]
     strategy: Any = trainer.strategy
     strategy._launcher = launcher = lightning_launchers.ForkLauncher(
-        strategy, strategy.set_world_ranks, lambda: {**module.state_dict(), "more": torch.ones(1)}, lambda: None
+        strategy,
+        strategy.set_world_ranks,
+        lambda: {**module.state_dict(), "more": torch.ones(1)},
+        lambda: None,
     )
     strategy.connect(module)
     trainer.state.fn, outside = TrainerFn.FITTING, os.getpid()
@@ -194,7 +236,9 @@ def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank
         trainer.callback_metrics["loss"] = torch.tensor(0.25)
         return "x" * 200_000  # more than a pipe takes
 
-    with pytest.warns(UserWarning, match="LoadsNothing has not in this process what it has on the ranks"):
+    with pytest.warns(
+        UserWarning, match="LoadsNothing has not in this process what it has on the ranks"
+    ):
         assert len(trainer.strategy.launcher.launch(train, trainer=trainer)) == 200_000
     assert module.bias.item() == 3.0
     assert says.loss == trainer.callback_metrics["loss"].item() == 0.25
@@ -215,7 +259,9 @@ def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank
     launcher.kill(0)
 
 
-def test_check_cuda_before_fork_raises_where_cuda_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_cuda_before_fork_raises_where_cuda_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lightning_launchers.check_cuda_before_fork()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(RuntimeError, match="forked subprocess"):

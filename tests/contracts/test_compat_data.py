@@ -1,4 +1,5 @@
-"""The same contracts, of how Lightning makes, begins and saves a fit's loaders, and restores before on_fit_start."""
+"""The same contracts, of how Lightning makes, begins and saves a fit's loaders, and restores before
+on_fit_start."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -63,7 +64,11 @@ class Looks(BoringModel):
 
 
 def _fit(model: Any, loader: Any, begins_late: Any = None, **options: Any) -> pl.Trainer:
-    settings = NO_OUTPUT | {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "limit_val_batches": 0} | options
+    settings = (
+        NO_OUTPUT
+        | {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "limit_val_batches": 0}
+        | options
+    )
     trainer = pl.Trainer(**settings)
     with _data.resume_loaders(trainer, begins_late, lambda: None) if begins_late else nullcontext():
         trainer.fit(model, loader)
@@ -73,14 +78,17 @@ def _fit(model: Any, loader: Any, begins_late: Any = None, **options: Any) -> pl
 def test_resume_loaders_saves_the_states_of_the_batch_of_the_step() -> None:
     ahead, kept = Looks(_data.current_loader_states), Looks(_data.current_loader_states)
     _fit(ahead, Stream())
-    assert [states[0]["next"] for states in ahead.seen] == [2, 3, 4, 4]  # upstream draws a batch ahead
+    # upstream draws a batch ahead
+    assert [states[0]["next"] for states in ahead.seen] == [2, 3, 4, 4]
     _fit(kept, Stream(), begins_late=lambda: False)
     assert [states[0]["next"] for states in kept.seen] == [1, 2, 3, 4]
 
 
 def test_wrapped_sampler_is_the_users() -> None:
     sampler = RandomSampler(range(4))
-    assert _data.wrapped_sampler(DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)) is sampler
+    assert (
+        _data.wrapped_sampler(DistributedSamplerWrapper(sampler, num_replicas=2, rank=0)) is sampler
+    )
     assert _data.wrapped_sampler(sampler) is sampler
 
 
@@ -102,7 +110,9 @@ def test_watch_dataloader_hooks_sees_the_modules_hooks_and_can_be_undone() -> No
 
 def test_reload_epochs_are_where_lightning_keeps_them() -> None:
     model = Looks(_data.reload_epochs)
-    trainer = _fit(model, DataLoader(torch.ones(2, 32)), max_epochs=3, reload_dataloaders_every_n_epochs=2)
+    trainer = _fit(
+        model, DataLoader(torch.ones(2, 32)), max_epochs=3, reload_dataloaders_every_n_epochs=2
+    )
     assert [train for train, _ in model.seen] == [0, 0, 0, 0, 2, 2]
     _data.set_reload_epochs(trainer, [1, None])
     assert _data.reload_epochs(trainer)[0] == 1
@@ -117,7 +127,9 @@ def test_num_batches_stepped_is_the_step_that_loggers_get_next() -> None:
 
 def test_continue_steps_begins_with_the_step_that_it_gets() -> None:
     model = Looks(_checkpoints.num_batches_stepped)
-    trainer = pl.Trainer(**NO_OUTPUT, max_epochs=1, accelerator="cpu", devices=1, limit_val_batches=0)
+    trainer = pl.Trainer(
+        **NO_OUTPUT, max_epochs=1, accelerator="cpu", devices=1, limit_val_batches=0
+    )
     with _checkpoints.continue_steps(trainer, 7):
         trainer.fit(model, DataLoader(torch.ones(2, 32)))
     assert model.seen == [8, 9]
@@ -128,7 +140,10 @@ def test_predict_few_examples_lets_a_rank_have_none() -> None:
     with pytest.raises(AssertionError):
         data_connector.UnrepeatedDistributedSamplerWrapper(few, num_replicas=2, rank=1)
     with _data.predict_few_examples():
-        assert list(data_connector.UnrepeatedDistributedSamplerWrapper(few, num_replicas=2, rank=1)) == []
+        assert (
+            list(data_connector.UnrepeatedDistributedSamplerWrapper(few, num_replicas=2, rank=1))
+            == []
+        )
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -153,7 +168,9 @@ class Predicts(BoringModel):
     def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         return batch + 1
 
-    def on_predict_batch_end(self, _: Any, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, _: Any, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.seen.append(("end", batch_idx, dataloader_idx))
 
 
@@ -166,9 +183,15 @@ def test_a_prediction_can_be_made_again_without_hooks_and_results() -> None:
         _data.predict_again(trainer, torch.ones(1) * batch[0], batch_idx, dataloader_idx)
 
     with _data.replace_predictions(trainer, tuple, again):
-        loaders = [DataLoader([torch.tensor([4.0]), (7,)], batch_size=None, collate_fn=lambda sample: sample)] * 2
+        loaders = [
+            DataLoader(
+                [torch.tensor([4.0]), (7,)], batch_size=None, collate_fn=lambda sample: sample
+            )
+        ] * 2
         assert trainer.predict(model, loaders) == [[None], [None]]
-    assert model.seen == [item for loader in (0, 1) for item in ((5, 0, loader), ("end", 0, loader), (8, 1, loader))]
+    assert model.seen == [
+        item for loader in (0, 1) for item in ((5, 0, loader), ("end", 0, loader), (8, 1, loader))
+    ]
     assert "_predict_step" not in vars(trainer.predict_loop)
 
 

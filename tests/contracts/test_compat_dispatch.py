@@ -18,7 +18,9 @@ def test_operations_are_watched_inside_of_the_context_only() -> None:
     seen: list[object] = []
     x = torch.arange(3)
     assert torch._C._len_torch_dispatch_stack() == 0
-    with dispatch.watch_operations(lambda operation, args, kwargs, output: seen.append((operation, args[0], output))):
+    with dispatch.watch_operations(
+        lambda operation, args, kwargs, output: seen.append((operation, args[0], output))
+    ):
         assert torch._C._len_torch_dispatch_stack() == 1
         y = x + 1
     x + 2
@@ -82,7 +84,8 @@ def test_sends_of_stages_are_watched_and_the_watch_can_be_undone() -> None:
     patches.close()
     assert distributed.P2POp is original
     for name in ("get_fwd_send_ops", "get_bwd_send_ops"):
-        source = "".join(inspect.getsource(getattr(PipelineStage, name)).split())  # releases break lines differently
+        # releases break lines differently
+        source = "".join(inspect.getsource(getattr(PipelineStage, name)).split())
         assert re.search(r"dist\.P2POp\(dist\.isend,\w+,peer_global_rank", source)
 
 
@@ -97,7 +100,9 @@ def test_trunc_normal_asks_for_the_device_in_a_frame_that_shows_its_options() ->
 
     class Asked(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             drawn.append(dispatch.truncated_draw(sys._getframe(1)))
             return super().__torch_function__(function, types, args, kwargs or {})
 
@@ -111,7 +116,9 @@ def test_a_parameter_of_a_tensor_of_another_class_is_made_by_detach() -> None:
 
     class Asked(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             asked[function.__name__] = dispatch.makes_parameter(sys._getframe(1))
             return super().__torch_function__(function, types, args, kwargs or {})
 

@@ -61,7 +61,9 @@ def _on_a_rank() -> dict[str, Any]:
     state = _fully_shard.without_fully_shard(dict(vars(net)))
     plain = _fully_shard.class_before_fully_shard(net)
     single_values: nn.Module = plain.__new__(plain)
-    single_values.__setstate__({key: value for key, value in state.items() if key != "_modules"} | {"_modules": {}})
+    single_values.__setstate__(
+        {key: value for key, value in state.items() if key != "_modules"} | {"_modules": {}}
+    )
     hooks = list(single_values._forward_pre_hooks.values())
     high = copy.deepcopy(net.high)
     num_before = len(high._state_dict_pre_hooks), len(high._load_state_dict_pre_hooks)
@@ -85,20 +87,34 @@ def _on_a_rank() -> dict[str, Any]:
         _fully_shard.unsharded_parameter(gathered).add_(1)
     _fully_shard.reset_after_failure(net)
     return {
-        "gathered": (sharded is net.low.weight, tuple(_fully_shard.unsharded_parameter(gathered).shape)),
-        "follows": [*follows, kept.parameter is net.low.weight, isinstance(kept.parameter, DTensor)],
+        "gathered": (
+            sharded is net.low.weight,
+            tuple(_fully_shard.unsharded_parameter(gathered).shape),
+        ),
+        "follows": [
+            *follows,
+            kept.parameter is net.low.weight,
+            isinstance(kept.parameter, DTensor),
+        ],
         "stays": _fully_shard.unsharded_parameter(gathered) is weight,
         "reduces": reduces,
         "unsent": (unsent is not None, _fully_shard.unsharded_parameter(gathered).grad is None),
         "writes": (gathering, _fully_shard.unsharded_parameter(gathered)._version - writes),
         "offsets": _tensors.local_offsets(cut),
-        "first replica": _tensors.is_first_replica(init_from_local_shards(local, [2], process_group=single[rank])),
+        "first replica": _tensors.is_first_replica(
+            init_from_local_shards(local, [2], process_group=single[rank])
+        ),
         "local": cut.to_local(),
         "class": plain.__name__,
         "is cut": isinstance(net, FSDPModule) and not isinstance(single_values, FSDPModule),
-        "hooks left": [hook.__name__ for hook in hooks] + list(single_values._forward_hooks.values()),
+        "hooks left": [hook.__name__ for hook in hooks]
+        + list(single_values._forward_hooks.values()),
         "pickles": torch.save(dict(state, _modules={}, _parameters={}), io.BytesIO()) is None,
-        "state dict hooks": (num_before, len(high._state_dict_pre_hooks), len(high._load_state_dict_pre_hooks)),
+        "state dict hooks": (
+            num_before,
+            len(high._state_dict_pre_hooks),
+            len(high._load_state_dict_pre_hooks),
+        ),
         "still sharded": all(isinstance(parameter, DTensor) for parameter in net.parameters()),
         "emptied": float(net.low.weight.full_tensor().abs().sum()),
     }
@@ -113,14 +129,18 @@ def test_local_offsets_are_where_the_local_tensor_begins(actual: list[dict[str, 
     whole = torch.arange(5 * 4.0).view(5, 4)
     for rank_result in actual:
         (row, column), local = rank_result["offsets"], rank_result["local"]
-        assert torch.equal(whole[row : row + local.shape[0], column : column + local.shape[1]], local)
+        assert torch.equal(
+            whole[row : row + local.shape[0], column : column + local.shape[1]], local
+        )
 
 
 def test_is_first_replica_is_true_in_the_group_of_rank_0(actual: list[dict[str, Any]]) -> None:
     assert [rank_result["first replica"] for rank_result in actual] == [True, False]
 
 
-def test_assign_to_gives_places_the_gathered_parameter_and_the_shard(actual: list[dict[str, Any]]) -> None:
+def test_assign_to_gives_places_the_gathered_parameter_and_the_shard(
+    actual: list[dict[str, Any]],
+) -> None:
     for rank_result in actual:
         assert rank_result["follows"] == [True, False, True, True]
 
@@ -173,7 +193,9 @@ def test_reduces_gradients_is_what_the_user_has_set(actual: list[dict[str, Any]]
     assert all(rank_result["reduces"] == [True, False] for rank_result in actual)
 
 
-def test_drop_unreduced_gradient_drops_what_was_accumulated_without_reduction(actual: list[dict[str, Any]]) -> None:
+def test_drop_unreduced_gradient_drops_what_was_accumulated_without_reduction(
+    actual: list[dict[str, Any]],
+) -> None:
     for rank_result in actual:
         assert rank_result["unsent"] == (True, True)
 
@@ -245,7 +267,9 @@ def _hook_of_the_users(*_: Any) -> None:
 def test_undo_fully_shard_leaves_a_module_that_is_pickled_and_sharded_again() -> None:
     for rank_result in run_on_ranks(_undone, 2):
         assert not any(rank_result["same"].values()), rank_result
-        assert rank_result["class"] == "Sequential", "the class that make_fully_sharded_class has made"
+        assert rank_result["class"] == "Sequential", (
+            "the class that make_fully_sharded_class has made"
+        )
         assert rank_result["size"]
 
 
@@ -264,10 +288,14 @@ def test_has_comm_hook_tells_that_a_hook_was_registered() -> None:
 
 def test_split_ranks_splits_a_bound_communicator_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dist = torch.distributed
-    assert {"split_ranks", "timeout"} <= inspect.signature(inspect.unwrap(dist.split_group)).parameters.keys()
+    assert {"split_ranks", "timeout"} <= inspect.signature(
+        inspect.unwrap(dist.split_group)
+    ).parameters.keys()
     asked: list[Any] = []
     monkeypatch.setattr(dist, "split_group", lambda **asks: asked.append(asks) or "split")
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda members, timeout: (members, []))
+    monkeypatch.setattr(
+        dist, "new_subgroups_by_enumeration", lambda members, timeout: (members, [])
+    )
     limit = timedelta(seconds=1)
     assert _fully_shard.split_ranks([[0], [1]], limit) == [[0], [1]]
     group = torch.distributed.ProcessGroup(0, 1)

@@ -1,4 +1,5 @@
-"""Gloo groups that share a thread, and exchanges between nodes whose receives come first: the bits of torch's own."""
+"""Gloo groups that share a thread, and exchanges between nodes whose receives come first: the bits
+of torch's own."""
 
 import random
 import time
@@ -13,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_distrec._compat import gloo
-from tests.support.ranks import THREADS_HAVE_NAMES, num_socket_threads, rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import (
+    THREADS_HAVE_NAMES,
+    num_socket_threads,
+    rank_and_num_ranks,
+    run_each_on_ranks,
+)
 
 NUM_RANKS = 3
 DTYPES = (torch.int64, torch.float32, torch.float16)
@@ -29,10 +35,14 @@ def _exchange(seed: int, **options: Any) -> tuple[Tensor, Any]:
     """Start an exchange of drawn sizes; return its output and what was returned."""
     rank, sizes = dist.get_rank(), _sizes(seed)
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    sent = torch.randint(-1000, 1000, (sum(sizes[rank]), 4), generator=generator).to(DTYPES[seed % 3])
+    sent = torch.randint(-1000, 1000, (sum(sizes[rank]), 4), generator=generator).to(
+        DTYPES[seed % 3]
+    )
     received = [row[rank] for row in sizes]
     output = sent.new_empty(sum(received), 4)
-    return output, gloo.tables_dist.all_to_all_single(output, sent, received, sizes[rank], **options)
+    return output, gloo.tables_dist.all_to_all_single(
+        output, sent, received, sizes[rank], **options
+    )
 
 
 def _meet() -> None:
@@ -47,7 +57,9 @@ def _all(runs_at_once: bool) -> list[Tensor]:
         assert all(returned is None for _, returned in results)
         return [output for output, _ in results]
     group = dist.new_group(backend="gloo")
-    results = [_exchange(seed, group=group if seed % 2 else None, async_op=True) for seed in range(12)]
+    results = [
+        _exchange(seed, group=group if seed % 2 else None, async_op=True) for seed in range(12)
+    ]
     for _, work in reversed(results):
         work.wait()
         work.wait()
@@ -79,8 +91,14 @@ def _compare(runs_at_once: bool) -> tuple[list[Tensor], list[Tensor], int]:
         # Without sizes it is torch's own.
         gloo.tables_dist.all_to_all_single(torch.empty(NUM_RANKS), torch.ones(NUM_RANKS))
         # As are the user's: a rank may omit its sizes, and poll.
-        sent, received, sizes = torch.arange(2.0 * NUM_RANKS), torch.empty(2 * NUM_RANKS), [2] * NUM_RANKS
-        work = dist.all_to_all_single(received, sent, *([] if dist.get_rank() else [sizes, sizes]), async_op=True)
+        sent, received, sizes = (
+            torch.arange(2.0 * NUM_RANKS),
+            torch.empty(2 * NUM_RANKS),
+            [2] * NUM_RANKS,
+        )
+        work = dist.all_to_all_single(
+            received, sent, *([] if dist.get_rank() else [sizes, sizes]), async_op=True
+        )
         deadline = time.monotonic() + 20
         while not work.is_completed():
             assert time.monotonic() < deadline
@@ -96,13 +114,16 @@ def _on_one_node() -> int:
 
 
 def _groups(level: dist.DebugLevel) -> dict[str, Any]:
-    """Make groups, of all ranks and of some; return what they sum, their threads, and what ends a wait too long."""
+    """Make groups, of all ranks and of some; return what they sum, their threads, and what ends a
+    wait too long."""
     _meet()
     level_before, limit = dist.get_debug_level(), timedelta(seconds=0.5)
     dist.set_debug_level(level)
     before, rank = num_socket_threads(), dist.get_rank()
     with gloo.one_socket_thread():
-        groups = {name: dist.new_group(timeout=limit, backend="gloo") for name in ("first", "second")}
+        groups = {
+            name: dist.new_group(timeout=limit, backend="gloo") for name in ("first", "second")
+        }
         some = dist.new_group([1, 2], limit, "gloo")
     dist.set_debug_level(level_before)
     if rank:
@@ -131,7 +152,9 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["in turn", "at once"])
-def test_exchanges_between_nodes_have_the_bits_of_torchs_own(name: str, results: list[dict[str, Any]]) -> None:
+def test_exchanges_between_nodes_have_the_bits_of_torchs_own(
+    name: str, results: list[dict[str, Any]]
+) -> None:
     for result in results:
         expected, actual, calls = result[name]
         assert calls == 2
@@ -149,7 +172,11 @@ def test_groups_share_a_thread_and_have_their_own_limit(monkeypatch: pytest.Monk
     calls = {level: (_groups, getattr(dist.DebugLevel, level)) for level in ("OFF", "DETAIL")}
     for rank, result in enumerate(run_each_on_ranks(calls, NUM_RANKS)):
         for level, actual in result.items():
-            assert (actual["first"], actual["second"], actual.get("of some")) == (3, 3, 3 if rank else None)
+            assert (actual["first"], actual["second"], actual.get("of some")) == (
+                3,
+                3,
+                3 if rank else None,
+            )
             # The first ones start it.
             if THREADS_HAVE_NAMES:
                 assert (actual["threads"], actual["threads of torch's"]) == (int(level == "OFF"), 1)

@@ -1,4 +1,5 @@
-"""Lightning's loops call the same hooks, with the same arguments and under the same names, at less Python."""
+"""Lightning's loops call the same hooks, with the same arguments and under the same names, at less
+Python."""
 
 import inspect
 import logging
@@ -20,19 +21,32 @@ from lightning_distrec._compat import lightning as _lightning_hooks
 from lightning_distrec._compat import lightning_checkpoints as _lightning_checkpoints
 from lightning_distrec._compat.lightning import is_for_rank_zero
 
-OPTIONS: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-HOOKS = [name for name, hook in vars(pl.Callback).items() if name.startswith("on_") and callable(hook)]
+OPTIONS: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+}
+HOOKS = [
+    name for name, hook in vars(pl.Callback).items() if name.startswith("on_") and callable(hook)
+]
 
 
 class Notes(pl.Callback):
-    """Overrides half of the hooks, and notes each call and the name under which self.log would log."""
+    """Overrides half of the hooks, and notes each call and the name under which self.log would
+    log."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
 
 def _noting(name: str) -> Any:
-    def hook(self: Notes, trainer: pl.Trainer, module: pl.LightningModule, *arguments: Any, **options: Any) -> None:
+    def hook(
+        self: Notes,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         self.calls.append((name, module._current_fx_name, len(arguments), sorted(options)))
 
     return hook
@@ -77,7 +91,9 @@ class Model(pl.LightningModule):
 def _fit(lean: bool, takes_index: bool) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model, notes = Model(takes_index), Notes()
-    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", callbacks=[notes, pl.Callback()], **OPTIONS)
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=[notes, pl.Callback()], **OPTIONS
+    )
     with _lightning_hooks.call_overridden_hooks(trainer) if lean else nullcontext():
         trainer.fit(model, DataLoader(torch.ones(4, 2)), DataLoader(torch.ones(1, 2)))
     assert "profile" not in vars(trainer.profiler)
@@ -97,14 +113,21 @@ def test_the_hooks_that_are_left_out_do_nothing() -> None:
         assert callable(getattr(pl.Callback, name))
 
 
-def test_a_profiler_and_the_log_at_level_debug_get_what_lightning_gives_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_profiler_and_the_log_at_level_debug_get_what_lightning_gives_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trainer = pl.Trainer(max_steps=2, accelerator="cpu", profiler=SimpleProfiler(), **OPTIONS)
     with _lightning_hooks.call_overridden_hooks(trainer):
         trainer.fit(Model(True), DataLoader(torch.ones(4, 2)))
-    assert len(trainer.profiler.recorded_durations["[LightningModule]Model.on_before_zero_grad"]) == 2
+    assert (
+        len(trainer.profiler.recorded_durations["[LightningModule]Model.on_before_zero_grad"]) == 2
+    )
 
     trainer = pl.Trainer(max_steps=2, accelerator="cpu", **OPTIONS)
-    with caplog.at_level(logging.DEBUG, call.log.name), _lightning_hooks.call_overridden_hooks(trainer):
+    with (
+        caplog.at_level(logging.DEBUG, call.log.name),
+        _lightning_hooks.call_overridden_hooks(trainer),
+    ):
         trainer.fit(Model(True), DataLoader(torch.ones(4, 2)))
     assert "calling lightning module hook: on_before_zero_grad" in caplog.text
 
@@ -131,7 +154,9 @@ def test_lightnings_command_line_reads_checkpoints_in_the_method_that_is_replace
         Reader(BoringModel, args=["fit", "--ckpt_path=some.ckpt"])
 
 
-def test_code_that_is_for_rank_zero_alone_is_known_by_its_decorator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_is_for_rank_zero_alone_is_known_by_its_decorator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
     assert rank_zero_only(is_for_rank_zero)() is True
     assert is_for_rank_zero() is False

@@ -90,14 +90,18 @@ def test_reached_leaves_are_those_that_get_a_gradient() -> None:
 
 def test_a_keyed_wrapper_shares_groups_and_state_with_what_it_wraps() -> None:
     weight = nn.Parameter(torch.ones(4))
-    keyed = KeyedOptimizerWrapper({"weight": weight}, lambda parameters: optim.Adagrad(parameters, lr=0.1))
+    keyed = KeyedOptimizerWrapper(
+        {"weight": weight}, lambda parameters: optim.Adagrad(parameters, lr=0.1)
+    )
     inner = _torchrec.wrapped_optimizer(keyed)
     assert isinstance(inner, optim.Adagrad)
     assert keyed.param_groups[0] is inner.param_groups[0]
 
 
 def test_a_scheduler_does_not_warn_of_a_wrapper_that_is_not_stepped(recwarn: object) -> None:
-    keyed = KeyedOptimizerWrapper({"weight": nn.Parameter(torch.ones(4))}, lambda p: optim.SGD(p, lr=1.0))
+    keyed = KeyedOptimizerWrapper(
+        {"weight": nn.Parameter(torch.ones(4))}, lambda p: optim.SGD(p, lr=1.0)
+    )
     scheduler = optim.lr_scheduler.ExponentialLR(keyed, 0.5)
     _lightning.skip_order_check(keyed)
     _torchrec.wrapped_optimizer(keyed).step()

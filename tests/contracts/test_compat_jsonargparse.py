@@ -24,10 +24,17 @@ class Layer(pl.LightningModule):
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "SGD"])
 def test_prefer_torchs_names_takes_an_optimizer_by_its_name(name: str) -> None:
     _jsonargparse.prefer_torchs_names()  # a second time changes nothing
-    strategy = ["--trainer.strategy=lightning_distrec.TorchRecShardedStrategy", "--trainer.strategy.min_rows=100"]
+    strategy = [
+        "--trainer.strategy=lightning_distrec.TorchRecShardedStrategy",
+        "--trainer.strategy.min_rows=100",
+    ]
     quiet = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false"]
-    cli = LightningCLI(Layer, run=False, args=[f"--optimizer={name}", "--optimizer.lr=0.5", *strategy, *quiet])
-    assert issubclass(getattr(torchrec.optim, name), torch.optim.Optimizer), "else this test shows nothing"
+    cli = LightningCLI(
+        Layer, run=False, args=[f"--optimizer={name}", "--optimizer.lr=0.5", *strategy, *quiet]
+    )
+    assert issubclass(getattr(torchrec.optim, name), torch.optim.Optimizer), (
+        "else this test shows nothing"
+    )
     assert cli.config["optimizer"]["class_path"] == f"torch.optim.{name}"
 
 

@@ -1,4 +1,5 @@
-"""`self.log` in training steps gives loggers, callbacks and progress bars the same bits, at less Python."""
+"""`self.log` in training steps gives loggers, callbacks and progress bars the same bits, at less
+Python."""
 
 import sys
 from contextlib import nullcontext
@@ -77,12 +78,20 @@ class Seen(pl.Callback):
     def note(self, trainer: pl.Trainer, *arguments: Any) -> None:
         connector = trainer._logger_connector
         seen = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
-        retained = (connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics)
+        retained = (
+            connector._callback_metrics,
+            connector._logged_metrics,
+            connector._progress_bar_metrics,
+        )
         for metrics in (*seen, *retained):
-            as_numbers = {k: (v.dtype, v.item()) if isinstance(v, Tensor) else v for k, v in metrics.items()}
+            as_numbers = {
+                k: (v.dtype, v.item()) if isinstance(v, Tensor) else v for k, v in metrics.items()
+            }
             self.found.append(sorted(as_numbers.items()))
 
-    on_train_batch_start = on_train_batch_end = on_train_epoch_end = on_validation_end = on_fit_end = note
+    on_train_batch_start = on_train_batch_end = on_train_epoch_end = on_validation_end = (
+        on_fit_end
+    ) = note
 
 
 def _fit(lean: bool, folder: Path) -> tuple[Any, ...]:
@@ -128,7 +137,9 @@ class Logs(pl.LightningModule):
 
 
 def _wrong(number: int, wrong: Any) -> Any:
-    return lambda module, index: module.log("x", torch.zeros(())) if index < number else wrong(module)
+    return lambda module, index: (
+        module.log("x", torch.zeros(())) if index < number else wrong(module)
+    )
 
 
 @pytest.mark.parametrize(
@@ -250,12 +261,18 @@ class Reduced(pl.LightningModule):
 
 def _reduced() -> list[dict[str, tuple[str, bool]]]:
     model = Reduced()
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    options: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="ddp", max_epochs=1, **options)
 
     def look() -> None:
         model.calls.append(_lightning_logging.reduced_values(trainer))
-        _lightning_logging.reorder_reduced_values(trainer, sorted(_lightning_logging.reduced_values(trainer)))
+        _lightning_logging.reorder_reduced_values(
+            trainer, sorted(_lightning_logging.reduced_values(trainer))
+        )
 
     with _lightning_logging.before_values_are_reduced(trainer, look):
         trainer.fit(model, DataLoader([torch.ones(2)] * 2, batch_size=1))
@@ -267,4 +284,6 @@ def test_reduced_values_are_those_that_ranks_reduce_and_are_known_before_they_ar
     assert list(batches.values()) == [("step", True), ("epoch", False), ("metric", False)]
     assert hook == {}
     names = [name for name, _ in end.values()]
-    assert names == ["epoch", "metric", "step", "late"], "what was logged before is in the order that was asked for"
+    assert names == ["epoch", "metric", "step", "late"], (
+        "what was logged before is in the order that was asked for"
+    )

@@ -31,8 +31,14 @@ def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
         (by_feature, "PER_FEATURE_TTL_EVICTION"),
         ({"opt_in_prob": 50, "percent_reserved_slots": 25}, "opt_in_prob below 100"),
         ({"track_id_freq": True}, "track_id_freq"),
-        ({"output_segments": [0, 10, 24], "total_num_buckets": 2}, "output_segments of unequal size"),
-        ({"inference_dispatch_div_train_world_size": True}, "inference_dispatch_div_train_world_size"),
+        (
+            {"output_segments": [0, 10, 24], "total_num_buckets": 2},
+            "output_segments of unequal size",
+        ),
+        (
+            {"inference_dispatch_div_train_world_size": True},
+            "inference_dispatch_div_train_world_size",
+        ),
     ):
         assert reason in _torchrec.hash_zch_difference(hash_zch("users", **options), "users")  # type: ignore[arg-type]
     assert "makes it read-only" in _torchrec.hash_zch_difference(evicts, "users_readonly")
@@ -41,7 +47,9 @@ def test_the_settings_of_hash_zch_are_those_that_it_was_built_with() -> None:
 def test_a_managed_collection_has_the_parts_and_the_state_that_we_take() -> None:
     model = ManagedModel(evicts=True)
     collisions = model.mc.get_submodule(_torchrec.COLLISIONS)
-    assert isinstance(model.mc.get_submodule(_torchrec.EMBEDDINGS), (EmbeddingBagCollection, EmbeddingCollection))
+    assert isinstance(
+        model.mc.get_submodule(_torchrec.EMBEDDINGS), (EmbeddingBagCollection, EmbeddingCollection)
+    )
     assert not _torchrec.returns_remapped_features(model.mc)
     modules = _torchrec.modules_of(collisions)
     assert list(modules) == ["users", "goods"]
@@ -64,11 +72,15 @@ def test_mch_has_the_settings_and_the_state_that_we_take() -> None:
     assert (settings["interval"], settings["hash_function"], settings["filters"]) == (3, None, True)
     assert type(settings["policy"]) is DistanceLFU_EvictionPolicy
     assert _torchrec.mch_difference(module) == ""
-    assert "output_global_offset=24" in _torchrec.mch_difference(mch("users", output_global_offset=24))
+    assert "output_global_offset=24" in _torchrec.mch_difference(
+        mch("users", output_global_offset=24)
+    )
     other = mch("users", output_segments=[0, 24, 48])
     assert "output_segments that end at 48" in _torchrec.mch_difference(other)
     state = _torchrec.mch_state(module)
-    assert state.keys() | {_torchrec.MCH_SEGMENTS, _torchrec.MCH_LOOKUPS} == module.state_dict().keys()
+    assert (
+        state.keys() | {_torchrec.MCH_SEGMENTS, _torchrec.MCH_LOOKUPS} == module.state_dict().keys()
+    )
     per_row = {name: torch.arange(ROWS["users"]).flip(0) for name in state}
     per_row[_torchrec.MCH_IDS] = 10 * torch.arange(ROWS["users"])
     _torchrec.set_mch_state(module, per_row, torch.tensor([7]))

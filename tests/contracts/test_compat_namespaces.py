@@ -1,4 +1,5 @@
-"""pytorch_lightning, which `lightning` installs too: its classes are not those of lightning.pytorch."""
+"""pytorch_lightning, which `lightning` installs too: its classes are not those of
+lightning.pytorch."""
 
 import subprocess
 import sys
@@ -6,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pytorch_lightning", reason="this version of lightning does not install pytorch_lightning")
+pytest.importorskip(
+    "pytorch_lightning", reason="this version of lightning does not install pytorch_lightning"
+)
 
 CHANGE = "write `import lightning.pytorch as pl` for `import pytorch_lightning as pl`"
 ALIAS = "write `import lightning_distrec.pytorch_lightning` before its import"
@@ -60,7 +63,9 @@ print("end")
 def test_what_to_import_is_said_where_the_namespaces_meet(tmp_path: Path) -> None:
     script = tmp_path / "script.py"  # a process of its own, as pytorch_lightning is imported once
     script.write_text(TRIES)
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
     assert ended.returncode == 0, ended.stderr
     starts = [
         "ValueError: You selected an invalid strategy name: `strategy='torchrec_sharded'`",
@@ -114,7 +119,12 @@ def _run_with_package(script: str, folder: Path) -> "subprocess.CompletedProcess
     (folder / "forecasts.py").write_text(FORECASTS)
     (folder / "script.py").write_text(script)
     return subprocess.run(
-        [sys.executable, "script.py"], capture_output=True, text=True, timeout=120, cwd=folder, check=False
+        [sys.executable, "script.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        check=False,
     )
 
 
@@ -131,6 +141,11 @@ def test_a_package_that_imports_pytorch_lightning_gets_lightnings_classes(tmp_pa
 
 
 @pytest.mark.slow
-def test_an_alias_that_comes_too_late_is_refused_by_the_package_that_came_first(tmp_path: Path) -> None:
+def test_an_alias_that_comes_too_late_is_refused_by_the_package_that_came_first(
+    tmp_path: Path,
+) -> None:
     error = _run_with_package(TOO_LATE, tmp_path).stderr.splitlines()[-1]
-    assert "comes too late: pytorch_lightning was imported before (by forecasts), and its classes are in use" in error
+    assert (
+        "comes too late: pytorch_lightning was imported before (by forecasts), and its classes "
+        "are in use" in error
+    )

@@ -24,7 +24,14 @@ from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torchrec_ids as _torchrec_ids
 from lightning_distrec._compat import torchrec_modules as _torchrec
-from tests.support.click_model import FEATURES, NO_OUTPUT, ClickModel, make_batch, seeded, train_sharded
+from tests.support.click_model import (
+    FEATURES,
+    NO_OUTPUT,
+    ClickModel,
+    make_batch,
+    seeded,
+    train_sharded,
+)
 from tests.support.ranks import run_on_ranks
 
 
@@ -163,13 +170,18 @@ def test_stop_between_steps_notes_a_signal_and_stops_the_loop_once_agreed() -> N
     assert codes == []
     patches.close()
     assert not vars(trainer.fit_loop.epoch_loop).keys() & {"_broadcast_sigterm_tensor", "advance"}
-    assert not vars(trainer._signal_connector).keys() & {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}
+    assert not vars(trainer._signal_connector).keys() & {
+        "_sigterm_notifier_fn",
+        "_slurm_sigusr_handler_fn",
+    }
     trainer._signal_connector.received_sigterm = False
     _lightning.mark_stop(trainer)
     assert trainer.received_sigterm
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged, torch.strided])
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged, torch.strided]
+)
 def test_parts_of_a_tensor_are_dense_and_share_its_memory(layout: torch.layout) -> None:
     dense = torch.eye(2)
     if layout == torch.jagged:
@@ -178,7 +190,13 @@ def test_parts_of_a_tensor_are_dense_and_share_its_memory(layout: torch.layout) 
         tensor = dense if layout == torch.strided else dense.to_sparse(layout=layout)
     parts = _tensors.parts_of(tensor)
     assert all(part.layout == torch.strided for part in parts)
-    values = tensor._values() if layout == torch.sparse_coo else dense if layout == torch.strided else tensor.values()
+    values = (
+        tensor._values()
+        if layout == torch.sparse_coo
+        else dense
+        if layout == torch.strided
+        else tensor.values()
+    )
     assert values.data_ptr() in {part.data_ptr() for part in parts}
     assert len(_tensors.parts_of(torch.nested.nested_tensor([dense[0]]))) == 1
 
@@ -196,7 +214,9 @@ def test_jagged_fields_are_those_of_a_keyed_jagged_tensor() -> None:
 
 
 def test_keep_length_per_key_spares_a_keyed_jagged_tensor_the_sums() -> None:
-    jagged = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(3), lengths=torch.tensor([2, 1]))
+    jagged = KeyedJaggedTensor(
+        keys=["a", "b"], values=torch.arange(3), lengths=torch.tensor([2, 1])
+    )
     retained = [2, 1]
     assert _torchrec.keep_length_per_key(jagged, retained)
     assert jagged.length_per_key() is retained
@@ -228,7 +248,9 @@ def test_saved_tensors_are_hooked_inside_of_a_checkpoint() -> None:
 def test_profiler_runs_while_a_profiler_records() -> None:
     assert not _torch.profiler_runs()
     schedule = torch.profiler.schedule(wait=1, warmup=0, active=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule
+    ) as profile:
         waits = not _torch.profiler_runs()
         profile.step()
         assert _torch.profiler_runs()
@@ -290,7 +312,11 @@ def exchanged(sharding_type: str) -> dict[str, Any]:
         fused = _torchrec_ids.FusedSplits(splits, contexts, (dist.get_rank(), 7), [True, True])
         seen["said"] = fused.wait_for_numbers()
         early = [awaitable.wait() for awaitable in fused.start_ids()]
-        infos = [info for type_values in sharded.sharding_type_to_sharding_infos.values() for info in type_values]
+        infos = [
+            info
+            for type_values in sharded.sharding_type_to_sharding_infos.values()
+            for info in type_values
+        ]
         seen["meta"] = all(info.param.is_meta for info in infos) and len(infos) > 0
         seen["streams"] = all(hasattr(thing, "record_stream") for thing in (*early, *contexts))
 
@@ -299,14 +325,21 @@ def exchanged(sharding_type: str) -> dict[str, Any]:
 
 
 def _ways_to_send(batch: Any) -> dict[str, tuple[Any, Any, bool, int]]:
-    """Return name -> features of two lookups, whether their ids are small, and how many ranks are packed for."""
+    """Return name -> features of two lookups, whether their ids are small, and how many ranks are
+    packed for."""
     ids, lengths = batch["ids"], batch["lengths"]
     wide = torch.where(ids % 2 == 0, ids + 2**40, -ids)
-    two_sizes_values = {"stride_per_key_per_rank": [[lengths.numel() // len(FEATURES)]] * len(FEATURES)}
+    two_sizes_values = {
+        "stride_per_key_per_rank": [[lengths.numel() // len(FEATURES)]] * len(FEATURES)
+    }
 
-    def features(ids: Any, dtype: Any = None, lengths: Any = lengths, **options: Any) -> KeyedJaggedTensor:
+    def features(
+        ids: Any, dtype: Any = None, lengths: Any = lengths, **options: Any
+    ) -> KeyedJaggedTensor:
         weights = None if dtype is None else torch.rand(len(ids)).to(dtype)
-        return KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=lengths, weights=weights, **options)
+        return KeyedJaggedTensor(
+            keys=FEATURES, values=ids, lengths=lengths, weights=weights, **options
+        )
 
     usual = features(ids)
     return {
@@ -332,7 +365,9 @@ def _prepare(sharded: Any, lookups: Any) -> tuple[list[Any], list[Any]]:
     return contexts, splits
 
 
-def _arrives_as_upstream(sharded: Any, first: Any, other: Any, is_small: bool, max_packed: int) -> bool:
+def _arrives_as_upstream(
+    sharded: Any, first: Any, other: Any, is_small: bool, max_packed: int
+) -> bool:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_torchrec_ids, "MAX_PACKED_RANKS", max_packed)
         contexts, splits = _prepare(sharded, (first, other))
@@ -359,12 +394,16 @@ def _arrives_as_upstream(sharded: Any, first: Any, other: Any, is_small: bool, m
 
 def test_fused_splits_send_the_ids_that_an_ordinary_call_sends_and_say_more() -> None:
     # Also the use of free_unsharded_tables, and the use of record_stream, which runs on a GPU only.
-    for seen in (*run_on_ranks(exchanged, 2, "table_wise"), *run_on_ranks(exchanged, 2, "row_wise")):
+    for seen in (
+        *run_on_ranks(exchanged, 2, "table_wise"),
+        *run_on_ranks(exchanged, 2, "row_wise"),
+    ):
         assert all(seen.pop("equal").values()), seen
         assert seen == {"said": [[0, 7], [1, 7]], "meta": True, "streams": True}
 
 
-def test_fused_splits_send_weights_of_half_precision_as_they_are() -> None:  # which FBGEMM permutes on a GPU only
+# which FBGEMM permutes on a GPU only
+def test_fused_splits_send_weights_of_half_precision_as_they_are() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         weights = torch.rand(7).to(dtype)
         part = _torchrec_ids._Part.packed(weights, [7], [7], is_small=True)
@@ -376,7 +415,9 @@ def test_skip_idle_record_functions_names_exchanges_where_a_profiler_runs() -> N
     with _torchrec.skip_idle_record_functions():
         replaced = torchrec_types.record_function
         assert torchrec_comm_ops.record_function is replaced
-        assert not isinstance(torchrec_types.record_function("idle"), torch.profiler.record_function)
+        assert not isinstance(
+            torchrec_types.record_function("idle"), torch.profiler.record_function
+        )
         with torch.profiler.profile() as profile, torchrec_types.record_function("an exchange"):
             torch.zeros(1)
         assert "an exchange" in {event.name for event in profile.events()}
@@ -389,7 +430,10 @@ def test_skip_idle_record_functions_names_exchanges_where_a_profiler_runs() -> N
 def test_replace_train_pipelines_reaches_all_that_compute_and_can_be_undone() -> None:
     names = ("Base", "PT2", "SparseDist", "SparseDistLite", "FusedSparseDist", "SemiSync")
     kinds = [getattr(train_pipelines, f"TrainPipeline{name}") for name in names]
-    kinds += [train_pipelines.PrefetchTrainPipelineSparseDist, train_pipelines.EvalPipelineSparseDist]
+    kinds += [
+        train_pipelines.PrefetchTrainPipelineSparseDist,
+        train_pipelines.EvalPipelineSparseDist,
+    ]
     progress = [kind.progress for kind in kinds]
     with _torchrec.replace_train_pipelines(lambda pipeline, batches: "replaced"):
         assert [kind.progress(None, None) for kind in kinds] == ["replaced"] * len(kinds)
@@ -397,7 +441,8 @@ def test_replace_train_pipelines_reaches_all_that_compute_and_can_be_undone() ->
 
 
 def _routes() -> tuple[bool, bool]:
-    """Return whether weights that stay have routes, and their places arrive in the order of the ids."""
+    """Return whether weights that stay have routes, and their places arrive in the order of the
+    ids."""
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}, weighted=True)
     actual: list[Any] = []
 
@@ -406,9 +451,13 @@ def _routes() -> tuple[bool, bool]:
             sharded = next(iter(trainer.strategy.run_tables.shards.sharded.values()))
             batch = make_batch(dist.get_rank())
             places = torch.arange(len(batch["ids"]), dtype=torch.int32).view(torch.float32)
-            features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"], weights=places)
+            features = KeyedJaggedTensor(
+                FEATURES, batch["ids"], lengths=batch["lengths"], weights=places
+            )
             contexts, splits = _prepare(sharded, [features])
-            started = _torchrec_ids.FusedSplits(splits, contexts, (), [True], [features.weights()]).start_ids()
+            started = _torchrec_ids.FusedSplits(
+                splits, contexts, (), [True], [features.weights()]
+            ).start_ids()
             (ids,) = started[0].wait()
             (route,) = _torchrec_ids.weight_routes(started[0])
             sent = batch["ids"][route.sent_places.view(torch.int32)]
@@ -421,5 +470,7 @@ def _routes() -> tuple[bool, bool]:
     return tuple(actual)
 
 
-def test_weight_routes_lead_where_the_ids_are_and_lookups_of_has_one_for_each_sharding_type() -> None:
+def test_weight_routes_lead_where_the_ids_are_and_lookups_of_has_one_for_each_sharding_type() -> (
+    None
+):
     assert run_on_ranks(_routes, 2) == [(True, True)] * 2

@@ -1,4 +1,5 @@
-"""The same contracts, of what the short path uses of FBGEMM's kernels and of torchrec's sharded collections."""
+"""The same contracts, of what the short path uses of FBGEMM's kernels and of torchrec's sharded
+collections."""
 
 from typing import Any
 
@@ -6,7 +7,10 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor
 
 from lightning_distrec._compat import fbgemm as _fbgemm
@@ -41,9 +45,12 @@ def learn(kernel: Any, look_up: Any, ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD]
+    "optimizer",
+    [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD],
 )
-def test_kernel_call_leaves_the_bits_of_the_kernel_and_runs_its_python_once(optimizer: EmbOptimType) -> None:
+def test_kernel_call_leaves_the_bits_of_the_kernel_and_runs_its_python_once(
+    optimizer: EmbOptimType,
+) -> None:
     kernel, other = kernel_of(optimizer), kernel_of(optimizer)
     call, calls = _fbgemm.KernelCall(kernel), []
     forward = kernel.forward
@@ -88,7 +95,8 @@ def _sharding(sharding_type: str) -> list[Any]:
         seen.append((
             rank_results == (names if blocks is None else names * 2),
             actual.names == sharded._embedding_names,
-            actual.num_rows is None or [-(-rows // 2) for rows in actual.num_rows] == blocks.tolist(),
+            actual.num_rows is None
+            or [-(-rows // 2) for rows in actual.num_rows] == blocks.tolist(),
             widths[: len(actual.names)] == sharded._embedding_dims,
             actual.group.size(),
             actual.divisor,
@@ -100,7 +108,11 @@ def _sharding(sharding_type: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(("sharding_type", "number"), [("table_wise", 1), ("row_wise", 1), ("column_wise", 0)])
-def test_pooled_sharding_is_how_torchrec_has_sharded_a_collection(sharding_type: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("sharding_type", "number"), [("table_wise", 1), ("row_wise", 1), ("column_wise", 0)]
+)
+def test_pooled_sharding_is_how_torchrec_has_sharded_a_collection(
+    sharding_type: str, number: int
+) -> None:
     for seen in run_on_ranks(_sharding, 2, sharding_type):
         assert seen == [(True, True, True, True, 2, 2)] * number

@@ -31,7 +31,9 @@ def test_output_strides_are_those_of_a_micro_batch() -> None:
 def _outputs_of_dropout() -> list[Tensor]:
     rank, num_ranks = rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    schedule = ScheduleGPipe(_torch_distributed.IsolatedStage(nn.Dropout(), 0, 1, torch.device("cpu")), 2)
+    schedule = ScheduleGPipe(
+        _torch_distributed.IsolatedStage(nn.Dropout(), 0, 1, torch.device("cpu")), 2
+    )
     outputs = []
     for _ in range(2):
         torch.manual_seed(0)

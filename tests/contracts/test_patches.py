@@ -1,4 +1,5 @@
-"""What importing and running this package changes in Lightning, torch and torchrec is what a table says."""
+"""What importing and running this package changes in Lightning, torch and torchrec is what a table
+says."""
 
 import json
 import re
@@ -31,7 +32,14 @@ def _undocumented(changes: list[str], patterns: set[str]) -> list[str]:
 
 
 def test_the_table_of_patches_lists_all_of_them_and_fits_leave_nothing_behind() -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     printed, _ = ended(start(*torchrun, "-m", "tests.support.patched_fits"))
     [line] = [line for line in printed.splitlines() if RESULT in line]
     changes = json.loads(line.partition(RESULT)[2])
@@ -50,9 +58,13 @@ def test_the_table_of_patches_lists_all_of_them_and_fits_leave_nothing_behind() 
             assert ("on every rank" in fitted["raised"]) == fit.endswith("fails"), fitted["raised"]
             if not fit.endswith("fails"):
                 # The user's own calls get torch's functions: what a run replaces there is private.
-                assert [n for n in fitted["during"] if n.startswith("torch.") and "._" not in n] == [], fit
+                assert [
+                    n for n in fitted["during"] if n.startswith("torch.") and "._" not in n
+                ] == [], fit
             seen |= set(fitted["during"])
-    assert [pattern for pattern in all_items if not any(fnmatch(name, pattern) for name in seen)] == []
+    assert [
+        pattern for pattern in all_items if not any(fnmatch(name, pattern) for name in seen)
+    ] == []
 
 
 class _Upstream:
@@ -66,7 +78,11 @@ def test_patches_put_back_what_was_there_and_leave_what_others_have_set_since() 
         patches.replace(_Upstream, "farewell", "bye")
         patches.replace(instance, "greeting", "you")
         patches.replace_class(instance, type("Subclass", (_Upstream,), {}))
-        assert (instance.greeting, _Upstream.greeting, type(instance).__name__) == ("you", "good day", "Subclass")
+        assert (instance.greeting, _Upstream.greeting, type(instance).__name__) == (
+            "you",
+            "good day",
+            "Subclass",
+        )
     assert (instance.greeting, vars(instance), type(instance)) == ("hello", {}, _Upstream)
     assert not hasattr(_Upstream, "farewell")
     with Patches() as patches:

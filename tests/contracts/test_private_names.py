@@ -13,7 +13,8 @@ OURS = {"lightning_distrec", "recipes", "tests"}
 
 
 def is_private(imported: Import) -> bool:
-    """Tell whether an import names something private of another package; __version__ and its like are public."""
+    """Tell whether an import names something private of another package; __version__ and its like
+    are public."""
     top, *tail = imported.module.split(".")
     if top in OURS or top in sys.stdlib_module_names:
         return False
@@ -25,7 +26,9 @@ def private_imports(root: Path) -> list[str]:
     """Return a line for every import of a private name outside of _compat, as "file:line: name"."""
     files = [*sorted(root.glob("lightning_distrec/**/*.py")), *sorted(root.glob("recipes/**/*.py"))]
     return [
-        f"{file.relative_to(root)}:{imported.line}: {imported.module}.{imported.name or ''}".rstrip(".")
+        f"{file.relative_to(root)}:{imported.line}: {imported.module}.{imported.name or ''}".rstrip(
+            "."
+        )
         for file in files
         if MAY_BE_PRIVATE not in file.relative_to(root).parents
         for imported in imports_of(file, root)
@@ -35,16 +38,25 @@ def private_imports(root: Path) -> list[str]:
 
 def test_private_upstream_names_are_imported_by_compat_only():
     actual = private_imports(ROOT)
-    assert not actual, "import these in lightning_distrec/_compat/, with a test of their own:\n" + "\n".join(actual)
+    assert not actual, (
+        "import these in lightning_distrec/_compat/, with a test of their own:\n"
+        + "\n".join(actual)
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "reported"),
     [
         ("from torch import _foreach_norm\n", "plan.py:1: torch._foreach_norm"),
-        ("from torch.distributed._tensor import DTensor\n", "plan.py:1: torch.distributed._tensor.DTensor"),
+        (
+            "from torch.distributed._tensor import DTensor\n",
+            "plan.py:1: torch.distributed._tensor.DTensor",
+        ),
         ("import torchrec.distributed._x\n", "plan.py:1: torchrec.distributed._x"),
-        ("def f():\n    from lightning.pytorch.loops import _FitLoop\n", "plan.py:2: lightning.pytorch.loops._FitLoop"),
+        (
+            "def f():\n    from lightning.pytorch.loops import _FitLoop\n",
+            "plan.py:2: lightning.pytorch.loops._FitLoop",
+        ),
         ("from fbgemm_gpu import _load_library\n", "plan.py:1: fbgemm_gpu._load_library"),
     ],
 )
@@ -57,7 +69,12 @@ def test_the_checker_catches(tmp_path, text, reported):
 
 def test_the_checker_lets_public_names_our_own_and_those_of_compat_pass(tmp_path):
     (tmp_path / "lightning_distrec" / "_compat").mkdir(parents=True)
-    text = "from __future__ import annotations\nfrom torch import __version__\nfrom lightning_distrec import _compat\n"
+    text = (
+        "from __future__ import annotations\nfrom torch import __version__\nfrom "
+        "lightning_distrec import _compat\n"
+    )
     (tmp_path / "lightning_distrec" / "plan.py").write_text(text)
-    (tmp_path / "lightning_distrec" / "_compat" / "torch.py").write_text("from torch import _foreach_norm\n")
+    (tmp_path / "lightning_distrec" / "_compat" / "torch.py").write_text(
+        "from torch import _foreach_norm\n"
+    )
     assert private_imports(tmp_path) == []

@@ -1,4 +1,5 @@
-"""What `import lightning_distrec` promises: sorted names that exist, and no torchrec before it is needed."""
+"""What `import lightning_distrec` promises: sorted names that exist, and no torchrec before it is
+needed."""
 
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from tests.support.parameters import slow_except
 
 def run_python(code: str, folder: Path | None = None) -> str:
     """Run `code` in a new interpreter; returns what it printed."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment()
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -38,7 +41,8 @@ def test_importing_the_package_registers_its_strategies_and_imports_neither_torc
         "import lightning_distrec, sys\n"
         "print({'torchrec', 'fbgemm_gpu'} & set(sys.modules))\n"
         "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print(sorted(set(StrategyRegistry.available_strategies()) & set(lightning_distrec.registration.STRATEGIES)))"
+        "print(sorted(set(StrategyRegistry.available_strategies()) & "
+        "set(lightning_distrec.registration.STRATEGIES)))"
     )
     loaded, registered = run_python(code).splitlines()
     assert loaded == "set()"
@@ -52,7 +56,8 @@ def test_runs_without_tables_import_neither_torchrec_nor_fbgemm(strategy, tmp_pa
         "from lightning.pytorch import Trainer\n"
         "from lightning.pytorch.demos.boring_classes import BoringModel\n"
         "for path in (None, 'x.ckpt'):\n"
-        f"    trainer = Trainer(strategy='{strategy}', accelerator='cpu', devices=1, max_epochs=1, barebones=True)\n"
+        f"    trainer = Trainer(strategy='{strategy}', accelerator='cpu', devices=1, "
+        "max_epochs=1, barebones=True)\n"
         "    trainer.fit(BoringModel(), ckpt_path=path)\n"
         "    trainer.save_checkpoint('x.ckpt')\n"
         "print({'torchrec', 'fbgemm_gpu'} & set(sys.modules))"

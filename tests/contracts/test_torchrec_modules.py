@@ -1,4 +1,5 @@
-"""Every module for which TorchRec has a sharder is sharded, stays on every rank with a reason, or is refused."""
+"""Every module for which TorchRec has a sharder is sharded, stays on every rank with a reason, or
+is refused."""
 
 import importlib
 import inspect
@@ -21,7 +22,14 @@ from torchrec.modules.keyed_jagged_tensor_pool import KeyedJaggedTensorPool
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.tensor_pool import TensorPool
 
-from lightning_distrec.sharding.tables import CALLERS, FUSED, MANAGED, MAPS_IDS, UNSHARDED, find_tables
+from lightning_distrec.sharding.tables import (
+    CALLERS,
+    FUSED,
+    MANAGED,
+    MAPS_IDS,
+    UNSHARDED,
+    find_tables,
+)
 from tests.support.click_model import bag_configs
 from tests.support.mapped_models import ManagedModel
 
@@ -52,7 +60,8 @@ def _sharded_by_torchrec() -> set[type]:
 
 def _group_of(kind: type) -> str:
     groups = {
-        "sharded": kind in TABLES or (kind.__name__ in CALLERS and kind.__module__.startswith("torchrec.modules.")),
+        "sharded": kind in TABLES
+        or (kind.__name__ in CALLERS and kind.__module__.startswith("torchrec.modules.")),
         "with its collection": issubclass(kind, MAPS_IDS) and kind not in MANAGED,
         "unsharded": kind.__name__ in UNSHARDED,
         "refused": kind.__name__ in FUSED,
@@ -65,7 +74,9 @@ def test_every_module_with_a_sharder_is_in_one_group() -> None:
     groups = {kind: _group_of(kind) for kind in _sharded_by_torchrec()}
     assert len(groups) >= 18
     assert {kind for kind, group in groups.items() if not group or "," in group} == set()
-    assert {kind.__name__ for kind, group in groups.items() if group == "unsharded"} == set(UNSHARDED)
+    assert {kind.__name__ for kind, group in groups.items() if group == "unsharded"} == set(
+        UNSHARDED
+    )
     assert {kind.__name__ for kind, group in groups.items() if group == "refused"} == set(FUSED)
 
 
@@ -74,9 +85,19 @@ def test_the_page_names_every_module_with_tables() -> None:
     kinds = _sharded_by_torchrec()
     for module in _modules_of_torchrec():
         for name, kind in vars(module).items():
-            if inspect.isclass(kind) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__:
-                holds = re.search("Embedding|Pool$|Collision|ITEP|Processor|PositionWeighted|Regroup", name)
-                if holds and module.__name__.startswith("torchrec.modules.") and not name.startswith("_"):
+            if (
+                inspect.isclass(kind)
+                and issubclass(kind, nn.Module)
+                and kind.__module__ == module.__name__
+            ):
+                holds = re.search(
+                    "Embedding|Pool$|Collision|ITEP|Processor|PositionWeighted|Regroup", name
+                )
+                if (
+                    holds
+                    and module.__name__.startswith("torchrec.modules.")
+                    and not name.startswith("_")
+                ):
                     kinds.add(kind)
     missing = {kind.__name__ for kind in kinds if not re.search(rf"`(nn\.)?{kind.__name__}`", text)}
     assert missing == set()
@@ -98,7 +119,10 @@ def test_what_stays_on_every_rank_says_why() -> None:
     actual = find_tables(root)
     assert actual.tables == []
     reasons = {"pool": "rank 0's values", "jagged": "rank 0's values", "pruned": "prunes nothing"}
-    reasons |= {"own": "Own is a subclass and may map ids", "by_hand.0": "is used outside of a ManagedCollision"}
+    reasons |= {
+        "own": "Own is a subclass and may map ids",
+        "by_hand.0": "is used outside of a ManagedCollision",
+    }
     assert actual.left_alone.keys() == reasons.keys()
     for path, reason in reasons.items():
         assert reason in actual.left_alone[path]

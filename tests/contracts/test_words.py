@@ -1,4 +1,5 @@
-"""The package and its docs use TorchRec's, Lightning's and PyTorch's words; ours from before do not come back."""
+"""The package and its docs use TorchRec's, Lightning's and PyTorch's words; ours from before do not
+come back."""
 
 import ast
 import io
@@ -64,7 +65,8 @@ ALLOWED = ("in_flight", "InFlight")
 
 PHRASES = {
     r"\banew\b": "again",
-    r"\b(?:ids|rows|gradients) (?:that )?(?:travel|travels|travelled)\b": "ids are sent; input dist, output dist",
+    r"\b(?:ids|rows|gradients) (?:that )?(?:travel|travels|travelled)\b": "ids are sent; input "
+    "dist, output dist",
     r"\bcuts?\b": "sharding type; shard",
     r"\bcutting\b": "sharding",
     r"\bdistrec_auto\b": "lightning-distrec advise",
@@ -101,7 +103,8 @@ FUNCTION_WORDS = frozenset(
     )
 )
 FUNCTION_PREFIXES = ("of_", "by_", "why_", "what_")
-"""Words that name nothing: a variable says what it holds, as `local_shapes`, `per_rank_messages`, `candidate_plans`."""
+"""Words that name nothing: a variable says what it holds, as `local_shapes`, `per_rank_messages`,
+`candidate_plans`."""
 MAX_SHARE = {"lightning_distrec": 0.003, "recipes": 0.003, "tests": 0.01}
 """Folder -> the share of function words among the names that it binds, at most."""
 
@@ -125,7 +128,8 @@ def in_name(name: str) -> Iterator[str]:
 
 
 def in_text(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line from 0 on, and key of PHRASES, for each that a text contains; a line's end counts as a blank."""
+    """Yield line from 0 on, and key of PHRASES, for each that a text contains; a line's end counts
+    as a blank."""
     for pattern in PHRASES:
         spread = re.sub(r"(?<=\w) ", r"\\s+", pattern)
         for result in re.finditer(spread, text, re.IGNORECASE):
@@ -133,12 +137,17 @@ def in_text(text: str) -> Iterator[tuple[int, str]]:
 
 
 def in_python(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and key for identifiers, and for docstrings, comments and other strings, of a Python file."""
+    """Yield line and key for identifiers, and for docstrings, comments and other strings, of a
+    Python file."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
         if token.type == tokenize.NAME:
             yield from ((line, key) for key in in_name(token.string))
-        elif token.type in (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)):
+        elif token.type in (
+            tokenize.STRING,
+            tokenize.COMMENT,
+            getattr(tokenize, "FSTRING_MIDDLE", -1),
+        ):
             yield from ((line + offset, key) for offset, key in in_text(token.string))
 
 
@@ -172,7 +181,8 @@ def is_function_word(name: str) -> bool:
 
 
 def function_words(root: Path, folder: str) -> tuple[list[str], int]:
-    """Return "file:line: name" of the function words that a folder's files bind, and how many names they bind."""
+    """Return "file:line: name" of the function words that a folder's files bind, and how many names
+    they bind."""
     hits, num_names = [], 0
     for file in sorted((root / folder).rglob("*.py")):
         for name, line in names_bound(file.read_text("utf-8")):
@@ -205,7 +215,9 @@ def test_function_words_are_found(source: str, names: list[str]) -> None:
 def test_no_old_word_comes_back() -> None:
     instead = NAMES | PHRASES
     actual = [hit for hit in old_words(ROOT) if (hit[0], hit[2]) not in EXCEPTIONS]
-    assert not actual, "\n" + "\n".join(f"{file}:{line}: '{key}': write {instead[key]}" for file, line, key in actual)
+    assert not actual, "\n" + "\n".join(
+        f"{file}:{line}: '{key}': write {instead[key]}" for file, line, key in actual
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,12 +229,22 @@ def test_no_old_word_comes_back() -> None:
         ("lightning_distrec/a.py", '"""Sums.\n\nIt keeps so\nmany."""\n', [(3, r"\bso many\b")]),
         ("lightning_distrec/a.py", 'raise E(f"{x} is reckoned")\n', [(1, r"\breckon\w*")]),
         ("lightning_distrec/thawing.py", "", [(1, "thawing")]),
-        ("docs/tables.md", "# Tables\n\nA whole table.\n", [(3, r"\bwhole tables?\b|\btables? whole\b")]),
-        ("lightning_distrec/a.py", "num_in_flight = min(shortcut, at_leastwise)  # at least one\n", []),
+        (
+            "docs/tables.md",
+            "# Tables\n\nA whole table.\n",
+            [(3, r"\bwhole tables?\b|\btables? whole\b")],
+        ),
+        (
+            "lightning_distrec/a.py",
+            "num_in_flight = min(shortcut, at_leastwise)  # at least one\n",
+            [],
+        ),
         ("docs/tables.md", "The whole of it is sharded; a retold execution, foretold.\n", []),
     ],
 )
-def test_the_checker_finds(tmp_path: Path, path: str, text: str, hits: list[tuple[int, str]]) -> None:
+def test_the_checker_finds(
+    tmp_path: Path, path: str, text: str, hits: list[tuple[int, str]]
+) -> None:
     (tmp_path / path).parent.mkdir(parents=True)
     (tmp_path / path).write_text(text)
     assert [(line, key) for _, line, key in old_words(tmp_path)] == hits

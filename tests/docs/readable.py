@@ -1,4 +1,5 @@
-"""What makes a page hard to read: long sentences, code wider than the column, lists that Markdown does not see.
+"""What makes a page hard to read: long sentences, code wider than the column, lists that Markdown
+does not see.
 
     python -m tests.docs.readable
 
@@ -42,7 +43,12 @@ def problems_of(page: str) -> Iterator[str]:
         item = ITEM.match(line)
         if item and len(item["indent"]) % 4:
             yield f"{number}: an item of a list is indented by 0 or 4 columns"
-        if item and before and not (paragraph and ITEM.match(paragraph[0])) and not before.startswith("#"):
+        if (
+            item
+            and before
+            and not (paragraph and ITEM.match(paragraph[0]))
+            and not before.startswith("#")
+        ):
             yield f"{number}: a list needs an empty line before it; or a line begins like one"
         if line.startswith("|"):
             for cell in re.split(r"(?<!\\)\|", line.strip("|")):
@@ -67,7 +73,9 @@ def _long_sentences(text: str, number: int) -> Iterator[str]:
 def main() -> int:
     """Print all problems; returns the exit status."""
     problems = [
-        f"{page.relative_to(ROOT)}:{problem}" for page in PAGES for problem in problems_of(page.read_text("utf-8"))
+        f"{page.relative_to(ROOT)}:{problem}"
+        for page in PAGES
+        for problem in problems_of(page.read_text("utf-8"))
     ]
     print("\n".join(problems), end="\n" if problems else "", file=sys.stderr)
     return bool(problems)

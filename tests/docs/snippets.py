@@ -1,8 +1,10 @@
-"""Runs the blocks of the documentation's pages, all pages in one process, and writes down what failed.
+"""Runs the blocks of the documentation's pages, all pages in one process, and writes down what
+failed.
 
     python -m tests.docs.snippets RESULTS.json PAGE ...
 
-Pages share a working folder. The files of all pages are written first, and the pages run in their order.
+Pages share a working folder. The files of all pages are written first, and the pages run in their
+order.
 
 | block | what is done |
 | --- | --- |
@@ -12,8 +14,9 @@ Pages share a working folder. The files of all pages are written first, and the 
 | yaml | read, and every class_path in it is made from its init_args |
 | console | commands after "$ " are run; lines below them must be in the output, numbers apart |
 
-Of commands, `python` starts a process, and `lightning-distrec` is called; `fit` is not carried out, but its
-configuration is read as if it were. The process may take MEMORY_BYTES: tables larger than a machine must not be built.
+Of commands, `python` starts a process, and `lightning-distrec` is called; `fit` is not carried out,
+but its configuration is read as if it were. The process may take MEMORY_BYTES: tables larger than a
+machine must not be built.
 """
 
 import contextlib
@@ -63,14 +66,18 @@ def blocks_of(page: str) -> Iterator[Block]:
     for match in BLOCK.finditer(page):
         line = page.count("\n", 0, match.start("language")) + 1
         note = {"not run": "not_run", "file": "file"}.get(match["kind"] or "")
-        yield Block(match["language"], match["text"], line, **({note: match["note"]} if note else {}))
+        yield Block(
+            match["language"], match["text"], line, **({note: match["note"]} if note else {})
+        )
 
 
 def main(results: Path, pages: list[Path]) -> None:
     """Run the pages in the working folder; `results` becomes page -> what failed in it."""
     sys.path.insert(0, os.getcwd())
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    for block in (block for page in pages for block in blocks_of(page.read_text("utf-8")) if block.file):
+    for block in (
+        block for page in pages for block in blocks_of(page.read_text("utf-8")) if block.file
+    ):
         Path(block.file).write_text(block.text)
     failures = {str(page): list(_failures_of(page)) for page in pages}
     results.write_text(json.dumps(failures, indent=1))
@@ -98,12 +105,15 @@ def _run(block: Block, place: str, names: dict[str, Any]) -> None:
 
 
 def _make_classes(node: Any) -> None:
-    """Make every class that a YAML names; wrong arguments raise. A strategy makes what its own arguments name."""
+    """Make every class that a YAML names; wrong arguments raise. A strategy makes what its own
+    arguments name."""
     if isinstance(node, dict) and "class_path" in node:
         module, _, name = node["class_path"].rpartition(".")
         getattr(importlib.import_module(module), name)(**node.get("init_args", {}))
         return
-    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+    for inner in (
+        node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    ):
         _make_classes(inner)
 
 
@@ -117,15 +127,22 @@ def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
 def _output_of(command: str) -> str:
     program, *args = shlex.split(command)
     if program == "python":
-        # Without what trainers of blocks before have left, by which a script would take itself for one of their ranks.
+        # Without what trainers of blocks before have left, by which a script would take itself for
+        # one of their ranks.
         done = subprocess.run(
-            [sys.executable, *args], capture_output=True, text=True, timeout=SECONDS, env=environment()
+            [sys.executable, *args],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=environment(),
         )
         output, code = done.stdout + done.stderr, done.returncode
     elif program == "lightning-distrec":
         output, code = _called(args)
     else:
-        raise AssertionError(f"'{program}' cannot be run here; say '<!-- not run: reason -->' before the block")
+        raise AssertionError(
+            f"'{program}' cannot be run here; say '<!-- not run: reason -->' before the block"
+        )
     assert code in (0, None), f"'{command}' ended with {code}:\n{output}"
     return output
 
@@ -145,7 +162,8 @@ def _called(args: list[str]) -> tuple[str, Any]:
 
 
 def _compare(command: str, shown: list[str], output: str) -> None:
-    """Raise AssertionError where a shown line is not in the output; numbers and lines are not compared."""
+    """Raise AssertionError where a shown line is not in the output; numbers and lines are not
+    compared."""
     remote = {_words(line) for line in output.splitlines()}
     all_of_it = " ".join(_words(line) for line in output.splitlines())
     for line in shown:

@@ -6,14 +6,35 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/how_to/checkpoints.md"
 CHECKPOINTS, CLUSTER = "tests/multiprocess/checkpoint", "tests/cluster"
 TESTS = {
-    "a rank is killed or out of memory": (f"{CLUSTER}/test_restarts.py", "test_a_job_whose_ranks_are_killed"),
-    "a node goes down, under Slurm": (f"{CLUSTER}/test_requeue.py", "test_a_job_whose_node_goes_down_is_requeued"),
-    "a node goes down, under torchrun": (f"{CLUSTER}/test_replaced_node.py", "test_a_job_goes_on_when_a_node_is_rep"),
-    "a node is lost, under `torchrun --nnodes": (f"{CLUSTER}/test_replaced_node.py", "test_an_elastic_job_shrinks"),
-    "a node comes, under `torchrun --nnodes": (f"{CLUSTER}/test_replaced_node.py", "test_an_elastic_job_shrinks"),
-    "Slurm's time limit": (f"{CLUSTER}/test_requeue.py", "test_a_requeued_job_goes_on_as_if_it_had_never_stopped"),
+    "a rank is killed or out of memory": (
+        f"{CLUSTER}/test_restarts.py",
+        "test_a_job_whose_ranks_are_killed",
+    ),
+    "a node goes down, under Slurm": (
+        f"{CLUSTER}/test_requeue.py",
+        "test_a_job_whose_node_goes_down_is_requeued",
+    ),
+    "a node goes down, under torchrun": (
+        f"{CLUSTER}/test_replaced_node.py",
+        "test_a_job_goes_on_when_a_node_is_rep",
+    ),
+    "a node is lost, under `torchrun --nnodes": (
+        f"{CLUSTER}/test_replaced_node.py",
+        "test_an_elastic_job_shrinks",
+    ),
+    "a node comes, under `torchrun --nnodes": (
+        f"{CLUSTER}/test_replaced_node.py",
+        "test_an_elastic_job_shrinks",
+    ),
+    "Slurm's time limit": (
+        f"{CLUSTER}/test_requeue.py",
+        "test_a_requeued_job_goes_on_as_if_it_had_never_stopped",
+    ),
     "SIGTERM": (f"{CLUSTER}/test_signals.py", "test_sigterm_in_any_order_ends_all_ranks"),
-    "an exception on a rank": (f"{CLUSTER}/test_dead_ranks.py", "test_an_exception_in_a_hook_of_one_rank_is_named_on_"),
+    "an exception on a rank": (
+        f"{CLUSTER}/test_dead_ranks.py",
+        "test_an_exception_in_a_hook_of_one_rank_is_named_on_",
+    ),
     "a rank ends before the ranks have met": (
         "tests/multiprocess/cluster/test_launching.py",
         "test_a_rank_that_ends",
@@ -22,8 +43,14 @@ TESTS = {
         f"{CLUSTER}/test_dead_ranks.py",
         "test_ranks_that_wait_in_different_exchanges",
     ),
-    "ranks go different ways": (f"{CLUSTER}/test_dead_ranks.py", "test_ranks_that_exchange_different_things"),
-    "a rank's watchdog": (f"{CLUSTER}/test_dead_ranks.py", "test_watchdog_processes_that_are_killed_or_stopped"),
+    "ranks go different ways": (
+        f"{CLUSTER}/test_dead_ranks.py",
+        "test_ranks_that_exchange_different_things",
+    ),
+    "a rank's watchdog": (
+        f"{CLUSTER}/test_dead_ranks.py",
+        "test_watchdog_processes_that_are_killed_or_stopped",
+    ),
     "a local user or a port scanner": (
         "tests/unit/cluster/test_doors.py",
         "test_half_open_connections_keep",
@@ -32,13 +59,22 @@ TESTS = {
         f"{CHECKPOINTS}/test_restarting.py",
         "test_a_job_restarted_by_its_launcher",
     ),
-    "killed while a checkpoint is written": (f"{CHECKPOINTS}/test_checkpoint_crashes.py", "test_a_script_whose_other_"),
+    "killed while a checkpoint is written": (
+        f"{CHECKPOINTS}/test_checkpoint_crashes.py",
+        "test_a_script_whose_other_",
+    ),
     "killed after the fit": (
         f"{CHECKPOINTS}/test_restarting.py",
         "test_a_job_restarted_by_its_launcher",
     ),
-    "a link that is down": (f"{CLUSTER}/test_two_machines.py", "test_a_link_that_comes_back_costs_time_alone"),
-    "Ctrl-C": (f"{CLUSTER}/test_signals.py", "test_ctrl_c_ends_all_ranks_within_seconds_and_with_one_line"),
+    "a link that is down": (
+        f"{CLUSTER}/test_two_machines.py",
+        "test_a_link_that_comes_back_costs_time_alone",
+    ),
+    "Ctrl-C": (
+        f"{CLUSTER}/test_signals.py",
+        "test_ctrl_c_ends_all_ranks_within_seconds_and_with_one_line",
+    ),
     "no space or no inodes": (
         f"{CHECKPOINTS}/test_checkpoint_faults.py",
         "test_a_file_system_without_space",
@@ -64,6 +100,8 @@ def test_each_row_of_the_table_of_faults_has_a_test() -> None:
     faults = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
     rows = {start: [fault for fault in faults if fault.startswith(start)] for start in TESTS}
     assert {start: len(matches) for start, matches in rows.items()} == dict.fromkeys(TESTS, 1)
-    assert len(faults) == len(TESTS), set(faults) - {fault for matches in rows.values() for fault in matches}
+    assert len(faults) == len(TESTS), set(faults) - {
+        fault for matches in rows.values() for fault in matches
+    }
     for file, name in TESTS.values():
         assert f"\ndef {name}" in (ROOT / file).read_text("utf-8"), (file, name)

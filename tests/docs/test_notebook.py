@@ -1,4 +1,5 @@
-"""The notebook's cells train on two ranks, and the search of hyperparameters runs where optuna is installed."""
+"""The notebook's cells train on two ranks, and the search of hyperparameters runs where optuna is
+installed."""
 
 import json
 import os

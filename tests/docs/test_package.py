@@ -18,9 +18,20 @@ ADDRESS = "https://example.org/owner/name"
 
 def _build(kind: str, folder: Path, address: str = "") -> Path:
     """Build a wheel or an sdist, and return it."""
-    command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "--target",
+        kind,
+        "--directory",
+        str(folder),
+    ]
     variables = {**os.environ, "REPOSITORY_URL": address}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     (built,) = folder.iterdir()
     return built
@@ -29,7 +40,11 @@ def _build(kind: str, folder: Path, address: str = "") -> Path:
 def _files_of_recipes() -> set[str]:
     """Return the recipes' files that belong to the project, relative to its root."""
     kinds = {".py", ".yaml", ".md", ".png", ".sh"}
-    actual = (path for path in (ROOT / "recipes").rglob("*") if path.suffix in kinds and "data" not in path.parts)
+    actual = (
+        path
+        for path in (ROOT / "recipes").rglob("*")
+        if path.suffix in kinds and "data" not in path.parts
+    )
     return {str(path.relative_to(ROOT)) for path in actual}
 
 
@@ -39,14 +54,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def _metadata(wheel: zipfile.ZipFile) -> str:
-    return wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode()
+    return wheel.read(
+        next(name for name in wheel.namelist() if name.endswith("/METADATA"))
+    ).decode()
 
 
 def test_the_wheel_has_the_package_and_the_recipes_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     assert {f"lightning_distrec/{name}" for name in _files_of_recipes()} <= names
     assert "lightning_distrec/py.typed" in names
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"lightning_distrec"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
+        "lightning_distrec"
+    }
 
 
 def test_the_readme_on_an_index_has_no_relative_link(wheel: zipfile.ZipFile) -> None:
@@ -55,7 +74,11 @@ def test_the_readme_on_an_index_has_no_relative_link(wheel: zipfile.ZipFile) -> 
     assert links
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     files = f"{ADDRESS}/blob/v"
-    targets = [link.removeprefix(files).split("/", 1)[1].split("#")[0] for link in links if link.startswith(files)]
+    targets = [
+        link.removeprefix(files).split("/", 1)[1].split("#")[0]
+        for link in links
+        if link.startswith(files)
+    ]
     assert targets
     assert all((ROOT / target).exists() for target in targets)
     assert f"Project-URL: Changelog, {files}" in metadata
@@ -69,12 +92,24 @@ def test_without_an_address_the_package_claims_none(tmp_path: Path) -> None:
 
 def test_the_site_shows_the_recipes_own_pictures() -> None:
     copies = sorted((ROOT / "docs/images/recipes").iterdir())
-    assert [copy.stem for copy in copies] == sorted(path.parent.name for path in ROOT.glob("recipes/*/curves.png"))
-    assert all(copy.read_bytes() == (ROOT / "recipes" / copy.stem / "curves.png").read_bytes() for copy in copies)
+    assert [copy.stem for copy in copies] == sorted(
+        path.parent.name for path in ROOT.glob("recipes/*/curves.png")
+    )
+    assert all(
+        copy.read_bytes() == (ROOT / "recipes" / copy.stem / "curves.png").read_bytes()
+        for copy in copies
+    )
 
 
 def test_the_sdist_can_be_built_and_tested(tmp_path: Path) -> None:
     with tarfile.open(_build("sdist", tmp_path)) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    expected = {"hatch_build.py", "Makefile", "LICENSE", "CHANGELOG.md", "docs/index.md", "tests/conftest.py"}
+    expected = {
+        "hatch_build.py",
+        "Makefile",
+        "LICENSE",
+        "CHANGELOG.md",
+        "docs/index.md",
+        "tests/conftest.py",
+    }
     assert expected | _files_of_recipes() <= names

@@ -28,4 +28,11 @@ def test_the_check_finds_what_is_hard_to_read(text, problem):
 
 def test_the_check_passes_short_sentences_in_lists_and_tables():
     sentence = f"Some {'word ' * 28}end."
-    assert list(problems_of(f"# A\n- {sentence} {sentence}\n- {sentence}\n\n| {sentence} | {sentence} |\n")) == []
+    assert (
+        list(
+            problems_of(
+                f"# A\n- {sentence} {sentence}\n- {sentence}\n\n| {sentence} | {sentence} |\n"
+            )
+        )
+        == []
+    )

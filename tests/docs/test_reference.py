@@ -48,13 +48,19 @@ def test_the_reference_has_the_arguments_of_a_strategy_and_no_others(name):
 
 
 def test_the_reference_has_the_options_of_planning_and_of_tables():
-    planning = _section("reference/strategy_options.md", "torchrec_sharded").partition("| `planning` | Default |")[2]
-    assert _documented(planning) == {field.name for field in fields(lightning_distrec.PlanningOptions)}
+    planning = _section("reference/strategy_options.md", "torchrec_sharded").partition(
+        "| `planning` | Default |"
+    )[2]
+    assert _documented(planning) == {
+        field.name for field in fields(lightning_distrec.PlanningOptions)
+    }
     tables = (DOCS / "reference" / "table_options.md").read_text("utf-8").partition("## ")[0]
     assert _documented(tables) == {field.name for field in fields(lightning_distrec.TableOptions)}
 
 
-@pytest.mark.parametrize("name", ["Throughput", "Communication", "RankMonitor", "PlanLogger", "ScaledLearningRate"])
+@pytest.mark.parametrize(
+    "name", ["Throughput", "Communication", "RankMonitor", "PlanLogger", "ScaledLearningRate"]
+)
 def test_the_reference_has_the_arguments_of_a_callback(name):
     shown = _section("reference/callbacks.md", name)
     for argument in _arguments(getattr(lightning_distrec, name)):
@@ -67,25 +73,43 @@ def test_the_api_page_has_every_public_name_once():
     methods = ("exchange", "full_parameter", "full_state_dict", "gradient_norms", "unshard")
     modules = (lightning_distrec, lightning_distrec.data, lightning_distrec.metrics)
     public = [name for module in modules for name in module.__all__]
-    assert sorted(name.rpartition(".")[2] for name in names) == sorted([*public, *methods, "export_for_serving"])
+    assert sorted(name.rpartition(".")[2] for name in names) == sorted([
+        *public,
+        *methods,
+        "export_for_serving",
+    ])
 
 
 def test_the_reference_has_every_error():
     from lightning_distrec import errors
 
     text = (DOCS / "reference" / "errors.md").read_text("utf-8")
-    own_part = {name for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, Exception)}
-    assert own_part - {"DistRecError"} == set(re.findall(r"^\| `(\w+Error)` \|", text, re.MULTILINE))
+    own_part = {
+        name
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, Exception)
+    }
+    assert own_part - {"DistRecError"} == set(
+        re.findall(r"^\| `(\w+Error)` \|", text, re.MULTILINE)
+    )
 
 
 def test_the_files_that_the_architecture_names_exist():
     named = FILE.findall((DOCS / "architecture.md").read_text("utf-8"))
-    missing = [name for name in named if not any((top / name).exists() for top in (ROOT, ROOT / "lightning_distrec"))]
+    missing = [
+        name
+        for name in named
+        if not any((top / name).exists() for top in (ROOT, ROOT / "lightning_distrec"))
+    ]
     assert named
     assert missing == []
 
 
 def test_the_tree_of_the_architecture_has_every_folder():
     page = (DOCS / "architecture.md").read_text("utf-8")
-    folders = {path.name for path in (ROOT / "lightning_distrec").rglob("*") if (path / "__init__.py").exists()}
+    folders = {
+        path.name
+        for path in (ROOT / "lightning_distrec").rglob("*")
+        if (path / "__init__.py").exists()
+    }
     assert {folder for folder in folders if f" {folder}/ " not in page} == set()

@@ -22,7 +22,11 @@ IDS = torch.arange(48).reshape(6, 8) % 20
 
 
 def _model() -> Any:
-    (text,) = [block.text for block in blocks_of(PAGE.read_text("utf-8")) if "class WithTables" in block.text]
+    (text,) = [
+        block.text
+        for block in blocks_of(PAGE.read_text("utf-8"))
+        if "class WithTables" in block.text
+    ]
     shown: dict[str, Any] = {}
     exec(text, shown)
 
@@ -46,7 +50,10 @@ def _model() -> Any:
 
 def _fit() -> dict[str, Tensor]:
     model = _model()
-    make_trainer().fit(model, DataLoader(list(IDS.chunk(rank_and_num_ranks()[1], 1)[rank_and_num_ranks()[0]]), None))
+    make_trainer().fit(
+        model,
+        DataLoader(list(IDS.chunk(rank_and_num_ranks()[1], 1)[rank_and_num_ranks()[0]]), None),
+    )
     return model.final_state
 
 

@@ -42,7 +42,9 @@ def failures_of_other_pages(tmp_path_factory):
     return run_pages(PAGES, tmp_path_factory.mktemp("pages"))
 
 
-@pytest.mark.parametrize("page", slow_except(USUAL, PAGES), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", slow_except(USUAL, PAGES), ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_the_blocks_of_a_page_run(page, request):
     failures = request.getfixturevalue(f"failures_of_{'usual' if page in USUAL else 'other'}_pages")
     assert not failures[str(page)], "\n\n".join(failures[str(page)])
@@ -54,7 +56,8 @@ def test_the_check_finds_what_does_not_run(tmp_path):
         "```python\nx = 1\n```\n```python\nassert x == 2\n```\n"
         "```yaml\nclass_path: lightning_distrec.TableOptions\ninit_args: {num_rows: 3}\n```\n"
         "```console\n$ lightning-distrec slurm --config a.yaml --nodes 2 --no-such-option 3\n```\n"
-        "```console\n$ lightning-distrec checkpoint inspect --help\nusage: lightning-distrec\nno such line\n```\n"
+        "```console\n$ lightning-distrec checkpoint inspect --help\nusage: lightning-distrec\nno "
+        "such line\n```\n"
         "```console\n$ make nothing\n```\n"
         "<!-- not run: because -->\n```python\nraise ValueError\n```\n"
         "```python\nimport torch\ntorch.empty(2**33)\n```\n"
@@ -63,7 +66,14 @@ def test_the_check_finds_what_does_not_run(tmp_path):
     assert len(actual) == 6
     for message, expected in zip(
         actual,
-        ("AssertionError", "'num_rows'", "no-such-option", "no such line", "cannot be run here", "allocate memory"),
+        (
+            "AssertionError",
+            "'num_rows'",
+            "no-such-option",
+            "no such line",
+            "cannot be run here",
+            "allocate memory",
+        ),
         strict=True,
     ):
         assert expected in message

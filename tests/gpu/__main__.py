@@ -2,7 +2,8 @@
 
     python -m tests.gpu
 
-Of the packages that only tests need it takes pytest alone, without plugins: a machine with a GPU may have no network.
+Of the packages that only tests need it takes pytest alone, without plugins: a machine with a GPU
+may have no network.
 """
 
 import importlib.util
@@ -10,7 +11,10 @@ import sys
 
 import torch
 
-NO_PYTEST = "pytest is not installed, which these tests need. `python -m tests.gpu.smoke` checks most without it."
+NO_PYTEST = (
+    "pytest is not installed, which these tests need. `python -m tests.gpu.smoke` checks "
+    "most without it."
+)
 
 
 def main() -> int:

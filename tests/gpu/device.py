@@ -1,4 +1,5 @@
-"""On which device these tests run: a GPU or, with GPU_TESTS_ON=cpu, this CPU, to see that they themselves are right."""
+"""On which device these tests run: a GPU or, with GPU_TESTS_ON=cpu, this CPU, to see that they
+themselves are right."""
 
 import os
 
@@ -17,11 +18,16 @@ def num_ranks() -> int:
 
 def own_device() -> torch.device:
     """Return this rank's device."""
-    return torch.device(DEVICE, torch.cuda.current_device()) if DEVICE == "cuda" else torch.device(DEVICE)
+    return (
+        torch.device(DEVICE, torch.cuda.current_device())
+        if DEVICE == "cuda"
+        else torch.device(DEVICE)
+    )
 
 
 def sleep() -> None:
-    """Let the current stream lag behind the host; a CPU build's CUDA device in host memory cannot."""
+    """Let the current stream lag behind the host; a CPU build's CUDA device in host memory
+    cannot."""
     if hasattr(torch._C, "_cuda_sleep"):
         torch.cuda._sleep(SLEEP_CYCLES)
 

@@ -1,4 +1,5 @@
-"""Fits with batches in flight, whose kernels sleep and whose losses stay on the device: the host runs ahead of it."""
+"""Fits with batches in flight, whose kernels sleep and whose losses stay on the device: the host
+runs ahead of it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,12 @@ STEPS = 30
 
 
 class SlowCopies(Deaf):
-    """Copies a large tensor before each batch, so that a step that did not wait for its batch would use old memory."""
+    """Copies a large tensor before each batch, so that a step that did not wait for its batch would
+    use old memory."""
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         torch.empty(64 * 2**20, pin_memory=DEVICE == "cuda").to(device, non_blocking=True)
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
@@ -41,7 +45,8 @@ class Example:
 
 
 class Examples(Deaf):
-    """Batches that are dataclasses and hold a sparse tensor, made on the device where `on_device` is set."""
+    """Batches that are dataclasses and hold a sparse tensor, made on the device where `on_device`
+    is set."""
 
     on_device = False
 
@@ -64,7 +69,8 @@ class ExamplesOnDevice(Examples):
 
 
 class Counted(pl.Callback):
-    """Keeps how many lookups were sent ahead, and lets the stream of the step lag behind the host."""
+    """Keeps how many lookups were sent ahead, and lets the stream of the step lag behind the
+    host."""
 
     message = ""
 
@@ -81,7 +87,11 @@ def fit(kind: type, optimizer: str, depth: int, types: list[str]) -> tuple[dict[
     strategy = {"prefetch": {"depth": depth}, "sharding_types": types, "convert_embeddings": "all"}
     trainer = make_trainer(strategy, accelerator=ACCELERATOR, callbacks=[count])
     own_part = issubclass(kind, Examples)
-    batches = None if own_part else DataLoader([batch_of(kind, number) for number in range(STEPS)], batch_size=None)
+    batches = (
+        None
+        if own_part
+        else DataLoader([batch_of(kind, number) for number in range(STEPS)], batch_size=None)
+    )
     trainer.fit(model, batches)
     return {name: value.cpu() for name, value in model.final_state.items()}, count.message
 

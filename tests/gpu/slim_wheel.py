@@ -2,8 +2,8 @@
 
     python -m tests.gpu.slim_wheel 9.0 fbgemm_gpu-1.8.0-*.whl SMALLER.whl
 
-Blanks the code of all other GPUs, which then compresses to nothing. On a GPU of the compute capability that is named
-the libraries load and run as before; on any other they have no kernels.
+Blanks the code of all other GPUs, which then compresses to nothing. On a GPU of the compute
+capability that is named the libraries load and run as before; on any other they have no kernels.
 """
 
 import struct
@@ -12,13 +12,15 @@ import zipfile
 from pathlib import Path
 
 CONTAINER = struct.pack("<IHH", 0xBA55ED50, 1, 16)
-"""How a container of code for several GPUs begins: a number by which it is known, a version, its header's bytes."""
+"""How a container of code for several GPUs begins: a number by which it is known, a version, its
+header's bytes."""
 CUBIN = 2
 """An entry with machine code for one compute capability; the other kind, 1, is PTX."""
 
 
 def blank_others(library: bytearray, capability: int) -> int:
-    """Set the code for other GPUs to zeros, in place: sizes and places stay. Returns how many bytes of code are kept.
+    """Set the code for other GPUs to zeros, in place: sizes and places stay. Returns how many bytes
+    of code are kept.
 
     library: of a shared library. capability: 90 for 9.0.
     """
@@ -53,9 +55,13 @@ def _blank_entries(library: bytearray, entry: int, end: int, capability: int) ->
 
 
 def slim_wheel(wheel: Path, smaller: Path, capability: int) -> int:
-    """Write a wheel whose libraries have code for one capability alone; returns how many bytes of code are kept."""
+    """Write a wheel whose libraries have code for one capability alone; returns how many bytes of
+    code are kept."""
     kept = 0
-    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(wheel) as source,
+        zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         for name in source.namelist():
             content = bytearray(source.read(name))
             if name.endswith(".so"):
@@ -74,7 +80,9 @@ def main(arguments: list[str]) -> int:
     if not kept:
         print(f"{wheel} has no code for compute capability {capability}.")
         return 1
-    print(f"{smaller}: {Path(smaller).stat().st_size / 1e6:.0f} MB, with {kept / 1e6:.0f} MB of code.")
+    print(
+        f"{smaller}: {Path(smaller).stat().st_size / 1e6:.0f} MB, with {kept / 1e6:.0f} MB of code."
+    )
     return 0
 
 

@@ -1,10 +1,11 @@
-"""Checks on one GPU, in about four minutes, what tells most. Where there is none it says so, and exits with 0.
+"""Checks on one GPU, in about four minutes, what tells most. Where there is none it says so, and
+exits with 0.
 
     python -m tests.gpu.smoke [--only waits kernels] [--json FILE] [--small]
 
-Seven parts, those first that tell most, each in a process of its own: one that fails or hangs costs only its own time.
-A line is printed for each as it ends. It takes no package that only tests need: a machine with a GPU may have no
-network. On the CUDA device in host memory:
+Seven parts, those first that tell most, each in a process of its own: one that fails or hangs costs
+only its own time. A line is printed for each as it ends. It takes no package that only tests need:
+a machine with a GPU may have no network. On the CUDA device in host memory:
 
     python -m tests.support.host_cuda -m tests.gpu.smoke --small
 
@@ -49,12 +50,16 @@ SMALLEST = 1e-30
 
 
 def fits(device: str, small: bool) -> Found:
-    """Compare fits of one rank on the device with those of one process on the CPU, without our strategy."""
+    """Compare fits of one rank on the device with those of one process on the CPU, without our
+    strategy."""
     found = Found()
     batches = [make_batch(1000 * step, 8 if small else 256) for step in range(6 if small else 30)]
     for name, options in OPTIMIZERS.items():
         states = []
-        trainers = make_trainer({}, accelerator=parts.accelerator(device)), pl.Trainer(devices=1, **DEFAULTS)
+        trainers = (
+            make_trainer({}, accelerator=parts.accelerator(device)),
+            pl.Trainer(devices=1, **DEFAULTS),
+        )
         for trainer in trainers:
             model = seeded(ClickModel, getattr(torch.optim, name), options)
             trainer.fit(model, DataLoader(batches, batch_size=None))
@@ -64,7 +69,8 @@ def fits(device: str, small: bool) -> Found:
 
 
 def waits(device: str, small: bool) -> Found:
-    """Count the host's waits in a step beside those of TorchRec's TrainPipelineSparseDist, for the same model."""
+    """Count the host's waits in a step beside those of TorchRec's TrainPipelineSparseDist, for the
+    same model."""
     silence()
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     turn = Turn(first=6, counted=10, last=4)
@@ -74,12 +80,15 @@ def waits(device: str, small: bool) -> Found:
     per_step = [counts.total() / turn.counted for counts in (ours, torchrecs)]
     found = Found(differences={"in a step, against TorchRec's": (per_step[0], per_step[1])})
     for name, counts in (("ours", ours), ("TorchRec's", torchrecs)):
-        found.numbers |= {f"{name}: {place}": count / turn.counted for place, count in counts.items()}
+        found.numbers |= {
+            f"{name}: {place}": count / turn.counted for place, count in counts.items()
+        }
     return found
 
 
 def short_path(device: str, small: bool) -> Found:
-    """Run what several ranks have with one: packed ids, their streams and exchanges over NCCL, without a peer."""
+    """Run what several ranks have with one: packed ids, their streams and exchanges over NCCL,
+    without a peer."""
     from lightning_distrec.sharding.lookup import sharded_lookup, short_path
 
     lookups = 0
@@ -126,21 +135,34 @@ PARTS = {
     "step times": Part(step_times, 90),
     "parity": Part(parts.parity, 50),
 }
-"""FBGEMM's kernels against double precision; fits against a CPU; waits of the host; three batches in flight against
-one; the short path; times beside TorchRec's pipeline; and mixed precision, clipping and accumulation."""
+"""FBGEMM's kernels against double precision; fits against a CPU; waits of the host; three batches
+in flight against one; the short path; times beside TorchRec's pipeline; and mixed precision,
+clipping and accumulation."""
 
 
 def main() -> int:
     """Run the parts, print and write what they found; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--json", type=Path, default=Path("outputs", "gpu_smoke.json"), help="where the results go")
-    parser.add_argument("--small", action="store_true", help="small sizes, for a CUDA device in host memory")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=", ".join(PARTS)
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("outputs", "gpu_smoke.json"), help="where the results go"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="small sizes, for a CUDA device in host memory"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print(NO_DEVICE)
         return 0
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "versions": versions(), "parts": {}}
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "parts": {},
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         results["parts"][name] = result = run(PARTS[name], options.small)
@@ -148,16 +170,22 @@ def main() -> int:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(line(name, result), flush=True)
     failed = [name for name, result in results["parts"].items() if result["failed"]]
-    print(f"On {results['device']}: {len(results['parts']) - len(failed)} of {len(results['parts'])} parts passed.")
+    print(
+        f"On {results['device']}: {len(results['parts']) - len(failed)} of "
+        f"{len(results['parts'])} parts passed."
+    )
     return int(bool(failed))
 
 
 def line(name: str, result: dict[str, Any]) -> str:
-    """Return what a part has found, as one line: of what it compared, what is nearest to its limit. All is written."""
+    """Return what a part has found, as one line: of what it compared, what is nearest to its limit.
+    All is written."""
     words = []
     compared: dict[str, tuple[float, float]] = result["differences"]
     if compared:
-        what, (actual, limit) = max(compared.items(), key=lambda item: item[1][0] / max(item[1][1], SMALLEST))
+        what, (actual, limit) = max(
+            compared.items(), key=lambda item: item[1][0] / max(item[1][1], SMALLEST)
+        )
         words.append(f"{what}: {actual:.2g} (limit {limit:.2g})")
     if len(compared) > 1:
         words.append(f"{len(compared) - 1} more below their limits" if not result["failed"] else "")
@@ -165,7 +193,8 @@ def line(name: str, result: dict[str, Any]) -> str:
         words += [f"{what}: {number:.4g}" for what, number in result["numbers"].items()]
     verdict = "FAILED" if result["failed"] else "passed"
     text = (
-        f"{name:<10} {verdict} in {result['seconds']:>2.0f} s.  {'; '.join(filter(None, [*words, *result['notes']]))}"
+        f"{name:<10} {verdict} in {result['seconds']:>2.0f} s.  "
+        f"{'; '.join(filter(None, [*words, *result['notes']]))}"
     )
     return text + textwrap.indent(f"\n{result['failed']}" if result["failed"] else "", "    ")
 
@@ -177,7 +206,9 @@ def run(part: Part, small: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         printed = Path(folder, "printed")
         try:
-            found = run_on_ranks(parts.in_process, 1, part.check, DEVICE, small, printed, timeout_seconds=limit)[0]
+            found = run_on_ranks(
+                parts.in_process, 1, part.check, DEVICE, small, printed, timeout_seconds=limit
+            )[0]
             failed = ", ".join(f"over its limit: {name}" for name in found.wrong)
         except Exception as error:  # mostly RankFailed; the other parts are run all the same
             output = printed.read_text(errors="replace") if printed.exists() else ""

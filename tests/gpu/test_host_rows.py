@@ -1,4 +1,5 @@
-"""Tables whose rows are on the host, with a cache on the GPU, have the numbers of tables on the GPU."""
+"""Tables whose rows are on the host, with a cache on the GPU, have the numbers of tables on the
+GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,29 @@ def fit_and_test(kernel: str, folder: Path, average: bool) -> Any:
     strategy = {"sharding_types": ["row_wise"], "tables": {"*": {"compute_kernels": [kernel]}}}
     callbacks: list[Any] = [EMAWeightAveraging(decay=0.9)] if average else []
     batches = [make_batch(1000 * step + rank_and_num_ranks()[0]) for step in range(STEPS)]
-    trainer = make_trainer(strategy, accelerator="gpu", callbacks=callbacks, default_root_dir=folder)
+    trainer = make_trainer(
+        strategy, accelerator="gpu", callbacks=callbacks, default_root_dir=folder
+    )
     trainer.fit(model, DataLoader(batches, batch_size=None))
     trainer.save_checkpoint(folder / "first.ckpt")
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, DataLoader(batches, batch_size=None))
-    actual = trainer.test(model, DataLoader(batches, batch_size=None), ckpt_path=str(folder / "first.ckpt"))
+    actual = trainer.test(
+        model, DataLoader(batches, batch_size=None), ckpt_path=str(folder / "first.ckpt")
+    )
     return actual, {name: value.cpu() for name, value in model.final_state.items()}
 
 
 @pytest.mark.parametrize("average", [False, True])
-def test_rows_that_are_loaded_after_a_fit_are_those_that_are_tested(tmp_path: Path, average: bool) -> None:
-    cached = run_on_ranks(fit_and_test, num_ranks(), "fused_uvm_caching", tmp_path / "a", average, timeout_seconds=120)
-    plain = run_on_ranks(fit_and_test, num_ranks(), "fused", tmp_path / "b", average, timeout_seconds=120)
+def test_rows_that_are_loaded_after_a_fit_are_those_that_are_tested(
+    tmp_path: Path, average: bool
+) -> None:
+    cached = run_on_ranks(
+        fit_and_test, num_ranks(), "fused_uvm_caching", tmp_path / "a", average, timeout_seconds=120
+    )
+    plain = run_on_ranks(
+        fit_and_test, num_ranks(), "fused", tmp_path / "b", average, timeout_seconds=120
+    )
     for (actual, weights), (expected, plain_values) in zip(cached, plain, strict=True):
         assert actual[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-6)
         for name, value in plain_values.items():

@@ -1,4 +1,5 @@
-"""On one device: FBGEMM's kernels with kept arguments, deterministic metrics, rows of ids, and what pipelines log."""
+"""On one device: FBGEMM's kernels with kept arguments, deterministic metrics, rows of ids, and what
+pipelines log."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +9,10 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor
 
 from lightning_distrec._compat.fbgemm import KernelCall
@@ -43,7 +47,8 @@ def _kernel(optimizer: EmbOptimType, location: str) -> Any:
 
 
 def _train(kernel: Any, look_up: Any) -> list[Tensor]:
-    """Return looked-up rows and weights of steps with other batch sizes and rates; each id occurs once in a step."""
+    """Return looked-up rows and weights of steps with other batch sizes and rates; each id occurs
+    once in a step."""
     results = []
     for step, size in enumerate((7, 20, 1, 20)):
         draw = torch.Generator().manual_seed(step)
@@ -59,14 +64,17 @@ def _train(kernel: Any, look_up: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("location", LOCATIONS)
 @pytest.mark.parametrize(
-    "optimizer", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD]
+    "optimizer",
+    [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD],
 )
 def test_a_kernel_that_is_called_with_kept_arguments_leaves_its_own_bits(
     optimizer: EmbOptimType, location: str
 ) -> None:
     require_kernels(own_device())
     kernel, other = _kernel(optimizer, location), _kernel(optimizer, location)
-    for actual, expected in zip(_train(kernel, KernelCall(kernel)), _train(other, other), strict=True):
+    for actual, expected in zip(
+        _train(kernel, KernelCall(kernel)), _train(other, other), strict=True
+    ):
         assert torch.equal(actual, expected)
 
 
@@ -85,7 +93,9 @@ def test_metrics_are_those_of_a_cpu_where_they_must_be_deterministic(name: str) 
             metric: Any = NDCGAtK(3).to(device)
             metric.update(users.view(-1, 2))
         else:
-            metric = {"GAUC": GAUC(), "DecayedAUC": DecayedAUC(), "WindowedAUC": WindowedAUC(200)}[name].to(device)
+            metric = {"GAUC": GAUC(), "DecayedAUC": DecayedAUC(), "WindowedAUC": WindowedAUC(200)}[
+                name
+            ].to(device)
             metric.update(preds, labels, *([users] if name == "GAUC" else []))
         return float(metric.compute())
 
@@ -98,8 +108,11 @@ def test_metrics_are_those_of_a_cpu_where_they_must_be_deterministic(name: str) 
 
 
 def _map_ids(policy: Any, device: torch.device) -> list[Tensor]:
-    """Return the tensors of a mapping, and rows, after lookups in which ids lose rows. Waits for a GPU are errors."""
-    mapping = IdMapping(MappingSpec(96, 6, max_probe=9, policy=policy, min_sights=2, num_reserved=2), 0, 6, device)
+    """Return the tensors of a mapping, and rows, after lookups in which ids lose rows. Waits for a
+    GPU are errors."""
+    mapping = IdMapping(
+        MappingSpec(96, 6, max_probe=9, policy=policy, min_sights=2, num_reserved=2), 0, 6, device
+    )
     for step in range(8):
         draw = torch.Generator().manual_seed(step)
         ids = ((torch.rand(64, generator=draw) ** 3 * 1000).long() * 1_234_567 + 3).to(device)
@@ -127,12 +140,19 @@ def _waits_are_errors(device: torch.device) -> Iterator[None]:
 
 @pytest.mark.parametrize("policy", ["none", "lru", "lfu"])
 def test_ids_have_the_rows_of_a_cpu_and_the_host_waits_for_one_number(policy: str) -> None:
-    for actual, expected in zip(_map_ids(policy, own_device()), _map_ids(policy, torch.device("cpu")), strict=True):
+    for actual, expected in zip(
+        _map_ids(policy, own_device()), _map_ids(policy, torch.device("cpu")), strict=True
+    ):
         assert torch.equal(actual, expected)
 
 
 def test_what_a_pipeline_logs_comes_to_the_host_and_back_with_its_bits() -> None:
-    values = [torch.ones((), dtype=torch.float64), torch.arange(3), torch.randn(2, 3).bfloat16(), torch.tensor(True)]
+    values = [
+        torch.ones((), dtype=torch.float64),
+        torch.arange(3),
+        torch.randn(2, 3).bfloat16(),
+        torch.tensor(True),
+    ]
     on_device = [value.to(own_device()) for value in values]
     moved = on_host(on_device)
     for actual, expected in ((moved, values), (to_device(moved, own_device()), on_device)):

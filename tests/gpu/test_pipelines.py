@@ -1,4 +1,5 @@
-"""A chain in stages on the devices of this machine, NCCL between them, has the numbers of one process on a CPU.
+"""A chain in stages on the devices of this machine, NCCL between them, has the numbers of one
+process on a CPU.
 
 Gloo sends from the host's memory only, so that two stages cannot share a GPU.
 """
@@ -48,14 +49,17 @@ def _settings(**settings: Any) -> dict[str, Any]:
 
 
 def _fit(kind: type, options: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    """Return losses, what was validated, the weights, and where logged values are when training ends."""
+    """Return losses, what was validated, the weights, and where logged values are when training
+    ends."""
     pl.seed_everything(5)
     model = kind()
     strategy = PipelineParallelStrategy(**options)
     devices: set[str] = set()
     # Lightning moves them to the host when the fit is over.
     look = LambdaCallback(
-        on_train_end=lambda trainer, _: devices.update(v.device.type for v in trainer.callback_metrics.values())
+        on_train_end=lambda trainer, _: devices.update(
+            v.device.type for v in trainer.callback_metrics.values()
+        )
     )
     settings = _settings(accelerator=ACCELERATOR, callbacks=[look], **settings)
     pl.Trainer(strategy=strategy, devices=2, **settings).fit(model)
@@ -73,8 +77,13 @@ def _rounded(kind: type) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> CallsOnRanks:
     """What each case gave on each rank."""
-    calls: dict[str, Any] = {name: (_fit, CHAINS[kind], options) for name, (kind, options) in CASES.items()}
-    calls |= {"dropout": (_fit, DropsOut, {"schedule": "1f1b"}), "rounded": (_rounded, CHAINS["Sequence"])}
+    calls: dict[str, Any] = {
+        name: (_fit, CHAINS[kind], options) for name, (kind, options) in CASES.items()
+    }
+    calls |= {
+        "dropout": (_fit, DropsOut, {"schedule": "1f1b"}),
+        "rounded": (_rounded, CHAINS["Sequence"]),
+    }
     return CallsOnRanks(calls, 2)
 
 

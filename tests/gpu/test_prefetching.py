@@ -1,7 +1,8 @@
-"""Fetching ahead on GPUs: copies and exchanges on streams of their own give the numbers of one stream.
+"""Fetching ahead on GPUs: copies and exchanges on streams of their own give the numbers of one
+stream.
 
-One rank for each GPU of the machine, at most two. Skipped, with the reason, where there is none. Losses stay on the
-device, and kernels sleep, so that the host runs ahead and a missing wait shows.
+One rank for each GPU of the machine, at most two. Skipped, with the reason, where there is none.
+Losses stay on the device, and kernels sleep, so that the host runs ahead and a missing wait shows.
 """
 
 from typing import Any
@@ -13,7 +14,15 @@ from torch.utils.data import DataLoader
 
 from tests.gpu.device import ACCELERATOR, num_ranks, synchronize
 from tests.gpu.marks import runs_here
-from tests.gpu.prefetched_fits import OPTIMIZERS, STEPS, Counted, Examples, ExamplesOnDevice, SlowCopies, fit_both
+from tests.gpu.prefetched_fits import (
+    OPTIMIZERS,
+    STEPS,
+    Counted,
+    Examples,
+    ExamplesOnDevice,
+    SlowCopies,
+    fit_both,
+)
 from tests.support.click_model import seeded
 from tests.support.followed_fits import (
     Deaf,
@@ -32,9 +41,12 @@ pytestmark = runs_here
 
 def check(kind: type, optimizer: str, depth: int, sharding_type: str) -> None:
     """Compare weights after a fit with batches in flight with those after one without."""
-    pair = run_on_ranks(fit_both, num_ranks(), kind, optimizer, depth, [sharding_type], timeout_seconds=120)
+    pair = run_on_ranks(
+        fit_both, num_ranks(), kind, optimizer, depth, [sharding_type], timeout_seconds=120
+    )
     for (plain, _), (ahead, count) in pair:
-        if kind in (PlainBags, RewrittenBuffer):  # its computed ids are looked at in more steps than one
+        # its computed ids are looked at in more steps than one
+        if kind in (PlainBags, RewrittenBuffer):
             assert not count.startswith("0 ")
         else:
             assert count == f"{STEPS - 1} of {STEPS} lookups"
@@ -50,12 +62,21 @@ def test_weights_are_those_of_one_batch_at_a_time(kind: type, optimizer: str, de
     check(kind, optimizer, depth, "row_wise")
 
 
-KINDS = [Sequences, JaggedBatches, PlainBags, RewrittenBuffer, DeclaredBags, Examples, ExamplesOnDevice]
+KINDS = [
+    Sequences,
+    JaggedBatches,
+    PlainBags,
+    RewrittenBuffer,
+    DeclaredBags,
+    Examples,
+    ExamplesOnDevice,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_the_same_for_inputs_and_batches_of_all_kinds(kind: type) -> None:
-    # DDP has device_ids here and rebuilds dicts, so that DeclaredBags also shows that batches are recognized.
+    # DDP has device_ids here and rebuilds dicts, so that DeclaredBags also shows that batches are
+    # recognized.
     check(kind, "Adam", 3, "row_wise")
 
 
@@ -67,8 +88,12 @@ def test_weights_are_the_same_for_all_sharding_types(sharding_type: str) -> None
 def unfreeze(synchronous: bool) -> dict[str, Tensor]:
     model = seeded(Unfreezing, *OPTIMIZERS["SGD"], pooling="mean")
     model.synchronous = synchronous
-    trainer = make_trainer({"prefetch": {"depth": 3}}, accelerator=ACCELERATOR, callbacks=[Counted()])
-    trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(STEPS)], batch_size=None))
+    trainer = make_trainer(
+        {"prefetch": {"depth": 3}}, accelerator=ACCELERATOR, callbacks=[Counted()]
+    )
+    trainer.fit(
+        model, DataLoader([batch_of(Deaf, number) for number in range(STEPS)], batch_size=None)
+    )
     return {name: value.cpu() for name, value in model.final_state.items()}
 
 

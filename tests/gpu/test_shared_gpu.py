@@ -1,4 +1,5 @@
-"""Two ranks that share one GPU, over gloo, train what one rank does: exchanges on a machine with one GPU."""
+"""Two ranks that share one GPU, over gloo, train what one rank does: exchanges on a machine with
+one GPU."""
 
 import copy
 import os
@@ -42,7 +43,11 @@ TABLES = {
 ADAGRAD = {"optimizer": torch.optim.Adagrad, "options": {"lr": 0.02}}
 SERIES = {"every": 2, "full_every": 100, "keep": 10}
 CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
-    "short path, row-wise": (Ordinary, {}, {"sharding_types": ["row_wise"], "prefetch": {"depth": 3}}),
+    "short path, row-wise": (
+        Ordinary,
+        {},
+        {"sharding_types": ["row_wise"], "prefetch": {"depth": 3}},
+    ),
     "short path, Adam": (Ordinary, {"optimizer": "Adam"}, {"sharding_types": ["row_wise"]}),
     "sparse updates": (Ordinary, {}, {"embedding_update": "sparse"}),
     "HashZch": (ManagedModel, {}, {}),
@@ -50,13 +55,20 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "MCH of sequences": (MchSequences, {}, {}),
     "groups": (ClickModel, ADAGRAD, {"sharding_groups": {"size": 1}}),
     "learned weights": (PositionWeighted, ADAGRAD, {"sharding_types": ["row_wise"]}),
-    "touched rows": (LargeTables, ADAGRAD, {"checkpoint": {"distributed": True, "incremental": SERIES}}),
+    "touched rows": (
+        LargeTables,
+        ADAGRAD,
+        {"checkpoint": {"distributed": True, "incremental": SERIES}},
+    ),
     "dynamic ids": (DynamicModel, {}, {"convert_embeddings": "all", "tables": TABLES}),
 }
 
 
-def train(kind: type, model_options: dict[str, Any], options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the weights and losses after a fit that is saved, and continued from its checkpoint."""
+def train(
+    kind: type, model_options: dict[str, Any], options: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Return the weights and losses after a fit that is saved, and continued from its
+    checkpoint."""
     rank, num_ranks = rank_and_num_ranks()
     # To the Trainer each rank is a node with one device, which is the same for both.
     os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": str(rank), "LOCAL_WORLD_SIZE": "1"}
@@ -72,7 +84,10 @@ def train(kind: type, model_options: dict[str, Any], options: dict[str, Any], fo
     batches = loader(0, STEPS, rank, num_ranks, PARTS)
     if issubclass(kind, ClickModel):
         parts = range(rank * PARTS // num_ranks, (rank + 1) * PARTS // num_ranks)
-        joined = [join_batches([make_batch(1000 * step + part) for part in parts]) for step in range(STEPS)]
+        joined = [
+            join_batches([make_batch(1000 * step + part) for part in parts])
+            for step in range(STEPS)
+        ]
         batches = DataLoader(joined, batch_size=None)
     first = make_trainer(strategy, max_steps=STEPS // 2, **settings)
     first.fit(seeded(kind, **model_options), batches)
@@ -80,7 +95,9 @@ def train(kind: type, model_options: dict[str, Any], options: dict[str, Any], fo
     first.save_checkpoint(path)
     model = seeded(kind, **model_options)
     make_trainer(strategy, max_steps=STEPS, **settings).fit(model, batches, ckpt_path=path)
-    weights = {name: value.cpu() for name, value in whole_state(model).items() if value.is_floating_point()}
+    weights = {
+        name: value.cpu() for name, value in whole_state(model).items() if value.is_floating_point()
+    }
     if series and rank == 0:
         assert len(assert_same_as_full(folder / f"{num_ranks}")) > 2
     return {"weights": weights, "losses": model.losses}

@@ -1,4 +1,5 @@
-"""Sparse and dense gradients of shards, and clipping, give the numbers of a CPU; the host does not wait in backward."""
+"""Sparse and dense gradients of shards, and clipping, give the numbers of a CPU; the host does not
+wait in backward."""
 
 import warnings
 from typing import Any
@@ -42,7 +43,11 @@ class Waits(pl.Callback):
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         if self._caught is not None:
             torch.cuda.set_sync_debug_mode("default")
-            self.found += [f"{w.filename}:{w.lineno}" for w in self._list if "called a synchronizing" in str(w.message)]
+            self.found += [
+                f"{w.filename}:{w.lineno}"
+                for w in self._list
+                if "called a synchronizing" in str(w.message)
+            ]
             self._caught.__exit__(None, None, None)
             self._caught = None
 
@@ -51,9 +56,17 @@ def fit(update: str, accelerator: str, clip: float | None) -> tuple[dict[str, Te
     """Return the weights after a fit, and where backward has waited."""
     model = seeded(Deaf, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
     waits = Waits()
-    strategy = {"embedding_update": update, "prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}
-    trainer = make_trainer(strategy, accelerator=accelerator, callbacks=[waits], gradient_clip_val=clip)
-    trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(STEPS)], batch_size=None))
+    strategy = {
+        "embedding_update": update,
+        "prefetch": {"depth": 3},
+        "sharding_types": ["row_wise"],
+    }
+    trainer = make_trainer(
+        strategy, accelerator=accelerator, callbacks=[waits], gradient_clip_val=clip
+    )
+    trainer.fit(
+        model, DataLoader([batch_of(Deaf, number) for number in range(STEPS)], batch_size=None)
+    )
     return {name: value.cpu() for name, value in model.final_state.items()}, waits.found
 
 
@@ -68,14 +81,17 @@ def test_gradients_of_shards_are_those_of_a_cpu_and_backward_waits_for_nothing(u
 
 
 def save(folder: str, is_async: bool) -> tuple[dict[str, Tensor], int]:
-    """Save in the middle of a fit that goes on; return what the checkpoint holds, and the bytes that are pinned."""
+    """Save in the middle of a fit that goes on; return what the checkpoint holds, and the bytes
+    that are pinned."""
     model = seeded(EvaluatedModel, torch.optim.Adam, {"lr": 0.01})
     rank = rank_and_num_ranks()[0]
     batches = [make_batch(1000 * step + rank) for step in range(STEPS)]
     strategy = {"checkpoint": {"async_save": is_async, "distributed": True}}
 
     class Saves(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == LATER:
                 trainer.save_checkpoint(f"{folder}/{is_async}.ckpt")
 
@@ -86,11 +102,15 @@ def save(folder: str, is_async: bool) -> tuple[dict[str, Tensor], int]:
         pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
     repeated = seeded(EvaluatedModel, torch.optim.Adam, {"lr": 0.01})
     tester = make_trainer(strategy, accelerator=ACCELERATOR, max_steps=LATER + 1)
-    tester.fit(repeated, DataLoader(batches, batch_size=None), ckpt_path=f"{folder}/{is_async}.ckpt")
+    tester.fit(
+        repeated, DataLoader(batches, batch_size=None), ckpt_path=f"{folder}/{is_async}.ckpt"
+    )
     return {name: value.cpu() for name, value in repeated.final_state.items()}, pinned
 
 
-def test_a_checkpoint_that_is_written_while_training_goes_on_holds_what_there_was(tmp_path: Any) -> None:
+def test_a_checkpoint_that_is_written_while_training_goes_on_holds_what_there_was(
+    tmp_path: Any,
+) -> None:
     for (late, pinned), (at_once, _) in zip(
         run_on_ranks(save, num_ranks(), str(tmp_path), True, timeout_seconds=120),
         run_on_ranks(save, num_ranks(), str(tmp_path), False, timeout_seconds=120),
@@ -107,7 +127,9 @@ class AllRows(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        table = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=20, feature_names=["f"])
+        table = EmbeddingBagConfig(
+            name="t", embedding_dim=8, num_embeddings=20, feature_names=["f"]
+        )
         self.ebc, self.mlp = EmbeddingBagCollection(tables=[table]), torch.nn.Linear(8, 1)
 
     def training_step(self, ids: Tensor, _: int) -> Tensor:
@@ -123,7 +145,9 @@ def fit_all_rows(update: str, accelerator: str) -> dict[str, Tensor]:
     """Return the weights after a fit in whose steps every row is looked up."""
     model = seeded(AllRows)
     draw = torch.Generator().manual_seed(1)
-    batches = DataLoader([torch.randperm(20, generator=draw) for _ in range(STEPS)], batch_size=None)
+    batches = DataLoader(
+        [torch.randperm(20, generator=draw) for _ in range(STEPS)], batch_size=None
+    )
     make_trainer({"embedding_update": update}, accelerator=accelerator).fit(model, batches)
     return {name: value.cpu() for name, value in whole_state(model).items()}
 

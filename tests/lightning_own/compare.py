@@ -1,10 +1,13 @@
-"""Runs Lightning's own tests with one of our strategies in place of its own, and prints what fails only then.
+"""Runs Lightning's own tests with one of our strategies in place of its own, and prints what fails
+only then.
 
-    python -m tests.lightning_own.compare CHECKOUT [--strategy ddp_tuned] [--only loops trainer] [--skip-control]
+    python -m tests.lightning_own.compare CHECKOUT [--strategy ddp_tuned] [--only loops trainer]
+    [--skip-control]
 
-CHECKOUT: a folder with `tests/tests_pytorch` and `pyproject.toml` of the installed Lightning's version. The control is
-Lightning's DDPStrategy, put in place in the same way: a test counts only if that passes. Packages that the tests need
-(tensorboard, scikit-learn with narwhals, psutil) may be on PYTHONPATH. docs/how_to/ddp_tuned.md says why some differ.
+CHECKOUT: a folder with `tests/tests_pytorch` and `pyproject.toml` of the installed Lightning's
+version. The control is Lightning's DDPStrategy, put in place in the same way: a test counts only if
+that passes. Packages that the tests need (tensorboard, scikit-learn with narwhals, psutil) may be
+on PYTHONPATH. docs/how_to/ddp_tuned.md says why some differ.
 """
 
 import argparse
@@ -39,7 +42,8 @@ class Outcome:
 
 
 def run(checkout: Path, strategy: str, folder: str, results: Path, seconds: int) -> None:
-    """Run the tests of one folder, in a copy of the checkout: they look for files that other runs leave there."""
+    """Run the tests of one folder, in a copy of the checkout: they look for files that other runs
+    leave there."""
     copy = results / strategy / folder
     for tests_values in ("tests_pytorch", "legacy"):
         shutil.copytree(checkout / "tests" / tests_values, copy / "tests" / tests_values)
@@ -50,8 +54,21 @@ def run(checkout: Path, strategy: str, folder: str, results: Path, seconds: int)
         "PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": "1",
     }
-    options = ["-p", "tests.lightning_own.plugin", "-p", "no:cacheprovider", "-p", "no:rerunfailures"]
-    options += ["--continue-on-collection-errors", "--timeout", "60", "--tb=short", *NO_OPTIONS_OF_THEIRS]
+    options = [
+        "-p",
+        "tests.lightning_own.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:rerunfailures",
+    ]
+    options += [
+        "--continue-on-collection-errors",
+        "--timeout",
+        "60",
+        "--tb=short",
+        *NO_OPTIONS_OF_THEIRS,
+    ]
     command = [sys.executable, "-m", "pytest", "-q", *options]
     with (results / f"{strategy}-{folder}.log").open("w") as log:
         subprocess.run(
@@ -80,12 +97,17 @@ def table(strategy: str, control: dict[str, Outcome], distrec: dict[str, Outcome
         made = [test for test in entry.values() if test.made and test.outcome != "skipped"]
         passed = sum(test.outcome == "passed" for test in made)
         lines.append(
-            f"{name}: {len(entry)} tests, {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} "
+            f"{name}: {len(entry)} tests, {counts['passed']} passed, {counts['failed']} failed, "
+            f"{counts['skipped']} "
             f"skipped; {len(made)} made the strategy, {passed} of them passed"
         )
     missing = Outcome("failed", "did not run: its process ended")
     passes = {name for name, test in control.items() if test.outcome == "passed"}
-    only_ours = {name: test for name in sorted(passes) if (test := distrec.get(name, missing)).outcome != "passed"}
+    only_ours = {
+        name: test
+        for name in sorted(passes)
+        if (test := distrec.get(name, missing)).outcome != "passed"
+    }
     lines += ["", f"pass with {CONTROL} and not with {strategy}: {len(only_ours)}"]
     lines += [f"  {name}\n    {test.reason}" for name, test in only_ours.items()]
     return "\n".join(lines)
@@ -93,14 +115,22 @@ def table(strategy: str, control: dict[str, Outcome], distrec: dict[str, Outcome
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run both and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--strategy", default="ddp_tuned")
-    parser.add_argument("--only", nargs="+", default=FOLDERS, metavar="FOLDER", help="in tests_pytorch")
+    parser.add_argument(
+        "--only", nargs="+", default=FOLDERS, metavar="FOLDER", help="in tests_pytorch"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="folders at once")
-    parser.add_argument("--seconds", type=int, default=3600, help="the longest that a folder may take")
+    parser.add_argument(
+        "--seconds", type=int, default=3600, help="the longest that a folder may take"
+    )
     parser.add_argument("--results", type=Path, default=Path("lightning_own_results"))
-    parser.add_argument("--skip-control", action="store_true", help="compare with the control of an earlier run")
+    parser.add_argument(
+        "--skip-control", action="store_true", help="compare with the control of an earlier run"
+    )
     inputs = parser.parse_args(arguments)
     results, strategies = inputs.results.absolute(), [inputs.strategy]
     if not inputs.skip_control:
@@ -117,7 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
     for done in runs:
         done.result()
-    print(table(inputs.strategy, *(read(results / f"{strategy}.jsonl") for strategy in (CONTROL, inputs.strategy))))
+    print(
+        table(
+            inputs.strategy,
+            *(read(results / f"{strategy}.jsonl") for strategy in (CONTROL, inputs.strategy)),
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A pytest plugin for Lightning's own tests: puts one strategy in place of "auto" and of Lightning's DDPStrategy.
+"""A pytest plugin for Lightning's own tests: puts one strategy in place of "auto" and of
+Lightning's DDPStrategy.
 
-LIGHTNING_OWN_STRATEGY: "ddp", "ddp_tuned", "fsdp_tuned" or "torchrec_sharded". LIGHTNING_OWN_RESULTS: a file of JSON
-lines, one for each phase of each test. Ranks are forked where a test spawns them, which saves seconds for each.
+LIGHTNING_OWN_STRATEGY: "ddp", "ddp_tuned", "fsdp_tuned" or "torchrec_sharded".
+LIGHTNING_OWN_RESULTS: a file of JSON lines, one for each phase of each test. Ranks are forked where
+a test spawns them, which saves seconds for each.
 """
 
 import inspect
@@ -38,7 +40,9 @@ earlier: list[str] = []
 
 def in_place_of(inputs: Any, is_auto: bool) -> Any:
     """Return the strategy that replaces the one that a Trainer has chosen, or that one."""
-    is_single = is_auto and type(inputs) is SingleDeviceStrategy and inputs.root_device.type == "cpu"
+    is_single = (
+        is_auto and type(inputs) is SingleDeviceStrategy and inputs.root_device.type == "cpu"
+    )
     if type(inputs) is not DDPStrategy and not is_single:
         return inputs
     ddp = getattr(inputs, "_ddp_kwargs", {})
@@ -56,7 +60,8 @@ def in_place_of(inputs: Any, is_auto: bool) -> Any:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "flaky: of pytest-rerunfailures, which would hide a failure")
-    _ChildProcessObserver.__init__.__defaults__ = (0.05,)  # seconds; with 5, every test of one rank would take so long
+    # seconds; with 5, every test of one rank would take so long
+    _ChildProcessObserver.__init__.__defaults__ = (0.05,)
     choose, init = _AcceleratorConnector._choose_strategy, _AcceleratorConnector._init_strategy
 
     @wraps(choose)
@@ -75,14 +80,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Function) -> None:
     earlier.extend(made)
-    if earlier and re.search("ddp|spawn|fork|multi-process", item.nodeid + inspect.getsource(item.function)):
-        PROCESS.leave()  # as at the end of a process: ranks that are forked must not inherit its threads
+    if earlier and re.search(
+        "ddp|spawn|fork|multi-process", item.nodeid + inspect.getsource(item.function)
+    ):
+        # as at the end of a process: ranks that are forked must not inherit its threads
+        PROCESS.leave()
         earlier.clear()
     made.clear()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    reason = "" if report.passed else str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)
+    reason = (
+        "" if report.passed else str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)
+    )
     line = {
         "test": report.nodeid, "phase": report.when, "outcome": report.outcome, "made": len(made),
         "reason": " ".join(reason.split())[:400], "seconds": round(report.duration, 2),
@@ -93,6 +103,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Any:
-    for name in (KEY_VARIABLE, LAUNCHER_PID):  # set on purpose for as long as a launching process lives
+    # set on purpose for as long as a launching process lives
+    for name in (KEY_VARIABLE, LAUNCHER_PID):
         os.environ.pop(name, None)
     return (yield)

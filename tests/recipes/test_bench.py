@@ -1,4 +1,5 @@
-"""`lightning-distrec bench` runs a recipe as it is, and a strategy that refuses a module is a row that says why."""
+"""`lightning-distrec bench` runs a recipe as it is, and a strategy that refuses a module is a row
+that says why."""
 
 import json
 import subprocess
@@ -17,10 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 CONSOLE = (str(Path(sys.executable).parent / "lightning-distrec"),)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "lightning_distrec")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node=2",
+    "-m",
+    "lightning_distrec",
+)
 
 
-def bench(folder: Path, *arguments: str, program: Sequence[str] = CONSOLE) -> tuple[list[dict[str, Any]], str]:
+def bench(
+    folder: Path, *arguments: str, program: Sequence[str] = CONSOLE
+) -> tuple[list[dict[str, Any]], str]:
     """Return the results, and what was printed."""
     done = subprocess.run(
         [
@@ -41,14 +51,18 @@ def bench(folder: Path, *arguments: str, program: Sequence[str] = CONSOLE) -> tu
 @pytest.mark.slow
 def test_the_recipe_is_measured_on_one_and_on_two_ranks(tmp_path: Path) -> None:
     recipe = "recipes/next_character/cpu.yaml"
-    actual, text = bench(tmp_path, "--config", recipe, "--strategies", "ddp_tuned", "--devices", "1,2")
+    actual, text = bench(
+        tmp_path, "--config", recipe, "--strategies", "ddp_tuned", "--devices", "1,2"
+    )
     assert [(row["strategy"], row["devices"], row["failure"]) for row in actual] == [
         ("ddp_tuned", 1, None),
         ("ddp_tuned", 2, None),
     ]
     for row in actual:
         # 16 windows a rank; rates are told by the same median.
-        assert row["samples_per_second"] * row["step_ms"] / 1000 == pytest.approx(16 * row["devices"])
+        assert row["samples_per_second"] * row["step_ms"] / 1000 == pytest.approx(
+            16 * row["devices"]
+        )
         assert row["peak_bytes"] > 10**8
     assert actual[0]["efficiency"] == 1.0
     assert "Medians over 2 steps and 1 round" in text
@@ -67,22 +81,45 @@ def test_a_strategy_that_refuses_the_module_is_a_row_that_gives_the_reason(tmp_p
         "trainer": {"accelerator": "cpu"},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(config))
-    arguments = ("--config", str(tmp_path / "job.yaml"), "--strategies", "fsdp_tuned,ddp_tuned", "--devices", "1")
+    arguments = (
+        "--config",
+        str(tmp_path / "job.yaml"),
+        "--strategies",
+        "fsdp_tuned,ddp_tuned",
+        "--devices",
+        "1",
+    )
     actual, text = bench(tmp_path, *arguments)
-    assert actual[0]["failure"].startswith("'users' has sparse gradients, which FSDP2 does not reduce.")
+    assert actual[0]["failure"].startswith(
+        "'users' has sparse gradients, which FSDP2 does not reduce."
+    )
     assert actual[1]["failure"] is None
     assert "fsdp_tuned on 1: 'users' has sparse gradients" in text
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * LIMIT_SECONDS)
-def test_random_ids_measure_the_tables_of_a_module_without_data_under_a_launcher_too(tmp_path: Path) -> None:
+def test_random_ids_measure_the_tables_of_a_module_without_data_under_a_launcher_too(
+    tmp_path: Path,
+) -> None:
     model = {"class_path": "tests.support.advised_models.WithBags"}
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"model": model, "trainer": {"accelerator": "cpu"}}))
-    strategy = {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": {"prefetch": {"depth": 1}}}
+    (tmp_path / "job.yaml").write_text(
+        yaml.safe_dump({"model": model, "trainer": {"accelerator": "cpu"}})
+    )
+    strategy = {
+        "class_path": "lightning_distrec.TorchRecShardedStrategy",
+        "init_args": {"prefetch": {"depth": 1}},
+    }
     (tmp_path / "no_prefetch.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
     cases = f"torchrec_sharded,{tmp_path / 'no_prefetch.yaml'},ddp"
-    arguments = ("--config", str(tmp_path / "job.yaml"), "--synthetic", "64", "--synthetic-ids", "3")
+    arguments = (
+        "--config",
+        str(tmp_path / "job.yaml"),
+        "--synthetic",
+        "64",
+        "--synthetic-ids",
+        "3",
+    )
     actual, text = bench(tmp_path, *arguments, "--strategies", cases, program=TORCHRUN)
     assert [(row["strategy"], row["devices"], row["failure"]) for row in actual] == [
         ("torchrec_sharded", 2, None),

@@ -24,7 +24,9 @@ def _write_files(folder: Path) -> np.ndarray:
     return records
 
 
-def test_cifar10s_files_are_read_and_pictures_of_training_are_moved_and_mirrored(tmp_path: Path) -> None:
+def test_cifar10s_files_are_read_and_pictures_of_training_are_moved_and_mirrored(
+    tmp_path: Path,
+) -> None:
     records = _write_files(tmp_path)
     data = TextureDataModule(batch_size=4, num_train=50_000, data_dir=str(tmp_path))
     assert (len(data.train), len(data.val)) == (5 * PER_FILE, PER_FILE)  # type: ignore[arg-type]
@@ -42,12 +44,19 @@ def test_cifar10s_files_are_read_and_pictures_of_training_are_moved_and_mirrored
             places[down, across, False], places[down, across, True] = window, window.flip(2)
     torch.manual_seed(3)
     drawn = [data.train[7] for _ in range(20)]
-    seen = {place for picture, _ in drawn for place, window in places.items() if torch.allclose(picture, window)}
+    seen = {
+        place
+        for picture, _ in drawn
+        for place, window in places.items()
+        if torch.allclose(picture, window)
+    }
     assert len(seen) > 10
     assert {mirrored for *_, mirrored in seen} == {False, True}
     assert all(kind == records[7, 0] for _, kind in drawn)
     trainer = pl.Trainer(accelerator="cpu", devices=1, fast_dev_run=2, enable_model_summary=False)
     trainer.fit(ResNet18(channels=2, blocks_per_stage=1), data)
     (tmp_path / "data_batch_3.bin").write_bytes(b"0" * 100)
-    with pytest.raises(ConfigError, match="data_batch_5.bin of CIFAR-10's binary version are needed"):
+    with pytest.raises(
+        ConfigError, match="data_batch_5.bin of CIFAR-10's binary version are needed"
+    ):
         TextureDataModule(data_dir=str(tmp_path))

@@ -1,4 +1,5 @@
-"""Every recipe's cpu.yaml trains as its README says, in a copy of the recipe; figures in READMEs are from full runs."""
+"""Every recipe's cpu.yaml trains as its README says, in a copy of the recipe; figures in READMEs
+are from full runs."""
 
 import csv
 import re
@@ -32,7 +33,8 @@ def movielens() -> Path:
 
 
 def _serves(folder: Path, name: str, checkpoint: Path) -> None:
-    """Check that the recipe's best checkpoint answers from a folder of its own as the module does."""
+    """Check that the recipe's best checkpoint answers from a folder of its own as the module
+    does."""
     arguments = ["--format", "torch.export", "--config", f"recipes/{name}/cpu.yaml"]
     console = str(Path(sys.executable).parent / "lightning-distrec")
     for command in (
@@ -40,7 +42,13 @@ def _serves(folder: Path, name: str, checkpoint: Path) -> None:
         [sys.executable, "served/serve.py", "--check"],
     ):
         done = subprocess.run(
-            command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+            command,
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout.split(": ")[1].split(" ")[0]) < 1e-6
@@ -76,7 +84,10 @@ def test_a_copy_of_the_recipe_trains(name: str, movielens: Path, tmp_path: Path)
     assert (outputs / "checkpoints" / "best.ckpt").exists()
     with (outputs / "metrics.csv").open(newline="") as rows:
         losses = [
-            float(value) for row in csv.DictReader(rows) for key, value in row.items() if "train_loss" in key and value
+            float(value)
+            for row in csv.DictReader(rows)
+            for key, value in row.items()
+            if "train_loss" in key and value
         ]
     assert losses
     if name not in ("convnet", "next_character"):
@@ -93,14 +104,22 @@ def test_each_recipe_has_what_a_reader_expects(name: str) -> None:
     readme = (folder / "README.md").read_text()
     assert f"recipes/{name}/cpu.yaml" in readme
     assert "## Results" in readme
-    files = [file for part in find_parts(ROOT / "recipes", name) for file in (ROOT / "recipes" / part).rglob("*.py")]
-    shown = re.findall(r'self\.log\(f?"([^"]+)".*prog_bar=True', "".join(file.read_text() for file in files))
+    files = [
+        file
+        for part in find_parts(ROOT / "recipes", name)
+        for file in (ROOT / "recipes" / part).rglob("*.py")
+    ]
+    shown = re.findall(
+        r'self\.log\(f?"([^"]+)".*prog_bar=True', "".join(file.read_text() for file in files)
+    )
     assert shown
     for metric in shown:  # the bar cuts longer names, on 80 columns
         assert len(metric.replace("{split}", "val")) <= 16, metric
     for file in ("cpu.yaml", "gpu.yaml"):
         trainer = yaml.safe_load((folder / file).read_text())["trainer"]
         saved = [
-            first["init_args"].get("every_n_train_steps") for first in trainer["callbacks"] if "init_args" in first
+            first["init_args"].get("every_n_train_steps")
+            for first in trainer["callbacks"]
+            if "init_args" in first
         ]
         assert any(saved), f"{file}: a restarted job resumes from a step, not from an epoch"

@@ -36,13 +36,17 @@ def generator() -> Generator:
 
 
 def module(folder: Path, **settings: object) -> CriteoDataModule:
-    data = CriteoDataModule(cache_dir=str(folder), num_examples=5000, max_ids=1000, seed=3, **settings)
+    data = CriteoDataModule(
+        cache_dir=str(folder), num_examples=5000, max_ids=1000, seed=3, **settings
+    )
     data.prepare_data()
     data.setup("fit")
     return data
 
 
-def test_the_same_seed_gives_the_same_examples_however_many_are_asked_for(generator: Generator) -> None:
+def test_the_same_seed_gives_the_same_examples_however_many_are_asked_for(
+    generator: Generator,
+) -> None:
     few, many = generator.block(1, 10), Generator(seed=3, max_ids=1000).block(1, 500)
     for name in ("integers", "tokens", "labels", "log_odds"):
         assert np.array_equal(getattr(few, name), getattr(many, name)[:10])
@@ -54,7 +58,9 @@ def test_labels_follow_the_planted_truth_and_ids_zipfs_law(generator: Generator)
     chances = 1 / (1 + np.exp(-block.log_odds.astype(np.float64)))
     # Of 65,536 draws, a mean lies within 5 standard deviations of the chance.
     assert block.labels.mean(0) == pytest.approx(chances.mean(0), abs=5 * 0.5 / 256)
-    auroc = binary_auroc(torch.from_numpy(block.log_odds[:, 0]), torch.from_numpy(block.labels[:, 0]).long())
+    auroc = binary_auroc(
+        torch.from_numpy(block.log_odds[:, 0]), torch.from_numpy(block.labels[:, 0]).long()
+    )
     assert 0.75 < auroc < 0.9
     tokens = block.tokens[:, 0]
     counts = np.sort(np.unique(tokens[tokens > 0], return_counts=True)[1])[::-1]
@@ -76,7 +82,9 @@ def test_files_hold_what_was_generated(generator: Generator, tmp_path: Path, nam
     texts = {"column_types": dict.fromkeys(CATEGORIES, "string"), "strings_can_be_null": True}
     parsing = csv.ReadOptions(column_names=list(COLUMNS)), csv.ParseOptions(delimiter="\t")
     table = (
-        parquet.read_table(file) if name.endswith("t") else csv.read_csv(file, *parsing, csv.ConvertOptions(**texts))
+        parquet.read_table(file)
+        if name.endswith("t")
+        else csv.read_csv(file, *parsing, csv.ConvertOptions(**texts))
     )
     block = generator.block(0, 300)
     for number, column in enumerate(INTEGERS):
@@ -106,11 +114,16 @@ def test_a_line_of_criteos_own_kind_is_read(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         (["1", "many", *"3" * 12, *[""] * 26], r"day\.tsv: .*column #1.*many"),
-        (["2", *"3" * 13, *[""] * 26], r"day\.tsv: column 'label' has the label 2, which label_range excludes: 0 to 1"),
+        (
+            ["2", *"3" * 13, *[""] * 26],
+            r"day\.tsv: column 'label' has the label 2, which label_range excludes: 0 to 1",
+        ),
         (["1", "3"], r"day\.tsv: .*Expected 40 columns, got 2"),
     ],
 )
-def test_a_line_of_another_format_is_refused(tmp_path: Path, fields: list[str], message: str) -> None:
+def test_a_line_of_another_format_is_refused(
+    tmp_path: Path, fields: list[str], message: str
+) -> None:
     (file := tmp_path / "day.tsv").write_text("\t".join(fields) + "\n")
     data = CriteoDataModule([str(file)], str(tmp_path))
     data.prepare_data()
@@ -119,7 +132,9 @@ def test_a_line_of_another_format_is_refused(tmp_path: Path, fields: list[str], 
 
 
 @pytest.mark.parametrize("multi_hot", [False, True])
-def test_a_batch_has_the_rows_of_its_tables_and_the_bags_of_mlperf(tmp_path: Path, multi_hot: bool) -> None:
+def test_a_batch_has_the_rows_of_its_tables_and_the_bags_of_mlperf(
+    tmp_path: Path, multi_hot: bool
+) -> None:
     data = module(tmp_path, max_rows=500, multi_hot=multi_hot)
     batch = next(iter(data.val_dataloader()))
     written = parquet.read_table(data.generated).slice(4000, 500)
@@ -131,7 +146,9 @@ def test_a_batch_has_the_rows_of_its_tables_and_the_bags_of_mlperf(tmp_path: Pat
             assert all(0 <= row < rows for row in ids)
             assert multi_hot or bool(values) or ids == [0]
     first = [written[name][0].as_py() for name in INTEGERS]
-    assert batch["dense"][0].tolist() == pytest.approx([np.log1p(max(value or 0, 0)) for value in first])
+    assert batch["dense"][0].tolist() == pytest.approx([
+        np.log1p(max(value or 0, 0)) for value in first
+    ])
 
 
 def test_examples_are_split_in_order_and_made_once(tmp_path: Path) -> None:
@@ -139,8 +156,14 @@ def test_examples_are_split_in_order_and_made_once(tmp_path: Path) -> None:
     rows = {name: sum(group.num_rows for group in data.groups[name]) for name in data.groups}
     assert rows == {"train": 4000, "val": 500, "test": 500}
     labels = parquet.read_table(data.generated)["label"].to_pylist()
-    assert torch.cat([batch["label"] for batch in data.val_dataloader()])[:, 0].tolist() == labels[4000:4500]
-    assert torch.cat([batch["label"] for batch in data.test_dataloader()])[:, 0].tolist() == labels[4500:]
+    assert (
+        torch.cat([batch["label"] for batch in data.val_dataloader()])[:, 0].tolist()
+        == labels[4000:4500]
+    )
+    assert (
+        torch.cat([batch["label"] for batch in data.test_dataloader()])[:, 0].tolist()
+        == labels[4500:]
+    )
     written = data.generated.stat().st_mtime_ns
     assert module(tmp_path).generated.stat().st_mtime_ns == written
     assert {file.suffix for file in tmp_path.iterdir()} == {".parquet", ".json"}
@@ -150,7 +173,9 @@ def test_examples_are_split_in_order_and_made_once(tmp_path: Path) -> None:
 def test_files_are_read_and_have_no_known_truth(tmp_path: Path) -> None:
     write_logs(str(tmp_path / "a.tsv"), examples=60, max_ids=1000)
     write_logs(str(tmp_path / "b.parquet"), examples=40, max_ids=1000)
-    data = CriteoDataModule(files=[str(tmp_path / "a.tsv"), str(tmp_path / "b.parquet")], cache_dir=str(tmp_path / "c"))
+    data = CriteoDataModule(
+        files=[str(tmp_path / "a.tsv"), str(tmp_path / "b.parquet")], cache_dir=str(tmp_path / "c")
+    )
     data.prepare_data()
     data.setup("fit")
     assert sum(group.num_rows for groups in data.groups.values() for group in groups) == 100
@@ -184,16 +209,23 @@ def _weights(arch: str, interaction: str, num_ranks: int) -> dict[str, torch.Ten
     batches = []
     for _ in range(3):
         ids = torch.stack([torch.randint(rows, (16,)) for rows in table_rows(50)])[:, examples]
-        batch = {"dense": torch.rand(16, 13)[examples], "label": torch.randint(2, (16, 1)).float()[examples]}
+        batch = {
+            "dense": torch.rand(16, 13)[examples],
+            "label": torch.randint(2, (16, 1)).float()[examples],
+        }
         lengths = torch.ones(ids.numel(), dtype=torch.int32)
-        batches.append(batch | {"ids": KeyedJaggedTensor(list(CATEGORIES), ids.flatten(), lengths=lengths)})
+        batches.append(
+            batch | {"ids": KeyedJaggedTensor(list(CATEGORIES), ids.flatten(), lengths=lengths)}
+        )
     strategy = TorchRecShardedStrategy() if num_ranks > 1 else "auto"
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS)
     trainer.fit(model, DataLoader(batches, batch_size=None))
     return trainer.strategy.full_state_dict() if num_ranks > 1 else model.state_dict()
 
 
-@pytest.mark.parametrize(("arch", "interaction"), [("deepfm", "dcn"), ("dlrm", "dcn"), ("dlrm", "dot")])
+@pytest.mark.parametrize(
+    ("arch", "interaction"), [("deepfm", "dcn"), ("dlrm", "dcn"), ("dlrm", "dot")]
+)
 def test_each_architecture_trains_sharded_as_in_one_process(arch: str, interaction: str) -> None:
     sharded = run_on_warm_ranks(_weights, 2, arch, interaction, 2)[0]
     torch.testing.assert_close(sharded, _weights(arch, interaction, 1), rtol=1e-4, atol=1e-5)

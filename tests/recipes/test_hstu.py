@@ -31,14 +31,18 @@ def batches(tmp_path: Path) -> list[dict[str, Tensor]]:
 def _layer_by_hand(layer: HSTULayer, hidden: Tensor, times: Tensor, next_times: Tensor) -> Tensor:
     """hidden: (places, dim) of one sequence; times, next_times: (places,)."""
     size = hidden.shape[1] // layer.num_heads
-    gate, values, queries, keys = functional.silu(layer.projection(layer.norm(hidden))).chunk(4, dim=1)
+    gate, values, queries, keys = functional.silu(layer.projection(layer.norm(hidden))).chunk(
+        4, dim=1
+    )
     rows = []
     for place in range(len(hidden)):
         heads = []
         for head in range(layer.num_heads):
             part, total = slice(head * size, (head + 1) * size), torch.zeros(size)
             for earlier in range(place + 1):
-                bucket = int(math.log(max(1, int(next_times[place] - times[earlier]))) / BUCKET_WIDTH)
+                bucket = int(
+                    math.log(max(1, int(next_times[place] - times[earlier]))) / BUCKET_WIDTH
+                )
                 bias = layer.bias.by_distance[place - earlier] + layer.bias.by_time[bucket]
                 weight = functional.silu(queries[place, part] @ keys[earlier, part] + bias) / LENGTH
                 total = total + weight * values[earlier, part]
@@ -47,7 +51,9 @@ def _layer_by_hand(layer: HSTULayer, hidden: Tensor, times: Tensor, next_times: 
     return hidden + layer.output(gate * torch.stack(rows))
 
 
-def test_jagged_sequences_are_encoded_each_by_itself_as_the_formula_says(batches: list[dict[str, Tensor]]) -> None:
+def test_jagged_sequences_are_encoded_each_by_itself_as_the_formula_says(
+    batches: list[dict[str, Tensor]],
+) -> None:
     torch.manual_seed(1)
     _, batch = batches
     model = HSTU(num_items=20, length=LENGTH, dim=8, num_layers=2).eval()
@@ -65,7 +71,9 @@ def test_jagged_sequences_are_encoded_each_by_itself_as_the_formula_says(batches
         expected.append(model.end(hidden))
     torch.testing.assert_close(model.encode(batch), torch.cat(expected), atol=1e-5, rtol=1e-4)
     lasts = torch.stack([rows[-1] for rows in expected])
-    torch.testing.assert_close(model.encode(batch)[model.last_places(batch)], lasts, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        model.encode(batch)[model.last_places(batch)], lasts, atol=1e-5, rtol=1e-4
+    )
 
 
 def test_jagged_windows_hold_the_films_of_padded_ones_and_when_they_were_seen(

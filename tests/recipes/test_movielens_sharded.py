@@ -1,4 +1,5 @@
-"""The recipe on real data: sharded and unsharded runs reach the same AUROC; cpu.yaml runs as the README says."""
+"""The recipe on real data: sharded and unsharded runs reach the same AUROC; cpu.yaml runs as the
+README says."""
 
 import subprocess
 import sys
@@ -42,7 +43,10 @@ def test_sharded_and_unsharded_runs_reach_the_same_validation_auroc(data_dir: st
     sharded, unsharded = (run_on_ranks(_train, 2, mode, data_dir)[0] for mode in (True, False))
     assert sharded["val_auroc"] == pytest.approx(unsharded["val_auroc"], abs=0.002)
     assert sharded["val_log_loss"] == pytest.approx(unsharded["val_log_loss"], abs=0.002)
-    print(f"validation AUROC: sharded {sharded['val_auroc']:.6f}, unsharded {unsharded['val_auroc']:.6f}")
+    print(
+        f"validation AUROC: sharded {sharded['val_auroc']:.6f}, unsharded "
+        f"{unsharded['val_auroc']:.6f}"
+    )
     baseline = MovieLensDataModule(data_dir=data_dir)
     baseline.setup("fit")
     assert sharded["val_auroc"] > baseline.baseline("val").auroc + 0.02
@@ -77,7 +81,11 @@ def test_cpu_yaml_trains_and_reports_what_it_did(data_dir: str, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
     script = Path(sys.executable).parent / "lightning-distrec"
-    arguments = ["--config", "recipes/movielens_dlrm/cpu.yaml", f"--data.init_args.data_dir={tmp_path}/nothing"]
+    arguments = [
+        "--config",
+        "recipes/movielens_dlrm/cpu.yaml",
+        f"--data.init_args.data_dir={tmp_path}/nothing",
+    ]
     done = subprocess.run(
         [str(script), "fit", *arguments, f"--trainer.logger.init_args.save_dir={tmp_path}"],
         cwd=ROOT,

@@ -1,4 +1,5 @@
-"""The text is split without overlap, the model looks back only, and cpu.yaml learns more than pairs tell."""
+"""The text is split without overlap, the model looks back only, and cpu.yaml learns more than pairs
+tell."""
 
 import csv
 import math
@@ -23,7 +24,9 @@ def test_no_paragraph_is_on_both_sides_and_none_is_lost() -> None:
     pages = read_pages()
     sides = [{" ".join(p.split()) for p in side.split("\n\n")} for side in split_pages(pages)]
     assert sides[0] & sides[1] == set()
-    assert sides[0] | sides[1] == {" ".join(p.split()) for page in pages.values() for p in page.split("\n\n")}
+    assert sides[0] | sides[1] == {
+        " ".join(p.split()) for page in pages.values() for p in page.split("\n\n")
+    }
     assert len(sides[1]) > 20
 
 
@@ -31,12 +34,18 @@ def test_a_page_validates_that_is_the_eighth_and_repeats_nothing() -> None:
     pages = {str(number): f"page {number}\n\nagain" for number in range(1, 10)}
     train, val = split_pages(pages)
     assert val == "page 8"
-    assert train.split("\n\n") == ["page 1", "again", *(f"page {number}" for number in (2, 3, 4, 5, 6, 7, 9))]
+    assert train.split("\n\n") == [
+        "page 1",
+        "again",
+        *(f"page {number}" for number in (2, 3, 4, 5, 6, 7, 9)),
+    ]
 
 
 def test_a_python_without_its_pages_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(DataError, match="this Python came without the text of help.*Install the rest"):
+    with pytest.raises(
+        DataError, match="this Python came without the text of help.*Install the rest"
+    ):
         read_pages()
 
 
@@ -48,7 +57,8 @@ def test_each_character_has_its_number() -> None:
 def test_a_window_is_followed_by_what_comes_next() -> None:
     windows = Windows(torch.arange(10), length=3)
     assert [
-        (current.tolist(), following.tolist()) for current, following in (windows[i] for i in range(len(windows)))
+        (current.tolist(), following.tolist())
+        for current, following in (windows[i] for i in range(len(windows)))
     ] == [
         ([0, 1, 2], [1, 2, 3]),
         ([3, 4, 5], [4, 5, 6]),
@@ -57,7 +67,8 @@ def test_a_window_is_followed_by_what_comes_next() -> None:
 
 
 def test_the_baseline_equals_shares_counted_by_hand() -> None:
-    # In training a is followed by b twice and by a once; of 97 pairs that begin with a each counts once more.
+    # In training a is followed by b twice and by a once; of 97 pairs that begin with a each counts
+    # once more.
     expected = -(math.log(3 / 100) + math.log(2 / 100)) / 2
     assert pairs_log_loss(encode("aabab"), encode("aab")) == pytest.approx(expected)
 
@@ -82,7 +93,11 @@ def test_what_an_argument_cannot_be() -> None:
 
 @pytest.mark.slow
 def test_cpu_yaml_learns_more_than_pairs_of_characters_tell(tmp_path: Path) -> None:
-    arguments = ["--config", "recipes/next_character/cpu.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"]
+    arguments = [
+        "--config",
+        "recipes/next_character/cpu.yaml",
+        f"--trainer.logger.init_args.save_dir={tmp_path}",
+    ]
     done = fit_by_console(*arguments)
     assert "2 ranks on 1 node" in done.stderr
     folder = tmp_path / "next_character" / "version_0"

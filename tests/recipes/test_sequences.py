@@ -28,7 +28,9 @@ def ratings(*events: tuple[int, int, float]) -> Ratings:
 
 @pytest.fixture
 def data(tmp_path: Path) -> NextFilmDataModule:
-    data = NextFilmDataModule(data_dir=str(write_movielens_folder(tmp_path / "made")), batch_size=32)
+    data = NextFilmDataModule(
+        data_dir=str(write_movielens_folder(tmp_path / "made")), batch_size=32
+    )
     data.setup()
     return data
 
@@ -78,7 +80,9 @@ def test_the_sampled_loss_is_against_the_films_drawn_but_for_the_right_one() -> 
     for place, film in enumerate(following.tolist()):
         if film:
             films = [film, *(other for other in drawn if other != film)]
-            losses.append(functional.cross_entropy((rows[films] @ hidden[place])[None], torch.tensor([0])))
+            losses.append(
+                functional.cross_entropy((rows[films] @ hidden[place])[None], torch.tensor([0]))
+            )
     torch.testing.assert_close(actual, torch.stack(losses).mean())
 
 
@@ -96,7 +100,9 @@ def test_the_loss_leaves_out_the_same_film_and_corrects_by_its_share() -> None:
         local = sum(1 for other in range(own_part) if items[other] != items[own_part])
         losses.append(functional.cross_entropy(torch.tensor([scores]), torch.tensor([local])))
     expected = torch.stack(losses).mean()
-    torch.testing.assert_close(in_batch_loss(people, films, items, shares.log(), temperature=0.1), expected)
+    torch.testing.assert_close(
+        in_batch_loss(people, films, items, shares.log(), temperature=0.1), expected
+    )
 
 
 def test_a_batch_says_who_what_and_what_was_seen(data: NextFilmDataModule) -> None:
@@ -114,7 +120,9 @@ def test_a_batch_says_who_what_and_what_was_seen(data: NextFilmDataModule) -> No
         assert users[bags["user"][number]] == str(1 + sequences.users[event])
         initial = sequences.items[sequences.starts[event] : event] - 1
         known = [catalogue[position] for position in initial[-20:]]
-        assert [items[row] for row in bags["history"][number]] == [film if film in items else None for film in known]
+        assert [items[row] for row in bags["history"][number]] == [
+            film if film in items else None for film in known
+        ]
         assert [position for position in seen[number].tolist() if position >= 0] == initial.tolist()
 
 
@@ -145,5 +153,7 @@ def test_a_title_is_found_and_a_wrong_one_named(tmp_path: Path) -> None:
     titles = titles_of(read_folder(write_movielens_folder(tmp_path / "made")))
     assert titles[:2] == ["Film 0 (V)", "Film 1 (1934)"]
     assert film_of(" film 1 (1934)", titles) == 1
-    with pytest.raises(DataError, match=r"no film 'Film 1 \(1935\)'; did you mean 'film 1 \(1934\)'"):
+    with pytest.raises(
+        DataError, match=r"no film 'Film 1 \(1935\)'; did you mean 'film 1 \(1934\)'"
+    ):
         film_of("Film 1 (1935)", titles)

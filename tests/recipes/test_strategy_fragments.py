@@ -1,4 +1,5 @@
-"""A YAML of recipes/strategies behind a model's YAML puts its strategy in place of the model's, and changes no more."""
+"""A YAML of recipes/strategies behind a model's YAML puts its strategy in place of the model's, and
+changes no more."""
 
 import sys
 from collections.abc import Callable
@@ -23,7 +24,11 @@ CLASSES = {
 BY_NAME = ROOT / "recipes" / "next_character" / "cpu.yaml"
 OPTIONS = {
     "TunedDDPStrategy": {"comm_dtype": "bf16", "timeout_seconds": 60.0},
-    "PipelineParallelStrategy": {"schedule": "1f1b", "split": ["blocks.1"], "timeout_seconds": 60.0},
+    "PipelineParallelStrategy": {
+        "schedule": "1f1b",
+        "split": ["blocks.1"],
+        "timeout_seconds": 60.0,
+    },
     "TunedFSDPStrategy": {"min_num_parameters": 1000, "timeout_seconds": 60.0},
     "TorchRecShardedStrategy": {"min_rows": 50, "timeout_seconds": 60.0},
 }
@@ -42,7 +47,9 @@ def with_options(class_name: str, folder: Path) -> Path:
 
 
 @pytest.fixture
-def print_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def print_config(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[str, Any]]:
     """A function of files that returns what --print_config shows."""
 
     def show(*files: Path) -> dict[str, Any]:
@@ -81,7 +88,9 @@ def test_the_last_file_wins(print_config: Callable[..., dict[str, Any]]) -> None
 def test_a_class_behind_a_class_keeps_the_options_that_it_has_too(
     tmp_path: Path, print_config: Callable[..., dict[str, Any]]
 ) -> None:
-    files = [with_options(name, tmp_path) for name in ("TorchRecShardedStrategy", "TunedDDPStrategy")]
+    files = [
+        with_options(name, tmp_path) for name in ("TorchRecShardedStrategy", "TunedDDPStrategy")
+    ]
     files[1].write_text("trainer: {strategy: {class_path: lightning_distrec.TunedDDPStrategy}}")
     strategy = print_config(BY_NAME, *files)["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_distrec.TunedDDPStrategy"
@@ -94,9 +103,22 @@ def test_a_class_behind_a_class_keeps_the_options_that_it_has_too(
 def test_a_run_has_the_strategy_of_the_fragment(name: str, tmp_path: Path) -> None:
     other, *_ = (class_name for class_name in CLASSES.values() if class_name != CLASSES[name])
     arguments = [
-        *("--config", str(BY_NAME.relative_to(ROOT)), "--config", str(with_options(other, tmp_path))),
-        *("--config", f"recipes/strategies/{name}.yaml", f"--trainer.logger.init_args.save_dir={tmp_path}"),
-        *("--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"),
+        *(
+            "--config",
+            str(BY_NAME.relative_to(ROOT)),
+            "--config",
+            str(with_options(other, tmp_path)),
+        ),
+        *(
+            "--config",
+            f"recipes/strategies/{name}.yaml",
+            f"--trainer.logger.init_args.save_dir={tmp_path}",
+        ),
+        *(
+            "--trainer.max_epochs=1",
+            "--trainer.limit_train_batches=2",
+            "--trainer.limit_val_batches=1",
+        ),
         "--trainer.callbacks+=tests.support.strategy_printer.PrintsStrategy",
     ]
     done = fit_by_console(*arguments)

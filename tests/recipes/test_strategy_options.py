@@ -1,4 +1,5 @@
-"""Options of the strategies, set in a YAML: real ranks train the recipe with them, to the losses of the plain run."""
+"""Options of the strategies, set in a YAML: real ranks train the recipe with them, to the losses of
+the plain run."""
 
 import csv
 from pathlib import Path
@@ -21,8 +22,18 @@ CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
         "activation checkpointing: 2 of 2 layers recompute",
         0.0,
     ),
-    "ddp squeezes": ("TunedDDPStrategy", SQUEEZED, "ddp_tuned: from step 0 on, PowerSGD sends", 0.2),
-    "fsdp recomputes": ("TunedFSDPStrategy", {"wrap": LAYERS, "activation_checkpointing": True}, "", 1e-4),
+    "ddp squeezes": (
+        "TunedDDPStrategy",
+        SQUEEZED,
+        "ddp_tuned: from step 0 on, PowerSGD sends",
+        0.2,
+    ),
+    "fsdp recomputes": (
+        "TunedFSDPStrategy",
+        {"wrap": LAYERS, "activation_checkpointing": True},
+        "",
+        1e-4,
+    ),
     "fsdp in bf16": (
         "TunedFSDPStrategy",
         {"wrap": LAYERS, "param_dtype": "bf16", "reduce_dtype": "bf16"},
@@ -36,22 +47,36 @@ CASES: dict[str, tuple[str, dict[str, Any], str, float]] = {
         1e-4,
     ),
 }
-"""Case -> the strategy, its options, what the log says, and how far losses may be from those of the plain run."""
+"""Case -> the strategy, its options, what the log says, and how far losses may be from those of the
+plain run."""
 
 
-def _losses(folder: Path, strategy: str, options: dict[str, Any], message: str, batch_size: int) -> list[float]:
-    selection = {"class_path": f"lightning_distrec.{strategy}", "init_args": options | {"timeout_seconds": 60.0}}
+def _losses(
+    folder: Path, strategy: str, options: dict[str, Any], message: str, batch_size: int
+) -> list[float]:
+    selection = {
+        "class_path": f"lightning_distrec.{strategy}",
+        "init_args": options | {"timeout_seconds": 60.0},
+    }
     folder.mkdir()
-    (folder / "strategy.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": selection, "callbacks": []}}))
+    (folder / "strategy.yaml").write_text(
+        yaml.safe_dump({"trainer": {"strategy": selection, "callbacks": []}})
+    )
     done = fit_by_console(
         *("--config", RECIPE, "--config", str(folder / "strategy.yaml")),
         *(f"--trainer.logger.init_args.save_dir={folder}", f"--data.batch_size={batch_size}"),
-        *("--trainer.max_epochs=1", "--trainer.limit_train_batches=6", "--trainer.limit_val_batches=4"),
+        *(
+            "--trainer.max_epochs=1",
+            "--trainer.limit_train_batches=6",
+            "--trainer.limit_val_batches=4",
+        ),
     )
     assert message in done.stdout + done.stderr
     with open(next(folder.rglob("metrics.csv"))) as file:
         rows = list(csv.DictReader(file))
-    return [float(row[name]) for name in ("train_loss", "val_loss") for row in rows if row.get(name)]
+    return [
+        float(row[name]) for name in ("train_loss", "val_loss") for row in rows if row.get(name)
+    ]
 
 
 @pytest.mark.slow

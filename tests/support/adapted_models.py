@@ -17,11 +17,22 @@ class Adapted(ManagedModel):
     def __init__(self) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name="users", embedding_dim=8, num_embeddings=ROWS["users"], feature_names=["user"]),
-            EmbeddingBagConfig(name="goods", embedding_dim=8, num_embeddings=36, feature_names=["item", "shop"]),
+            EmbeddingBagConfig(
+                name="users", embedding_dim=8, num_embeddings=ROWS["users"], feature_names=["user"]
+            ),
+            EmbeddingBagConfig(
+                name="goods", embedding_dim=8, num_embeddings=36, feature_names=["item", "shop"]
+            ),
         ]
-        entry = {"tables": configs, "input_hash_size": 0, "device": torch.device("cpu"), "world_size": 1}
-        adapter = McEmbeddingBagCollectionAdapter(**entry, zch_method="mpzch", mpzch_num_buckets=BUCKETS)  # type: ignore[arg-type]
+        entry = {
+            "tables": configs,
+            "input_hash_size": 0,
+            "device": torch.device("cpu"),
+            "world_size": 1,
+        }
+        adapter = McEmbeddingBagCollectionAdapter(
+            **entry, zch_method="mpzch", mpzch_num_buckets=BUCKETS
+        )  # type: ignore[arg-type]
         self.mc = nn.Module()
         self.mc.adapter = adapter
 
@@ -48,7 +59,10 @@ class MapsByHand(ManagedModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.collisions, self.bags = self.mc._managed_collision_collection, self.mc._embedding_module
+        self.collisions, self.bags = (
+            self.mc._managed_collision_collection,
+            self.mc._embedding_module,
+        )
         del self.mc
 
     def forward(self, batch: dict[str, Tensor]) -> Any:

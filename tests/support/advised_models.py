@@ -1,4 +1,5 @@
-"""Modules whose needs are reckoned, and counted where they train: layers alone, a large plain table, and bags."""
+"""Modules whose needs are reckoned, and counted where they train: layers alone, a large plain
+table, and bags."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,8 @@ class Advised(pl.LightningModule):
 
 
 class Wide(Advised):
-    """Three blocks of a kind, each of which fsdp_tuned gathers by itself, and a layer that is in none."""
+    """Three blocks of a kind, each of which fsdp_tuned gathers by itself, and a layer that is in
+    none."""
 
     def __init__(self, optimizer: str = "AdamW", frozen: bool = False) -> None:
         super().__init__(optimizer)
@@ -63,7 +65,9 @@ class WithTable(Advised):
     def __init__(self, optimizer: str = "AdamW", sparse: bool = False) -> None:
         super().__init__(optimizer)
         self.users = nn.Embedding(NUM_USERS, 16, sparse=sparse)
-        self.layer = nn.Sequential(nn.Linear(16, 256, bias=False), nn.ReLU(), nn.Linear(256, 1, bias=False))
+        self.layer = nn.Sequential(
+            nn.Linear(16, 256, bias=False), nn.ReLU(), nn.Linear(256, 1, bias=False)
+        )
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.layer(self.users(batch)).mean(1)
@@ -75,7 +79,9 @@ class WithLayers(WithTable):
     def __init__(self) -> None:
         super().__init__()
         self.users = nn.Embedding(NUM_USERS, 32)
-        self.wide = nn.Sequential(*(nn.Linear(*size) for size in ((32, 1000), (1000, 1000), (1000, 1000), (1000, 16))))
+        self.wide = nn.Sequential(
+            *(nn.Linear(*size) for size in ((32, 1000), (1000, 1000), (1000, 1000), (1000, 16)))
+        )
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.layer(self.wide(self.users(batch))).mean(1)
@@ -91,8 +97,12 @@ class WithBags(Advised):
 
     def configure_model(self) -> None:
         if self.bags is None:
-            many = EmbeddingBagConfig(name="many", embedding_dim=16, num_embeddings=NUM_USERS, feature_names=["a", "b"])
-            few = EmbeddingBagConfig(name="few", embedding_dim=8, num_embeddings=110_000, feature_names=["c"])
+            many = EmbeddingBagConfig(
+                name="many", embedding_dim=16, num_embeddings=NUM_USERS, feature_names=["a", "b"]
+            )
+            few = EmbeddingBagConfig(
+                name="few", embedding_dim=8, num_embeddings=110_000, feature_names=["c"]
+            )
             self.bags = EmbeddingBagCollection(tables=[many, few])
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -109,7 +119,9 @@ class Chained(Advised):
     def __init__(self, optimizer: str = "AdamW") -> None:
         super().__init__(optimizer)
         self.first = nn.Linear(6, 256)
-        self.blocks = nn.Sequential(*(nn.Linear(*size) for size in ((256, 512), (512, 512), (512, 384), (384, 512))))
+        self.blocks = nn.Sequential(
+            *(nn.Linear(*size) for size in ((256, 512), (512, 512), (512, 384), (384, 512)))
+        )
         self.last = nn.Linear(512, 77)
 
     def forward(self, batch: Tensor) -> Tensor:

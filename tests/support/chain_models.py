@@ -1,4 +1,5 @@
-"""LightningModules that are a chain of blocks, unchanged: what pipeline_parallel cuts into stages."""
+"""LightningModules that are a chain of blocks, unchanged: what pipeline_parallel cuts into
+stages."""
 
 from typing import Any
 
@@ -36,7 +37,9 @@ class Logging(Recording):
         return self.train_dataloader()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val_loss", functional.mse_loss(self(batch[0]), batch[1]), batch_size=len(batch[0]))
+        self.log(
+            "val_loss", functional.mse_loss(self(batch[0]), batch[1]), batch_size=len(batch[0])
+        )
 
     def on_validation_epoch_end(self) -> None:
         self.validated.append(float(self.trainer.callback_metrics.get("val_loss", 0.0)))
@@ -51,7 +54,13 @@ class Sequence(Logging):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 1)
+            nn.Linear(WIDTH, 16),
+            nn.Tanh(),
+            nn.Linear(16, 24),
+            nn.GELU(),
+            nn.Linear(24, 8),
+            nn.Tanh(),
+            nn.Linear(8, 1),
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -63,10 +72,13 @@ class Transformer(Logging):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(WIDTH), persistent=False)
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(WIDTH), persistent=False
+        )
         self.lift, self.places = nn.Linear(1, 8), nn.Parameter(torch.randn(WIDTH, 8))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True) for _ in range(4)
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(4)
         )
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 1)
 
@@ -79,9 +91,16 @@ class Transformer(Logging):
     def configure_optimizers(self) -> Any:
         decayed = [parameter for parameter in self.parameters() if parameter.dim() > 1]
         undecayed = [parameter for parameter in self.parameters() if parameter.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)  # the gradient of a key's bias is 0 but for rounding
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
+        # the gradient of a key's bias is 0 but for rounding
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        }
 
 
 class Measured(Sequence):
@@ -105,14 +124,20 @@ class Measured(Sequence):
         self.log("count", float(len(batch[0])), on_epoch=True, reduce_fx="sum", sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        self.validated += [float(self.trainer.callback_metrics[name]) for name in ("largest", "count")]
+        self.validated += [
+            float(self.trainer.callback_metrics[name]) for name in ("largest", "count")
+        ]
 
     def on_train_epoch_end(self) -> None:
-        self.validated += [float(self.trainer.callback_metrics[name]) for name in ("error", "loss_epoch", "rate_epoch")]
+        self.validated += [
+            float(self.trainer.callback_metrics[name])
+            for name in ("error", "loss_epoch", "rate_epoch")
+        ]
 
 
 class PerExample(Logging):
-    """Passes its blocks a tensor with a row for each example, one for all, and computes with the batch before them."""
+    """Passes its blocks a tensor with a row for each example, one for all, and computes with the
+    batch before them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,20 +153,29 @@ class PerExample(Logging):
 
 
 class Permuted(Logging):
-    """Its blocks return a permuted view, as ConvNeXt's do, a slice, and a repeated value; it views their output."""
+    """Its blocks return a permuted view, as ConvNeXt's do, a slice, and a repeated value; it views
+    their output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(*(ChannelsLast(how) for how in ("all", "slice", "all", "mean", "all")))
+        self.model = nn.Sequential(
+            *(ChannelsLast(how) for how in ("all", "slice", "all", "mean", "all"))
+        )
         self.head = nn.Linear(3, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
         images = self.model(inputs.view(-1, 3, 4).permute(0, 2, 1))
-        return self.head(images.permute(0, 2, 1).view(len(inputs) * 4, 3)).view(len(inputs), 4).sum(1, keepdim=True)
+        return (
+            self
+            .head(images.permute(0, 2, 1).view(len(inputs) * 4, 3))
+            .view(len(inputs), 4)
+            .sum(1, keepdim=True)
+        )
 
 
 class ChannelsLast(nn.Module):
-    """A layer over the last dim in memory, (batch, 4, 3); what it returns has that as its middle one."""
+    """A layer over the last dim in memory, (batch, 4, 3); what it returns has that as its middle
+    one."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -211,7 +245,8 @@ class Flat(Logging):
 
 
 CHAINS: dict[str, type[Logging]] = {
-    kind.__name__: kind for kind in (Sequence, Transformer, PerExample, Measured, Permuted, Called, Flat)
+    kind.__name__: kind
+    for kind in (Sequence, Transformer, PerExample, Measured, Permuted, Called, Flat)
 }
 
 
@@ -220,7 +255,9 @@ class Drawing(Logging):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+        self.model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.model(inputs)
@@ -237,7 +274,9 @@ class Unchanged(Drawing):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Identity())
+        self.model = nn.Sequential(
+            nn.Identity(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Identity()
+        )
         self.model[1].weight = nn.Parameter(torch.eye(WIDTH))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""An ordinary LightningModule with embedding tables, its batches, and the plain loop it is compared with."""
+"""An ordinary LightningModule with embedding tables, its batches, and the plain loop it is compared
+with."""
 
 import copy
 from collections.abc import Callable
@@ -9,7 +10,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.modules.embedding_configs import PoolingType
 
 from tests.support.embedding_models import whole_state
@@ -27,10 +34,22 @@ NO_OUTPUT: dict[str, Any] = {
 def bag_configs(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
     """Three tables of unequal dims; feature b is looked up in two of them."""
     return [
-        EmbeddingBagConfig(name="wide", embedding_dim=16, num_embeddings=60, feature_names=["a", "b"], pooling=pooling),
-        EmbeddingBagConfig(name="narrow", embedding_dim=8, num_embeddings=37, feature_names=["c"], pooling=pooling),
         EmbeddingBagConfig(
-            name="shared", embedding_dim=8, num_embeddings=11, feature_names=["b", "d"], pooling=pooling
+            name="wide",
+            embedding_dim=16,
+            num_embeddings=60,
+            feature_names=["a", "b"],
+            pooling=pooling,
+        ),
+        EmbeddingBagConfig(
+            name="narrow", embedding_dim=8, num_embeddings=37, feature_names=["c"], pooling=pooling
+        ),
+        EmbeddingBagConfig(
+            name="shared",
+            embedding_dim=8,
+            num_embeddings=11,
+            feature_names=["b", "d"],
+            pooling=pooling,
         ),
     ]
 
@@ -42,7 +61,12 @@ class ClickModel(pl.LightningModule):
     """
 
     def __init__(
-        self, optimizer: type, options: dict[str, Any], pooling: str = "sum", weighted: bool = False, meta: bool = False
+        self,
+        optimizer: type,
+        options: dict[str, Any],
+        pooling: str = "sum",
+        weighted: bool = False,
+        meta: bool = False,
     ) -> None:
         super().__init__()
         self.optimizer, self.options, self.weighted = optimizer, options, weighted
@@ -50,12 +74,16 @@ class ClickModel(pl.LightningModule):
         self.ebc: EmbeddingBagCollection | None = None
         if not meta:
             self._build()
-        self.mlp = nn.Sequential(nn.Linear(56, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(56, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False)
+        )
         self.losses: list[float] = []
         self.final_state: dict[str, Tensor] = {}
 
     def _build(self) -> None:
-        self.ebc = EmbeddingBagCollection(tables=bag_configs(self.pooling), is_weighted=self.weighted)
+        self.ebc = EmbeddingBagCollection(
+            tables=bag_configs(self.pooling), is_weighted=self.weighted
+        )
 
     def configure_model(self) -> None:
         if self.ebc is None:
@@ -87,7 +115,9 @@ class ClickModel(pl.LightningModule):
 class EvaluatedModel(ClickModel):
     """A click model with all four steps."""
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         loss = nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
         self.log("val_loss", loss, sync_dist=True, batch_size=len(batch["label"]))
 
@@ -101,7 +131,9 @@ class LooksUpTwice(ClickModel):
     """Calls its collection twice in a step."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().forward(batch) + super().forward(batch | {"ids": (batch["ids"] * 7 + 1) % 11})
+        return super().forward(batch) + super().forward(
+            batch | {"ids": (batch["ids"] * 7 + 1) % 11}
+        )
 
 
 class SequenceModel(ClickModel):
@@ -109,8 +141,12 @@ class SequenceModel(ClickModel):
 
     def _build(self) -> None:
         configs = [
-            EmbeddingConfig(name="wide", embedding_dim=8, num_embeddings=60, feature_names=["a", "b"]),
-            EmbeddingConfig(name="narrow", embedding_dim=8, num_embeddings=37, feature_names=["c", "d"]),
+            EmbeddingConfig(
+                name="wide", embedding_dim=8, num_embeddings=60, feature_names=["a", "b"]
+            ),
+            EmbeddingConfig(
+                name="narrow", embedding_dim=8, num_embeddings=37, feature_names=["c", "d"]
+            ),
         ]
         self.ebc = EmbeddingCollection(tables=configs)
         self.first = nn.Linear(32, 56, bias=False)
@@ -129,13 +165,19 @@ def _mean(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def make_batch(seed: int, size: int = 8) -> dict[str, Tensor]:
-    """Return `size` examples; ids of each feature in range of its smallest table, bags of 0 to 4 ids."""
+    """Return `size` examples; ids of each feature in range of its smallest table, bags of 0 to 4
+    ids."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 5, (len(FEATURES) * size,), generator=draw)
     limits = torch.tensor([60, 11, 37, 11]).repeat_interleave(size).repeat_interleave(lengths)
     ids = (torch.rand(len(limits), generator=draw) * limits).long()
     label = torch.randint(0, 2, (size,), generator=draw).float()
-    return {"ids": ids, "lengths": lengths, "weights": torch.rand(len(ids), generator=draw) + 0.5, "label": label}
+    return {
+        "ids": ids,
+        "lengths": lengths,
+        "weights": torch.rand(len(ids), generator=draw) + 0.5,
+        "label": label,
+    }
 
 
 def join_batches(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -156,13 +198,19 @@ def join_batches(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def rank_loader(steps: int, rank: int, first: int = 0) -> DataLoader:
     """Return the loader of one rank, batches as they are."""
-    return DataLoader([make_batch(1000 * step + rank) for step in range(first, first + steps)], batch_size=None)
+    return DataLoader(
+        [make_batch(1000 * step + rank) for step in range(first, first + steps)], batch_size=None
+    )
 
 
 def train_unsharded(
-    model: ClickModel, steps: int, num_ranks: int, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: ClickModel,
+    steps: int,
+    num_ranks: int,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ClickModel:
-    """Train `model` in this process by a plain torch loop over the ranks' global batches; returns a trained copy.
+    """Train `model` in this process by a plain torch loop over the ranks' global batches; returns a
+    trained copy.
 
     context: entered around each forward.
     """
@@ -186,9 +234,13 @@ def seeded(make: Any, *args: Any, **options: Any) -> Any:
 
 
 def train_sharded(
-    model: ClickModel, steps: int | None, strategy: dict[str, Any] | None = None, **trainer_options: Any
+    model: ClickModel,
+    steps: int | None,
+    strategy: dict[str, Any] | None = None,
+    **trainer_options: Any,
 ) -> tuple[ClickModel, pl.Trainer]:
-    """Train `model` on this rank through Lightning, tables sharded. steps: None for the loaders of the model itself."""
+    """Train `model` on this rank through Lightning, tables sharded. steps: None for the loaders of
+    the model itself."""
     from lightning_distrec import TorchRecShardedStrategy
 
     rank, num_ranks = rank_and_num_ranks()
@@ -197,7 +249,9 @@ def train_sharded(
         accelerator="cpu",
         devices=num_ranks,
         **(
-            {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0} | NO_OUTPUT | trainer_options
+            {"max_epochs": 1, "use_distributed_sampler": False, "num_sanity_val_steps": 0}
+            | NO_OUTPUT
+            | trainer_options
         ),
     )
     trainer.fit(model, None if steps is None else rank_loader(steps, rank))

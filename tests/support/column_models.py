@@ -27,7 +27,10 @@ def write_clicks(folder: Path, num_rows: int = 300) -> str:
     table = pa.table({
         "row": np.arange(num_rows, dtype=np.float64),
         "user": [f"u{number}" for number in draw.integers(0, 40, num_rows)],
-        "history": [[f"i{item}" for item in draw.integers(0, 30, size)] for size in draw.integers(0, 5, num_rows)],
+        "history": [
+            [f"i{item}" for item in draw.integers(0, 30, size)]
+            for size in draw.integers(0, 5, num_rows)
+        ],
         "price": draw.lognormal(size=num_rows),
         "clicked": draw.integers(0, 2, num_rows),
     })
@@ -52,7 +55,10 @@ class ColumnModel(pl.LightningModule):
         self.tables = EmbeddingBagCollection(
             tables=[
                 EmbeddingBagConfig(
-                    name=name, num_embeddings=about.rows, embedding_dim=dim, feature_names=list(about.features)
+                    name=name,
+                    num_embeddings=about.rows,
+                    embedding_dim=dim,
+                    feature_names=list(about.features),
                 )
                 for name, about in tables.items()
             ]
@@ -62,7 +68,9 @@ class ColumnModel(pl.LightningModule):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return log-odds."""
-        return self.top(torch.cat([self.tables(batch["ids"]).values(), batch["dense"][:, 1:]], 1)).squeeze(1)
+        return self.top(
+            torch.cat([self.tables(batch["ids"]).values(), batch["dense"][:, 1:]], 1)
+        ).squeeze(1)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Return the loss, and note the rows."""

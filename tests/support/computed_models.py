@@ -1,4 +1,5 @@
-"""The shapes of public click models, in a few lines each: what they look up is computed in the step."""
+"""The shapes of public click models, in a few lines each: what they look up is computed in the
+step."""
 
 import random
 import warnings
@@ -37,7 +38,9 @@ class Tables(nn.Module):
         self.previous: Tensor | None = None
         if has_bags:
             tables = [
-                EmbeddingBagConfig(name=f"t{key}", num_embeddings=ROWS, embedding_dim=8, feature_names=[key])
+                EmbeddingBagConfig(
+                    name=f"t{key}", num_embeddings=ROWS, embedding_dim=8, feature_names=[key]
+                )
                 for key in "fg"
             ]
             self.ebc = EmbeddingBagCollection(tables)
@@ -48,12 +51,15 @@ class Tables(nn.Module):
 
 
 class Shapes(pl.LightningModule):
-    """Looks up as these shapes do, one after the other; keeps its losses and what was sent ahead after each epoch."""
+    """Looks up as these shapes do, one after the other; keeps its losses and what was sent ahead
+    after each epoch."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.tables = nn.ModuleDict({name: Tables("kjt" in name or "bags" in name) for name in names})
+        self.tables = nn.ModuleDict({
+            name: Tables("kjt" in name or "bags" in name) for name in names
+        })
         self.losses: list[float] = []
         self.ahead: list[tuple[int, int]] = []
 
@@ -105,12 +111,20 @@ def plain(size: int) -> Batch:
 def ragged(size: int) -> Batch:
     """Return a batch of sequences, padded to the longest."""
     longest = int(torch.randint(5, 30, ()))
-    return {"seq": ids(size, longest), "len": torch.randint(1, longest + 1, (size,)), "a": ids(size)}
+    return {
+        "seq": ids(size, longest),
+        "len": torch.randint(1, longest + 1, (size,)),
+        "a": ids(size),
+    }
 
 
 def padded(size: int) -> Batch:
     """Return a batch of sequences, padded to 40."""
-    return {"seq": ids(size, 40), "len": torch.randint(1, int(torch.randint(5, 39, ())), (size,)), "a": ids(size)}
+    return {
+        "seq": ids(size, 40),
+        "len": torch.randint(1, int(torch.randint(5, 39, ())), (size,)),
+        "a": ids(size),
+    }
 
 
 def jagged(size: int) -> Batch:
@@ -118,7 +132,13 @@ def jagged(size: int) -> Batch:
     lengths = torch.randint(0, 4, (2 * size,))
     total = int(lengths.sum())
     ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    return {"l": lengths, "v": ids(total), "o": ends, "v2": ids(size), "l2": torch.ones(size, dtype=torch.long)}
+    return {
+        "l": lengths,
+        "v": ids(total),
+        "o": ends,
+        "v2": ids(size),
+        "l2": torch.ones(size, dtype=torch.long),
+    }
 
 
 def ids(*shape: int, below: int = 100) -> Tensor:
@@ -129,7 +149,8 @@ def ids(*shape: int, below: int = 100) -> Tensor:
 def shape(
     make: Callable[[int], Batch] = plain, calls: int = 1, refused: str | None = None
 ) -> Callable[[Callable[[Any, Any], Rows]], Callable[[Any, Any], Rows]]:
-    """Add a shape to SHAPES. calls: how many of its calls are sent ahead. refused: why others are not."""
+    """Add a shape to SHAPES. calls: how many of its calls are sent ahead. refused: why others are
+    not."""
 
     def put(function: Callable[[Any, Any], Rows]) -> Callable[[Any, Any], Rows]:
         SHAPES[function.__name__] = ShapeOfStep(function, make, refused, calls)
@@ -293,7 +314,9 @@ def kjt_permute(m: Any, b: Any) -> Rows:
 
 @shape(jagged)
 def kjt_permute_subset(m: Any, b: Any) -> Rows:
-    twice = KeyedJaggedTensor(["g", "x", "f", "y"], torch.cat([b["v"], b["v"]]), lengths=torch.cat([b["l"], b["l"]]))
+    twice = KeyedJaggedTensor(
+        ["g", "x", "f", "y"], torch.cat([b["v"], b["v"]]), lengths=torch.cat([b["l"], b["l"]])
+    )
     return m.bags(twice.permute([2, 0]))
 
 
@@ -351,7 +374,11 @@ def from_rows(m: Any, b: Any) -> Rows:
 
 @shape(calls=1, refused="it depends on rows of")
 def from_bags(m: Any, b: Any) -> Rows:
-    bags = m.bags(KeyedJaggedTensor(["f", "g"], torch.cat([b["a"], b["b"]]), lengths=torch.ones(2 * len(b["a"])).int()))
+    bags = m.bags(
+        KeyedJaggedTensor(
+            ["f", "g"], torch.cat([b["a"], b["b"]]), lengths=torch.ones(2 * len(b["a"])).int()
+        )
+    )
     return [*bags, m.u((bags[0].sum(1) > 0).long())]
 
 
@@ -485,7 +512,8 @@ SHAPES["schedule_on_rank_1"] = ShapeOfStep(schedule_on_rank_1, plain, None, 1)
 
 
 def fewer_on_rank_1(m: Any, b: Any) -> Rows:
-    """Look up fewer ids after the trial, on one rank; then what is computed of the rows, and a bag of the table."""
+    """Look up fewer ids after the trial, on one rank; then what is computed of the rows, and a bag
+    of the table."""
     m.count += 1
     rows = m.t((b["x"] + 1)[:, : 2 if m.count >= 8 and rank_and_num_ranks()[0] == 1 else 4])
     return [rows, m.u((rows.sum((1, 2)) > 0).long())]
@@ -535,14 +563,18 @@ class Fitted:
     error: str
 
 
-def fit(names: Sequence[str], depth: int = 3, steps: int = 11, epochs: int = 2, **prefetch: Any) -> Fitted:
+def fit(
+    names: Sequence[str], depth: int = 3, steps: int = 11, epochs: int = 2, **prefetch: Any
+) -> Fitted:
     """Train these shapes on this rank. steps: of an epoch; the last batch of each is smaller."""
     model, rank = Shapes(names), rank_and_num_ranks()[0]
     torch.manual_seed(100 + rank)
     random.seed(3 + rank)
     np.random.seed(3 + rank)
     sizes = [SIZE] * (steps - 1) + [SIZE - 6]
-    batches = [{name: SHAPES[name].make(size) for name in names} for _ in range(epochs) for size in sizes]
+    batches = [
+        {name: SHAPES[name].make(size) for name in names} for _ in range(epochs) for size in sizes
+    ]
     error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -562,7 +594,11 @@ def fit(names: Sequence[str], depth: int = 3, steps: int = 11, epochs: int = 2, 
             trainer.fit(model)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-    messages = [str(warning.message) for warning in caught if "looked up as it is called" in str(warning.message)]
+    messages = [
+        str(warning.message)
+        for warning in caught
+        if "looked up as it is called" in str(warning.message)
+    ]
     return Fitted(model.losses, {} if error else whole_state(model), model.ahead, messages, error)
 
 
@@ -572,6 +608,7 @@ def fit_at_both_depths(names: Sequence[str], options: dict[str, Any]) -> tuple[F
 
 
 def fit_each(groups: Sequence[Sequence[str]]) -> list[Fitted]:
-    """Train each of these lists of shapes on this rank, which waits a second for ranks that do not differ."""
+    """Train each of these lists of shapes on this rank, which waits a second for ranks that do not
+    differ."""
     with patch.object(control_message, "COMPARISON_SECONDS", 1.0):
         return [fit(names) for names in groups]

@@ -1,4 +1,5 @@
-"""A recommender whose ids are computed in its steps, run in the ways that a Trainer runs modules."""
+"""A recommender whose ids are computed in its steps, run in the ways that a Trainer runs
+modules."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,11 +32,15 @@ class Fields(pl.LightningModule):
         self.register_buffer("category_of", torch.randint(0, ROWS, (ROWS,)))
         self.fields, self.items = nn.Embedding(FIELDS * ROWS, DIM), nn.Embedding(ROWS, DIM)
         self.dense = nn.Sequential(nn.Linear((FIELDS + 2) * DIM, 32), nn.ReLU(), nn.Linear(32, 1))
-        self.score = torch.compile(self._score, backend=compiler, dynamic=True) if compiler else self._score
+        self.score = (
+            torch.compile(self._score, backend=compiler, dynamic=True) if compiler else self._score
+        )
         self.losses: list[float] = []
 
     def _score(self, rows: Tensor, history: Tensor, category: Tensor) -> Tensor:
-        return self.dense(torch.cat([rows.flatten(1), history.mean(1), category], 1).tanh()).squeeze(1)
+        return self.dense(
+            torch.cat([rows.flatten(1), history.mean(1), category], 1).tanh()
+        ).squeeze(1)
 
     def forward(self, batch: Batch) -> Tensor:
         longest = int(batch["length"].max())

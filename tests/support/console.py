@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def fit_by_console(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `lightning-distrec fit` in the repository's root, which must succeed; returns what it printed."""
+    """Run `lightning-distrec fit` in the repository's root, which must succeed; returns what it
+    printed."""
     done = subprocess.run(
         [str(Path(sys.executable).parent / "lightning-distrec"), "fit", *arguments],
         cwd=ROOT,

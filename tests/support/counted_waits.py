@@ -1,4 +1,5 @@
-"""Counts, on CUDA devices in host memory, where the host waits in steps of two ranks: ours and TorchRec's.
+"""Counts, on CUDA devices in host memory, where the host waits in steps of two ranks: ours and
+TorchRec's.
 
     python -m tests.support.host_cuda --devices 2 -m tests.support.counted_waits FILE
 
@@ -38,10 +39,14 @@ class Logging(LitDLRM):
         return super().training_step(batch, batch_idx)
 
 
-def waits_of_ours(turn: Turn, batches: Batches, device: torch.device, depth: int, logged: bool = False) -> Counter[str]:
+def waits_of_ours(
+    turn: Turn, batches: Batches, device: torch.device, depth: int, logged: bool = False
+) -> Counter[str]:
     """Collective. Return where the host waits in the steps of a fit that count."""
     counting = WaitsOfSteps(turn.first, turn.counted)
-    contender = ByTrainer(NUM_ROWS, batches, turn, strategy=lambda: our_strategy(depth), device=device)
+    contender = ByTrainer(
+        NUM_ROWS, batches, turn, strategy=lambda: our_strategy(depth), device=device
+    )
     if logged:
         contender.module = Logging(NUM_ROWS, logged=True)
     contender.turn(counting)
@@ -53,7 +58,10 @@ def waits_of_rows(turn: Turn, batches: Batches, device: torch.device) -> Counter
     counting = WaitsOfSteps(turn.first, turn.counted)
     options = {"tables": {"*": {"pooling_factor": 50}}, "sharding_types": ["table_wise"]}
     trainer = make_trainer(options, accelerator="gpu", callbacks=[counting])
-    trainer.fit(seeded(SequenceModel, torch.optim.SGD, {"lr": 0.1}), rank_loader(turn.steps, dist.get_rank()))
+    trainer.fit(
+        seeded(SequenceModel, torch.optim.SGD, {"lr": 0.1}),
+        rank_loader(turn.steps, dist.get_rank()),
+    )
     return counting.waits
 
 
@@ -92,7 +100,10 @@ def _count(names: list[str]) -> dict[str, dict[str, float]]:
     silence()
     batches = Batches(NUM_ROWS, TURN.steps, rank, batch_size=64)
     counts = {name: CONTENDERS[name](TURN, batches, device) for name in names}
-    return {name: {place: n / TURN.counted for place, n in places.items()} for name, places in counts.items()}
+    return {
+        name: {place: n / TURN.counted for place, n in places.items()}
+        for name, places in counts.items()
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A module whose weights say which learning rate each step used: under SGD, with gradients of 1, they fall by it."""
+"""A module whose weights say which learning rate each step used: under SGD, with gradients of 1,
+they fall by it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +20,18 @@ def one_cycle(optimizer: SGD) -> Any:
 
 
 def in_sequence(optimizer: SGD) -> Any:
-    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 6)]
+    parts = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+        lr_scheduler.CosineAnnealingLR(optimizer, 6),
+    ]
     return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
 
 
 def chained(optimizer: SGD) -> Any:
-    parts = [lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    parts = [
+        lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=2),
+        lr_scheduler.ExponentialLR(optimizer, 0.9),
+    ]
     return lr_scheduler.ChainedScheduler(parts, optimizer)
 
 
@@ -45,7 +52,9 @@ SCHEDULERS: dict[str, Callable[[SGD], Any]] = {
     "SequentialLR": in_sequence,
     "ChainedScheduler": chained,
     "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=3),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=1e9),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(
+        o, factor=0.5, patience=0, threshold=1e9
+    ),
 }
 """Every scheduler of torch 2.13."""
 
@@ -55,7 +64,9 @@ class CountingRates(pl.LightningModule):
 
     def __init__(self, scheduler: str = "none", interval: str = "step") -> None:
         super().__init__()
-        self.weights = nn.ParameterList([nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in GROUP_RATES])
+        self.weights = nn.ParameterList([
+            nn.Parameter(torch.zeros((), dtype=torch.float64)) for _ in GROUP_RATES
+        ])
         self.scheduler, self.interval = scheduler, interval
         self.used: list[list[float]] = []
         """The rates of the groups in each batch, 0 where none stepped."""
@@ -65,15 +76,19 @@ class CountingRates(pl.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.log("flat", 0.0)
-        # Times 1, so that each weight's gradient has memory of its own: those of stacked scalars share theirs, and
-        # torch then adds the gradients of accumulated batches to both.
+        # Times 1, so that each weight's gradient has memory of its own: those of stacked scalars
+        # share theirs, and torch then adds the gradients of accumulated batches to both.
         return torch.stack([weight * 1 for weight in self.weights]).sum()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         current = [float(weight.detach()) for weight in self.weights]
-        self.used.append([initial - final for initial, final in zip(self._before, current, strict=True)])
+        self.used.append([
+            initial - final for initial, final in zip(self._before, current, strict=True)
+        ])
         self._before = current
-        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+        groups = [
+            group for optimizer in self.trainer.optimizers for group in optimizer.param_groups
+        ]
         self.shown.append([group["lr"] for group in groups])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -83,7 +98,9 @@ class CountingRates(pl.LightningModule):
         checkpoint["before"] = [float(weight.detach()) for weight in self.weights]
 
     def optimizer(self) -> SGD:
-        return SGD([{"params": [w], "lr": rate} for w, rate in zip(self.weights, GROUP_RATES, strict=True)])
+        return SGD([
+            {"params": [w], "lr": rate} for w, rate in zip(self.weights, GROUP_RATES, strict=True)
+        ])
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer()
@@ -95,7 +112,8 @@ class CountingRates(pl.LightningModule):
 
 
 class TwoByHand(CountingRates):
-    """Two optimizers stepped by hand, the second at every other batch, each with a scheduler of its own."""
+    """Two optimizers stepped by hand, the second at every other batch, each with a scheduler of its
+    own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +131,9 @@ class TwoByHand(CountingRates):
             scheduler.step()
 
     def configure_optimizers(self) -> Any:
-        optimizers = [SGD([weight], rate) for weight, rate in zip(self.weights, GROUP_RATES, strict=True)]
+        optimizers = [
+            SGD([weight], rate) for weight, rate in zip(self.weights, GROUP_RATES, strict=True)
+        ]
         return optimizers, [lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
 
 

@@ -1,4 +1,5 @@
-"""Programs that tests need, installed from Debian's packages where they are missing and the tests are root's."""
+"""Programs that tests need, installed from Debian's packages where they are missing and the tests
+are root's."""
 
 import fcntl
 import functools
@@ -13,7 +14,8 @@ import pytest
 
 
 def require(programs: Sequence[str], packages: Sequence[str]) -> None:
-    """Install packages if a program is missing, or skip the test with the reason why they cannot be had."""
+    """Install packages if a program is missing, or skip the test with the reason why they cannot be
+    had."""
     if reason := _why_not(tuple(programs), tuple(packages)):
         pytest.skip(reason)
 
@@ -33,7 +35,8 @@ def _why_not(programs: tuple[str, ...], packages: tuple[str, ...]) -> str:
 
 
 def _install(packages: tuple[str, ...]) -> str:
-    # Debian asks this script before a package starts its services; what a test needs of them it starts by itself.
+    # Debian asks this script before a package starts its services; what a test needs of them it
+    # starts by itself.
     policy = Path("/usr/sbin/policy-rc.d")
     is_ours = not policy.exists()
     if is_ours:

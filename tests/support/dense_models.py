@@ -1,4 +1,5 @@
-"""LightningModules without tables, unchanged: what data-parallel strategies have to leave as it is."""
+"""LightningModules without tables, unchanged: what data-parallel strategies have to leave as it
+is."""
 
 from typing import Any, Generic, TypeVar
 
@@ -28,7 +29,8 @@ def whole_batches(num_ranks: int) -> DataLoader[Any]:
     """Return the batches of all ranks together, for one process."""
     dealt = zip(*(loader(rank, num_ranks) for rank in range(num_ranks)), strict=True)
     return DataLoader(
-        [[torch.cat(parts) for parts in zip(*batches, strict=True)] for batches in dealt], batch_size=None
+        [[torch.cat(parts) for parts in zip(*batches, strict=True)] for batches in dealt],
+        batch_size=None,
     )
 
 
@@ -54,7 +56,11 @@ class BareAndTied(Recording):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.one, self.other, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.one, self.other, self.out = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 1),
+        )
         self.other.weight = self.one.weight
         self.still = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
@@ -67,7 +73,8 @@ Kind = TypeVar("Kind")
 
 
 class Typed(Generic[Kind]):
-    """A base class without attributes, before LightningModule: another layout of objects in Python."""
+    """A base class without attributes, before LightningModule: another layout of objects in
+    Python."""
 
     def class_name(self) -> str:
         """Return the name that Lightning's errors show."""
@@ -87,7 +94,9 @@ class WithBatchNorm(Recording):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1)
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)
@@ -115,7 +124,10 @@ class TwoByHand(Recording):
         self.losses.append(float(loss.detach()))
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.low.parameters(), 0.05), torch.optim.Adam(self.high.parameters(), 0.01)]
+        return [
+            torch.optim.SGD(self.low.parameters(), 0.05),
+            torch.optim.Adam(self.high.parameters(), 0.01),
+        ]
 
 
 class WithEmbedding(Recording):
@@ -176,7 +188,8 @@ class Scaled(nn.Module):
 
 
 class Adversaries(Recording):
-    """Two optimizers against each other: several forwards and backwards in a step, and a bare parameter in both."""
+    """Two optimizers against each other: several forwards and backwards in a step, and a bare
+    parameter in both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +213,10 @@ class Adversaries(Recording):
         self.toggle_optimizer(judge_optimizer)
         with torch.no_grad():
             fake = self.maker(batch[0]) + self.shift
-        judged = functional.softplus(self.judge(fake)).mean() + functional.softplus(-self.judge(batch[0])).mean()
+        judged = (
+            functional.softplus(self.judge(fake)).mean()
+            + functional.softplus(-self.judge(batch[0])).mean()
+        )
         self.manual_backward(judged)
         judge_optimizer.step()
         judge_optimizer.zero_grad()
@@ -232,7 +248,10 @@ class Layers(Recording):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        }
 
 
 class Block(nn.Module):
@@ -247,7 +266,8 @@ class Block(nn.Module):
 
 
 class Unfreezes(Recording):
-    """Its first layer is frozen, and learns from the second epoch on, in a param group of its own."""
+    """Its first layer is frozen, and learns from the second epoch on, in a param group of its
+    own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +282,10 @@ class Unfreezes(Recording):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.low.requires_grad_(True)
-            self.trainer.optimizers[0].add_param_group({"params": list(self.low.parameters()), "lr": 1e-3})
+            self.trainer.optimizers[0].add_param_group({
+                "params": list(self.low.parameters()),
+                "lr": 1e-3,
+            })
 
 
 class UnfreezesBesideATable(Unfreezes):

@@ -16,12 +16,15 @@ Outcome = tuple[list[float], dict[str, Tensor]]
 
 
 def fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
-    """Train a module of `KINDS` for two epochs. settings: of the Trainer; ckpt_path: where to go on from."""
+    """Train a module of `KINDS` for two epochs. settings: of the Trainer; ckpt_path: where to go on
+    from."""
     pl.seed_everything(5)
     model = KINDS[kind]()
     rank, num_ranks = rank_and_num_ranks()
     path = settings.pop("ckpt_path", None)
-    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **(DEFAULTS | {"max_epochs": 2} | settings))
+    trainer = pl.Trainer(
+        strategy=strategy, devices=num_ranks, **(DEFAULTS | {"max_epochs": 2} | settings)
+    )
     trainer.fit(model, loader(rank, num_ranks), ckpt_path=path)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     return model.losses, weights

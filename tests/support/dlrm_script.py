@@ -1,4 +1,5 @@
-"""An ordinary training script around torchrec's own DLRM: nothing in it knows of sharding but `--strategy`.
+"""An ordinary training script around torchrec's own DLRM: nothing in it knows of sharding but
+`--strategy`.
 
 python -m tests.support.dlrm_script --strategy torchrec_sharded --devices 2
 """
@@ -41,7 +42,9 @@ class LitDLRM(pl.LightningModule):
         super().__init__()
         self.names = [f"f{i}" for i in range(NUM_TABLES)]
         tables = [
-            EmbeddingBagConfig(name=f"t_{name}", embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=[name])
+            EmbeddingBagConfig(
+                name=f"t_{name}", embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=[name]
+            )
             for name in self.names
         ]
         self.net = DLRM(EmbeddingBagCollection(tables=tables), NUM_DENSE, [32, DIM], [32, 1])
@@ -80,7 +83,9 @@ def main() -> None:
     pl.seed_everything(1)
     model = LitDLRM()
     seen: list[str | None] = []
-    look = pl.callbacks.LambdaCallback(on_train_start=lambda *_: seen.append(os.environ.get("LOCAL_WORLD_SIZE")))
+    look = pl.callbacks.LambdaCallback(
+        on_train_start=lambda *_: seen.append(os.environ.get("LOCAL_WORLD_SIZE"))
+    )
     trainer = pl.Trainer(
         callbacks=[look],
         strategy=arguments.strategy,

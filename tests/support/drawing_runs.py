@@ -69,7 +69,10 @@ class Splitting(Drawing):
     """Draws in the hooks that make loaders alone."""
 
     def setup(self, stage: str) -> None:
-        self.samples, self.left_out = Subset(Numbered(), range(64)), Subset(Numbered(), range(64, 80))
+        self.samples, self.left_out = (
+            Subset(Numbered(), range(64)),
+            Subset(Numbered(), range(64, 80)),
+        )
 
 
 class Streaming(Drawing):
@@ -80,11 +83,14 @@ class Streaming(Drawing):
 
 
 class Noisy(pl.LightningModule):
-    """A chain of blocks; remembers what it saw in each step, and what it drew in each hook before and in it."""
+    """A chain of blocks; remembers what it saw in each step, and what it drew in each hook before
+    and in it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.model = nn.Sequential(
+            nn.Linear(WIDTH, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+        )
         self.seen: list[Any] = []
         self.noise: dict[str, float] = {}
 
@@ -110,7 +116,13 @@ class Noisy(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Sample, batch_idx: int) -> None:
         loss = float(self.trainer.callback_metrics["loss"])
-        self.seen.append(("train", torch.as_tensor(batch[0]).tolist(), loss, self.noise["fit"], self.noise["train"]))
+        self.seen.append((
+            "train",
+            torch.as_tensor(batch[0]).tolist(),
+            loss,
+            self.noise["fit"],
+            self.noise["train"],
+        ))
 
     def validation_step(self, batch: Sample, batch_idx: int) -> None:
         self.log("val_loss", self(batch[1]).mean(), sync_dist=True)
@@ -170,10 +182,17 @@ def fit(
     else:
         pl.seed_everything(seed)
     module = kind()
-    settings = DEFAULTS | {"max_epochs": 4, "use_distributed_sampler": True, "num_sanity_val_steps": 2} | settings
+    settings = (
+        DEFAULTS
+        | {"max_epochs": 4, "use_distributed_sampler": True, "num_sanity_val_steps": 2}
+        | settings
+    )
     settings["enable_checkpointing"] = saves is not None
     trainer = pl.Trainer(
-        strategy=strategy, devices=rank_and_num_ranks()[1], callbacks=[saves] if saves else [], **settings
+        strategy=strategy,
+        devices=rank_and_num_ranks()[1],
+        callbacks=[saves] if saves else [],
+        **settings,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)
     return module

@@ -15,7 +15,9 @@ def _rarely(value: Any, otherwise: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def _feature(draw: st.DrawFn) -> Feature:
-    longest, distinct = draw(st.sampled_from([(3, 1000), (3, 1000), (1, 1000), (5, 2), (12, 1), (12, 3)]))
+    longest, distinct = draw(
+        st.sampled_from([(3, 1000), (3, 1000), (1, 1000), (5, 2), (12, 1), (12, 3)])
+    )
     if draw(_rarely(True, False)):
         return Feature(longest, True, distinct)
     empty = draw(st.sampled_from(["never", "never", "never", "always", "odd steps", "rank 0"]))
@@ -24,7 +26,13 @@ def _feature(draw: st.DrawFn) -> Feature:
 
 @st.composite
 def _table(
-    draw: st.DrawFn, kind: str, features: tuple[int, ...], optimizer: str, fuses: bool, calls: int, half: bool
+    draw: st.DrawFn,
+    kind: str,
+    features: tuple[int, ...],
+    optimizer: str,
+    fuses: bool,
+    calls: int,
+    half: bool,
 ) -> Table:
     cuts = CUTS if kind in ("bags", "nn.EmbeddingBag") else CUTS[:3]
     if optimizer.startswith("RowWise"):
@@ -35,7 +43,9 @@ def _table(
     if rows < 4:
         sampled = [cut for cut in sampled if "row_wise" not in cut]
     # Adagrad in backward on request refuses several lookups of one table in a step.
-    is_summed = (calls > 1 or (kind.startswith("nn.") and len(features) > 1)) and "Adagrad" in optimizer
+    is_summed = (
+        calls > 1 or (kind.startswith("nn.") and len(features) > 1)
+    ) and "Adagrad" in optimizer
     updates = ["auto", "auto", "auto", "dense"] if is_summed else [None, None, "auto", "dense"]
     if optimizer in FUSED and "data_parallel" not in sampled:
         updates += ["fused"] if fuses and not is_summed else []
@@ -94,9 +104,14 @@ def a_job(draw: st.DrawFn, num_ranks: int) -> Job:
     steps = draw(st.integers(1, 5))
     size = st.sampled_from([1, 2, 5, 8])
     equal = draw(st.booleans())
-    sizes = [[draw(size)] * num_ranks if equal else [draw(size) for _ in range(num_ranks)] for _ in range(steps)]
+    sizes = [
+        [draw(size)] * num_ranks if equal else [draw(size) for _ in range(num_ranks)]
+        for _ in range(steps)
+    ]
     features = draw(st.lists(_feature(), min_size=1, max_size=4))
-    collections = draw(st.lists(_collection(len(features), optimizer, fuses), min_size=1, max_size=3))
+    collections = draw(
+        st.lists(_collection(len(features), optimizer, fuses), min_size=1, max_size=3)
+    )
     losses = ["mean", "sum", "rank_mean"]
     if all(collection.kind == "nn.Embedding" for collection in collections):
         losses.remove("mean")  # nothing tells how many examples there are
@@ -115,7 +130,8 @@ def a_job(draw: st.DrawFn, num_ranks: int) -> Job:
         decay=draw(_rarely(0.7, None)),
         draws_anew=all(c.padding_idx is None for c in collections) and draw(_rarely(True, False)),
         seed=draw(st.integers(0, 1_000_000)),
-        # torch's DTensor cannot do what torchrec's own optimizers of dense weights do; a step then says so.
+        # torch's DTensor cannot do what torchrec's own optimizers of dense weights do; a step then
+        # says so.
         dense="ddp" if optimizer.startswith("RowWise") else draw(_rarely("fsdp", "ddp")),
         keeps_weights=draw(st.booleans()),
         drift=draw(st.sampled_from([None] * 11 + [steps - 1])) if num_ranks > 1 else None,
@@ -127,11 +143,19 @@ def jobs_of(num_ranks: int, count: int, first_seed: int) -> list[Job]:
     jobs: list[Job] = []
 
     @seed(first_seed + num_ranks)
-    @settings(max_examples=6 * count, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=6 * count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
     @given(a_job(num_ranks))
     def collect(job: Job) -> None:
         # Half of what hypothesis draws are examples before with a small part replaced.
-        if len(jobs) < count and all(job.seed != o.seed and job.collections != o.collections for o in jobs):
+        if len(jobs) < count and all(
+            job.seed != o.seed and job.collections != o.collections for o in jobs
+        ):
             jobs.append(job)
 
     collect()

@@ -11,7 +11,8 @@ ROWS, DIM = 37, 8
 Embedding = nn.Embedding | nn.EmbeddingBag
 Arguments = dict[str, Tensor]
 Kind = tuple[Callable[[], Embedding], Callable[[torch.Generator, bool], Arguments]]
-"""How an embedding is made, and how its call's arguments are drawn on the rank whose turn it is, and on the others."""
+"""How an embedding is made, and how its call's arguments are drawn on the rank whose turn it is,
+and on the others."""
 
 
 def rows_maker(**options: Any) -> Callable[[], Embedding]:
@@ -35,7 +36,10 @@ def bags_maker(mode: str, **options: Any) -> Callable[[], Embedding]:
 
 
 def _ids(
-    *shape: int, turn_shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.long, rows: int = ROWS
+    *shape: int,
+    turn_shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.long,
+    rows: int = ROWS,
 ) -> Callable[[torch.Generator, bool], Arguments]:
     def draw(generator: torch.Generator, turn: bool) -> Arguments:
         size = turn_shape if turn and turn_shape is not None else shape
@@ -46,7 +50,9 @@ def _ids(
 
 def _weighted_ids(*shape: int) -> Callable[[torch.Generator, bool], Arguments]:
     def draw(generator: torch.Generator, turn: bool) -> Arguments:
-        return _ids(*shape)(generator, turn) | {"per_sample_weights": torch.rand(*shape, generator=generator) + 0.5}
+        return _ids(*shape)(generator, turn) | {
+            "per_sample_weights": torch.rand(*shape, generator=generator) + 0.5
+        }
 
     return draw
 
@@ -66,7 +72,11 @@ def _offsets(
         ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
         ids = torch.randint(0, rows, (int(ends[-1]),), generator=generator)
         drawn = {"input": ids.to(dtype), "offsets": (ends if last else ends[:-1]).to(dtype)}
-        weights = {"per_sample_weights": torch.rand(len(ids), generator=generator) + 0.5} if weighted else {}
+        weights = (
+            {"per_sample_weights": torch.rand(len(ids), generator=generator) + 0.5}
+            if weighted
+            else {}
+        )
         return drawn | weights
 
     return draw

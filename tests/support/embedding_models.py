@@ -1,4 +1,5 @@
-"""Recommenders on nn.Embedding as their users write them, their batches, and the plain loop they are compared with."""
+"""Recommenders on nn.Embedding as their users write them, their batches, and the plain loop they
+are compared with."""
 
 import copy
 from typing import Any
@@ -58,18 +59,23 @@ class TwoTower(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         tables = [p for n, p in self.named_parameters() if "embedding" in n]
         tail = [p for n, p in self.named_parameters() if "embedding" not in n]
-        return torch.optim.Adam([{"params": tables, "lr": 1e-3}, {"params": tail, "weight_decay": 0.01}], lr=5e-4)
+        return torch.optim.Adam(
+            [{"params": tables, "lr": 1e-3}, {"params": tail, "weight_decay": 0.01}], lr=5e-4
+        )
 
 
 class SASRec(pl.LightningModule):
-    """Self-attentive sequential recommendation: one positive and one negative next item for each position."""
+    """Self-attentive sequential recommendation: one positive and one negative next item for each
+    position."""
 
     def __init__(self, num_items: int = 60, length: int = 9, dim: int = 16) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.item_embedding = nn.Embedding(num_items + 1, dim, padding_idx=0)
         self.position_embedding = nn.Embedding(length, dim)
-        layer = nn.TransformerEncoderLayer(dim, 2, 2 * dim, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            dim, 2, 2 * dim, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(dim)
 
@@ -88,14 +94,19 @@ class SASRec(pl.LightningModule):
         expected = (states * self.item_embedding(positives)).sum(-1)
         unwanted = (states * self.item_embedding(negatives)).sum(-1)
         seen = positives != 0
-        loss = nn.functional.binary_cross_entropy_with_logits(expected[seen], torch.ones_like(expected[seen]))
-        return loss + nn.functional.binary_cross_entropy_with_logits(unwanted[seen], torch.zeros_like(unwanted[seen]))
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            expected[seen], torch.ones_like(expected[seen])
+        )
+        return loss + nn.functional.binary_cross_entropy_with_logits(
+            unwanted[seen], torch.zeros_like(unwanted[seen])
+        )
 
     def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
         return (self(batch[0])[:, -1].unsqueeze(1) * self.item_embedding(batch[1])).sum(-1)
 
     def configure_optimizers(self) -> Any:
-        # The key biases' gradient is 0 but for rounding, which the default eps would make steps of the full rate.
+        # The key biases' gradient is 0 but for rounding, which the default eps would make steps of
+        # the full rate.
         return torch.optim.Adam(self.parameters(), lr=1e-3, betas=(0.9, 0.98), eps=1e-5)
 
 
@@ -123,7 +134,9 @@ def loader(batches: list[Any]) -> DataLoader:
 def whole_state(model: pl.LightningModule) -> dict[str, Tensor]:
     """Collective. Return a copy of the state with whole tables on rank 0, under any strategy."""
     strategy = model.trainer.strategy
-    state = strategy.full_state_dict() if hasattr(strategy, "full_state_dict") else model.state_dict()
+    state = (
+        strategy.full_state_dict() if hasattr(strategy, "full_state_dict") else model.state_dict()
+    )
     return {key: value.clone().cpu() for key, value in state.items()}
 
 
@@ -145,6 +158,10 @@ def differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[
     return {key: float((actual[key] - expected[key]).abs().max()) for key in expected}
 
 
-def too_far(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> dict[str, float]:
+def too_far(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float
+) -> dict[str, float]:
     """Return the differences above `limit`, NaNs among them."""
-    return {key: value for key, value in differences(actual, expected).items() if not value <= limit}
+    return {
+        key: value for key, value in differences(actual, expected).items() if not value <= limit
+    }

@@ -1,4 +1,5 @@
-"""A rank that times all-to-alls with another one: torch's own, and those whose receives come first. Prints JSON."""
+"""A rank that times all-to-alls with another one: torch's own, and those whose receives come first.
+Prints JSON."""
 
 import json
 import time

@@ -48,7 +48,8 @@ def _term() -> None:
 
 
 def _collective() -> None:
-    # Of a group that nothing else uses: gloo would take it for the others' next exchange, or abort where sizes differ.
+    # Of a group that nothing else uses: gloo would take it for the others' next exchange, or abort
+    # where sizes differ.
     dist.all_reduce(torch.zeros(3), group=APART[0])
 
 
@@ -62,7 +63,8 @@ def _hold() -> None:
 
 
 def _hang() -> None:
-    """Wait in a collective, as freeing a GPU's memory waits for kernels: ranks 0 and 2 for each other, without end."""
+    """Wait in a collective, as freeing a GPU's memory waits for kernels: ranks 0 and 2 for each
+    other, without end."""
     dist.recv(torch.zeros(1), src=2 - dist.get_rank(), group=APART[0])
 
 
@@ -79,7 +81,8 @@ def hang_at_exit() -> None:
 
 
 def _unwatch() -> None:
-    """Let the process that watches over this rank be killed, or be stopped on rank 0, and wait for another one."""
+    """Let the process that watches over this rank be killed, or be stopped on rank 0, and wait for
+    another one."""
     watchdog: Any = process_runs.PROCESS.watchdog
     monitor, deadline = watchdog._process, time.monotonic() + 60
     monitor.send_signal(signal.SIGSTOP if watchdog._settings.rank == 0 else signal.SIGKILL)
@@ -144,7 +147,8 @@ class Faulty(Clicks):
 
 
 def fail_at_start(place: str) -> None:
-    """Let this rank be killed while the ranks meet: at the first contact, or around init_process_group."""
+    """Let this rank be killed while the ranks meet: at the first contact, or around
+    init_process_group."""
     if place == "at the first contact":
         start = process_runs.PROCESS.start_watchdog
         process_runs.PROCESS.start_watchdog = lambda *args: (start(*args), _kill())  # type: ignore[assignment, return-value]
@@ -155,8 +159,11 @@ def fail_at_start(place: str) -> None:
         dist.init_process_group = lambda *args, **options: (init(*args, **options), _kill())
 
 
-def fit_and_validate(kind: str, folder: str, options: dict[str, Any], **settings: Any) -> list[float]:
-    """Fit, and validate on those ranks that come so far; return the losses. options: of the strategy."""
+def fit_and_validate(
+    kind: str, folder: str, options: dict[str, Any], **settings: Any
+) -> list[float]:
+    """Fit, and validate on those ranks that come so far; return the losses. options: of the
+    strategy."""
     pl.seed_everything(1)
     os.environ["FAULTY_FOLDER"] = folder
     trainer = pl.Trainer(
@@ -180,4 +187,8 @@ def fit_and_validate(kind: str, folder: str, options: dict[str, Any], **settings
 
 
 if __name__ == "__main__":
-    fit_and_validate(sys.argv[1], os.environ["FAULTY_FOLDER"], json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+    fit_and_validate(
+        sys.argv[1],
+        os.environ["FAULTY_FOLDER"],
+        json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"),
+    )

@@ -16,7 +16,14 @@ from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.benchmarks.performance_contenders import ByHandPrefetched, Turn
 from tests.benchmarks.performance_model import Batches
 from tests.support.chain_models import CHAINS
-from tests.support.click_model import FEATURES, ClickModel, SequenceModel, bag_configs, make_batch, seeded
+from tests.support.click_model import (
+    FEATURES,
+    ClickModel,
+    SequenceModel,
+    bag_configs,
+    make_batch,
+    seeded,
+)
 from tests.support.host_cuda.following import followed_device
 from tests.support.mapped_models import ManagedModel, loader
 from tests.support.ranks import rank_and_num_ranks
@@ -26,7 +33,8 @@ STEPS = 12
 
 
 class Deaf(ClickModel):
-    """Never asks a loss for its value, and is called with one feature more than its collection has."""
+    """Never asks a loss for its value, and is called with one feature more than its collection
+    has."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -57,7 +65,8 @@ class JaggedBatches(Deaf):
 
 
 class PlainBags(Deaf):
-    """An nn.EmbeddingBag; ids are declared by `sparse_inputs` where `declares` is set, else computed in the step."""
+    """An nn.EmbeddingBag; ids are declared by `sparse_inputs` where `declares` is set, else
+    computed in the step."""
 
     def _build(self) -> None:
         self.ebc = nn.EmbeddingBag(60, 24, mode="mean")
@@ -115,7 +124,9 @@ def batch_of(kind: type, number: int) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(number)
     batch["single"] = torch.randint(0, 60, (len(batch["label"]), 3), generator=draw)
     if kind is JaggedBatches:
-        batch["features"] = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        batch["features"] = KeyedJaggedTensor(
+            keys=FEATURES, values=batch["ids"], lengths=batch["lengths"]
+        )
     return batch
 
 
@@ -139,33 +150,54 @@ STEP, FORWARD = ("step begins", "", ""), ("forward is queued", "", "")
 
 
 def follow_fit(
-    kind: type, optimizer: type, narrow: str, wide: str, update: str = "auto", clip: float | None = None
+    kind: type,
+    optimizer: type,
+    narrow: str,
+    wide: str,
+    update: str = "auto",
+    clip: float | None = None,
 ) -> tuple[list[str], list[Any], str]:
-    """Return the hazards of a fit on a device, the waits of the host, and how many lookups were sent ahead.
+    """Return the hazards of a fit on a device, the waits of the host, and how many lookups were
+    sent ahead.
 
-    narrow, wide: the sharding types of the table "narrow", and of all other ones. clip: the limit of the norm.
-    Three batches are in flight.
+    narrow, wide: the sharding types of the table "narrow", and of all other ones. clip: the limit
+    of the norm. Three batches are in flight.
     """
     model = seeded(kind, optimizer, {"lr": 0.1}, pooling="mean")
-    strategy: dict[str, Any] = {"sharding_types": [wide], "convert_embeddings": "all", "embedding_update": update}
+    strategy: dict[str, Any] = {
+        "sharding_types": [wide],
+        "convert_embeddings": "all",
+        "embedding_update": update,
+    }
     if kind is Deaf:
         strategy["tables"] = {"ebc.narrow": {"sharding_types": [narrow]}}
-    return _follow(model, model.mlp, strategy, [batch_of(kind, number) for number in range(STEPS)], clip)
+    return _follow(
+        model, model.mlp, strategy, [batch_of(kind, number) for number in range(STEPS)], clip
+    )
 
 
-def follow_mapped_fit(kind: type[ManagedModel], options: dict[str, Any], tables: dict[str, Any]) -> Any:
-    """The same of a model whose ids have no fixed range; with them the number of rows that were taken from ids."""
+def follow_mapped_fit(
+    kind: type[ManagedModel], options: dict[str, Any], tables: dict[str, Any]
+) -> Any:
+    """The same of a model whose ids have no fixed range; with them the number of rows that were
+    taken from ids."""
     model = seeded(kind, **options)
     strategy = {"convert_embeddings": "all", "tables": tables}
     rank, num_ranks = rank_and_num_ranks()
-    result = _follow(model, model.over, strategy, loader(0, STEPS, rank, num_ranks, num_ranks).dataset)
+    result = _follow(
+        model, model.over, strategy, loader(0, STEPS, rank, num_ranks, num_ranks).dataset
+    )
     mapped = sharded_tables_of(model)
     assert mapped is not None
     return *result, sum(mapping.counts.evicted for mapping in mapped.mappings.values())
 
 
 def _follow(
-    model: Any, last_layer: nn.Module, options: dict[str, Any], batches: Any, clip: float | None = None
+    model: Any,
+    last_layer: nn.Module,
+    options: dict[str, Any],
+    batches: Any,
+    clip: float | None = None,
 ) -> tuple[list[str], list[Any], str]:
     marks = Marks(last_layer)
     strategy = {"prefetch": {"depth": 3}, "process_group_backend": "nccl", **options}
@@ -178,7 +210,8 @@ def _follow(
 
 
 def follow_pipeline_fit(kind: str, options: dict[str, Any]) -> tuple[list[str], list[Any]]:
-    """Return the hazards of a fit whose chain is computed in stages, on devices, and the waits of the host."""
+    """Return the hazards of a fit whose chain is computed in stages, on devices, and the waits of
+    the host."""
     model, rank = CHAINS[kind](), rank_and_num_ranks()
     model.on_train_batch_end = lambda *_: None  # which reads what is logged
     marks = Marks(nn.Identity())
@@ -192,7 +225,8 @@ def follow_pipeline_fit(kind: str, options: dict[str, Any]) -> tuple[list[str], 
 
 
 def follow_torchrec_pipeline() -> list[list[Any]]:
-    """Return what the host waits for in each step of torchrec's TrainPipelineSparseDist, over table-wise tables."""
+    """Return what the host waits for in each step of torchrec's TrainPipelineSparseDist, over
+    table-wise tables."""
     with followed_device() as found:
         os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
         turn, device = Turn(1, STEPS - 4, 3), torch.device("cuda", torch.cuda.current_device())

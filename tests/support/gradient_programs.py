@@ -1,4 +1,5 @@
-"""What users do to gradients and weights between backward and step: adversarial rows, SAM, repairs, logs; by a seed."""
+"""What users do to gradients and weights between backward and step: adversarial rows, SAM, repairs,
+logs; by a seed."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +19,9 @@ def _learning(model: "GradientProgram") -> list[nn.Parameter]:
 
 
 def _scale_by_norm(model: "GradientProgram") -> None:
-    norm = torch.norm(torch.stack([parameter.grad.detach().norm(2) for parameter in _learning(model)]), 2)
+    norm = torch.norm(
+        torch.stack([parameter.grad.detach().norm(2) for parameter in _learning(model)]), 2
+    )
     for parameter in _learning(model):
         parameter.grad.data.mul_(0.5 / (norm + 0.1))
 
@@ -68,10 +71,20 @@ def _limit_rows(model: "GradientProgram") -> None:
 
 def _log(model: "GradientProgram") -> None:
     for name, parameter in model.named_parameters():
-        values = [parameter.abs().max(), parameter.data.min(), parameter.std(), parameter.detach().mean()]
+        values = [
+            parameter.abs().max(),
+            parameter.data.min(),
+            parameter.std(),
+            parameter.detach().mean(),
+        ]
         if parameter.grad is not None:
             gradient = parameter.grad
-            values += [gradient.abs().sum(), gradient.norm(float("inf")), (gradient != 0).sum(), gradient.std()]
+            values += [
+                gradient.abs().sum(),
+                gradient.norm(float("inf")),
+                (gradient != 0).sum(),
+                gradient.std(),
+            ]
         model.logs.append((name, [float(value) for value in values]))
 
 
@@ -99,11 +112,19 @@ class SAM(torch.optim.Optimizer):
     @torch.no_grad()
     def first_step(self) -> None:
         """Climb to the largest loss around the weights."""
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.norm(torch.stack([((torch.abs(p) + 1.0) * p.grad).norm(p=2) for p in parameters]), p=2)
+        parameters = [
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norm = torch.norm(
+            torch.stack([((torch.abs(p) + 1.0) * p.grad).norm(p=2) for p in parameters]), p=2
+        )
         for parameter in parameters:
             self.state[parameter]["old_p"] = parameter.data.clone()
-            parameter.add_((torch.abs(parameter) + 1.0) * parameter.grad * (self.defaults["rho"] / (norm + 1e-12)))
+            parameter.add_(
+                (torch.abs(parameter) + 1.0)
+                * parameter.grad
+                * (self.defaults["rho"] / (norm + 1e-12))
+            )
         self.zero_grad()
 
     @torch.no_grad()
@@ -146,7 +167,8 @@ class LAMB(torch.optim.Optimizer):
 
 
 class GradientProgram(KeepsState):
-    """Trains two tables and a layer, and does to gradients what a seed draws. manual: by manual optimization."""
+    """Trains two tables and a layer, and does to gradients what a seed draws. manual: by manual
+    optimization."""
 
     def __init__(self, seed: int, manual: bool) -> None:
         super().__init__()
@@ -156,18 +178,32 @@ class GradientProgram(KeepsState):
         self.automatic_optimization = not manual
         self.attack = draw.choice(["", "fgm", "sam", "SAM"]) if manual else ""
         self.actions = [draw.choice(list(ACTIONS)) for _ in range(draw.randint(1, 4))]
-        self.optimizer, self.hook = draw.choice(["SGD", "Adagrad", "Adam", "LAMB"]), draw.random() < 0.5
+        self.optimizer, self.hook = (
+            draw.choice(["SGD", "Adagrad", "Adam", "LAMB"]),
+            draw.random() < 0.5,
+        )
         self.breaks = self.attack.lower() != "sam" and draw.random() < 0.4
         if self.breaks:
             self.actions.insert(0, draw.choice(["zero not finite", "zero nan by where"]))
         self.logs: list[tuple[str, list[float]]] = []
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of a batch, whose gradients are not finite for one row where the seed says so."""
-        users, items = (self.layer(table(ids)) for table, ids in zip((self.users, self.items), batch, strict=True))
+        """Return the loss of a batch, whose gradients are not finite for one row where the seed
+        says so."""
+        users, items = (
+            self.layer(table(ids))
+            for table, ids in zip((self.users, self.items), batch, strict=True)
+        )
         loss = (users.tanh() * items).square().mean()
         if self.breaks:
-            loss = loss + torch.where(batch[0] == 3, float("nan"), 0.0).unsqueeze(1).mul(self.users(batch[0])).nansum()
+            loss = (
+                loss
+                + torch
+                .where(batch[0] == 3, float("nan"), 0.0)
+                .unsqueeze(1)
+                .mul(self.users(batch[0]))
+                .nansum()
+            )
         return loss
 
     def act(self) -> None:
@@ -175,7 +211,9 @@ class GradientProgram(KeepsState):
         for name in self.actions:
             ACTIONS[name](self)
 
-    def run_manual_step(self, compute: Callable[[], Tensor], backward: Callable[[Tensor], Any], optimizer: Any) -> None:
+    def run_manual_step(
+        self, compute: Callable[[], Tensor], backward: Callable[[Tensor], Any], optimizer: Any
+    ) -> None:
         """Do a step of manual optimization. compute: returns the loss."""
         optimizer.zero_grad()
         if self.attack == "SAM":
@@ -247,7 +285,9 @@ def run_in_one_process(model: GradientProgram, num_ranks: int) -> None:
     for step in range(STEPS):
 
         def compute(step: int = step) -> Tensor:
-            return torch.stack([model.loss(gradient_batch(step, rank)) for rank in range(num_ranks)]).mean()
+            return torch.stack([
+                model.loss(gradient_batch(step, rank)) for rank in range(num_ranks)
+            ]).mean()
 
         if not model.automatic_optimization:
             model.run_manual_step(compute, lambda loss: loss.backward(), optimizer)

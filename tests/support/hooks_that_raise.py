@@ -37,7 +37,8 @@ HOOKS = (
     "on_train_end",
     "on_fit_end",
 )
-"""Of the module. Those that are called in each step raise in the third, the others in their first call."""
+"""Of the module. Those that are called in each step raise in the third, the others in their first
+call."""
 IN_STEPS = ("on_train_batch_start", "training_step", "on_before_zero_grad", "on_after_backward")
 
 

@@ -1,4 +1,5 @@
-"""Counts where the host waits for a GPU: as torch warns of it or, on the device in host memory, as that reports."""
+"""Counts where the host waits for a GPU: as torch warns of it or, on the device in host memory, as
+that reports."""
 
 import sys
 import warnings
@@ -17,7 +18,8 @@ class HostWaits:
     """Waits of the host between `begin` and `end`, by their place in Python."""
 
     def __init__(self) -> None:
-        # On the device in host memory, which knows them all. On a GPU, torch does not see waits for events and streams.
+        # On the device in host memory, which knows them all. On a GPU, torch does not see waits for
+        # events and streams.
         self._host_device: Any = sys.modules.get("host_cuda_runtime")
         self._before: Counter[str] = Counter()
         self._caught: Any = None
@@ -40,7 +42,9 @@ class HostWaits:
         torch.cuda.set_sync_debug_mode("default")
         self._caught.__exit__(None, None, None)
         waits = [warning for warning in self._warnings if SYNC in str(warning.message)]
-        return Counter(f"{'/'.join(Path(wait.filename).parts[-2:])}:{wait.lineno}" for wait in waits)
+        return Counter(
+            f"{'/'.join(Path(wait.filename).parts[-2:])}:{wait.lineno}" for wait in waits
+        )
 
     def _reported(self) -> Counter[str]:
         counts: Counter[str] = Counter()

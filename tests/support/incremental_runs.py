@@ -82,7 +82,8 @@ class ResetsState(LargeTables):
 
 
 class KeepsGradients(LargeTables):
-    """Steps its tables every third batch, by the gradients of three, and its other layers in each."""
+    """Steps its tables every third batch, by the gradients of three, and its other layers in
+    each."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -144,7 +145,9 @@ class FullToo(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step // EVERY > self.last // EVERY:
-            trainer.save_checkpoint(f"{self.folder}/full/step={trainer.global_step}.ckpt", weights_only=False)
+            trainer.save_checkpoint(
+                f"{self.folder}/full/step={trainer.global_step}.ckpt", weights_only=False
+            )
         self.last = trainer.global_step
 
 
@@ -170,7 +173,9 @@ def fit(
 ) -> dict[str, Tensor]:
     """Train and save; return the model's state at the end. callbacks: functions that make them."""
     rank, _ = rank_and_num_ranks()
-    options = {"incremental": SERIES | {"dirpath": f"{folder}/series"} | (series or {})} | (checkpoint or {})
+    options = {"incremental": SERIES | {"dirpath": f"{folder}/series"} | (series or {})} | (
+        checkpoint or {}
+    )
     trainer = make_trainer(
         {"checkpoint": options, **(strategy or {})},
         callbacks=[*(callback() for callback in callbacks), FullToo(folder)],
@@ -181,7 +186,9 @@ def fit(
     return trained.final_state
 
 
-def resume(path: str, optimizer: Optimizer, strategy: dict[str, Any] | None = None) -> dict[str, Tensor]:
+def resume(
+    path: str, optimizer: Optimizer, strategy: dict[str, Any] | None = None
+) -> dict[str, Tensor]:
     """Go on from a checkpoint, on these ranks; return the state at the end."""
     model = seeded(LargeTables, *optimizer)
     rank, _ = rank_and_num_ranks()
@@ -191,26 +198,37 @@ def resume(path: str, optimizer: Optimizer, strategy: dict[str, Any] | None = No
 
 def series_in(folder: Path) -> dict[str, Mark]:
     """Return name -> mark of the checkpoints of a series."""
-    actual = {path.name: read_mark(path, read_contents(path).marker) for path in folder.glob("series/*.ckpt")}
+    actual = {
+        path.name: read_mark(path, read_contents(path).marker)
+        for path in folder.glob("series/*.ckpt")
+    }
     return {name: mark for name, mark in sorted(actual.items()) if mark is not None}
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
     """Return weights and optimizer state, by place, without parameters' names and numbers."""
     checkpoint = read_contents(path).checkpoint
-    actual = {f"weights/{place}": lazy for place, lazy in collect_tensors(checkpoint["state_dict"]).items()}
+    actual = {
+        f"weights/{place}": lazy
+        for place, lazy in collect_tensors(checkpoint["state_dict"]).items()
+    }
     for i, state in enumerate(checkpoint["optimizer_states"]):
         for j, parameter_state in enumerate(state["state"].values()):
-            actual |= {f"{i}/{j}/{place}": lazy for place, lazy in collect_tensors(parameter_state).items()}
+            actual |= {
+                f"{i}/{j}/{place}": lazy for place, lazy in collect_tensors(parameter_state).items()
+            }
     return {place: lazy.read().clone() for place, lazy in actual.items()}
 
 
 def assert_same_as_full(folder: Path) -> dict[str, Mark]:
-    """Assert that each of a series holds, bit by bit, what the full checkpoint of its step holds; return the series."""
+    """Assert that each of a series holds, bit by bit, what the full checkpoint of its step holds;
+    return the series."""
     series = series_in(folder)
     for name in series:
         actual = tensors_in(folder / "series" / name)
         expected = tensors_in(folder / "full" / f"{name.partition('-')[0]}.ckpt")
         assert actual.keys() == expected.keys(), name
-        assert [place for place in expected if not torch.equal(actual[place], expected[place])] == [], name
+        assert [
+            place for place in expected if not torch.equal(actual[place], expected[place])
+        ] == [], name
     return series

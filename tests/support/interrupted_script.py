@@ -1,4 +1,5 @@
-"""A training script that only a signal ends. python -m tests.support.interrupted_script STRATEGY [DEVICES]"""
+"""A training script that only a signal ends. python -m tests.support.interrupted_script STRATEGY
+[DEVICES]"""
 
 import sys
 import time

@@ -8,7 +8,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from lightning_distrec.errors import DistRecError
@@ -20,7 +26,8 @@ from tests.support.ranks import rank_and_num_ranks
 
 @dataclass
 class Outcome:
-    """What became of a job: weights, or a refusal before the first step or for its drift, or a failure."""
+    """What became of a job: weights, or a refusal before the first step or for its drift, or a
+    failure."""
 
     state: dict[str, Tensor] = field(default_factory=dict)
     updates: list[str] = field(default_factory=list)
@@ -40,13 +47,19 @@ class JobModel(pl.LightningModule):
         self.job = job
         self.begun = False
         self.outcome = Outcome()
-        self.collections = nn.ModuleList(_build(collection, c) for c, collection in enumerate(job.collections))
+        self.collections = nn.ModuleList(
+            _build(collection, c) for c, collection in enumerate(job.collections)
+        )
         width = sum(table.dim * len(table.features) for table in job.tables().values())
-        self.mlp = nn.Sequential(nn.Linear(width, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False)
+        )
         self.kept = {"first": self.mlp[0].weight, "last": [self.mlp[2].weight]}
         weights = dict(self.named_parameters())
         self.not_optimized = set()
-        for (name, table), weight in zip(job.tables().items(), self.collections.parameters(), strict=True):
+        for (name, table), weight in zip(
+            job.tables().items(), self.collections.parameters(), strict=True
+        ):
             nn.init.uniform_(weight, -0.5, 0.5)
             weight.requires_grad_(table.frozen != "requires_grad")
             if table.frozen == "no optimizer":
@@ -56,7 +69,12 @@ class JobModel(pl.LightningModule):
     def forward(self, batch: dict[str, Tensor], step: int) -> Tensor:
         columns = []
         for collection, module in zip(self.job.collections, self.collections, strict=True):
-            look_up = {"bags": _bags, "rows": _rows, "nn.Embedding": _embedding, "nn.EmbeddingBag": _embedding_bag}
+            look_up = {
+                "bags": _bags,
+                "rows": _rows,
+                "nn.Embedding": _embedding,
+                "nn.EmbeddingBag": _embedding_bag,
+            }
             calls = [
                 look_up[collection.kind](self.job, collection, module, other_ids, step)
                 for other_ids in _batches_of_calls(collection, batch)
@@ -77,7 +95,14 @@ class JobModel(pl.LightningModule):
 
     def log_loss(self, losses: Tensor) -> None:
         """Log the mean of a batch; batches of ranks may be of unequal sizes."""
-        self.log("loss", losses.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=len(losses))
+        self.log(
+            "loss",
+            losses.mean(),
+            on_step=False,
+            on_epoch=True,
+            sync_dist=True,
+            batch_size=len(losses),
+        )
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         rank, num_ranks = rank_and_num_ranks()
@@ -93,11 +118,16 @@ class JobModel(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer, options = OPTIMIZERS[self.job.optimizer]
-        named = {key: weight for key, weight in self.named_parameters() if key not in self.not_optimized}
+        named = {
+            key: weight for key, weight in self.named_parameters() if key not in self.not_optimized
+        }
         groups = [{"params": list(named.values())}]
         table_weights = [weight for key, weight in named.items() if not key.startswith("mlp")]
         if self.job.groups and table_weights:
-            groups = [{"params": table_weights, "lr": options["lr"] / 2}, {"params": list(self.mlp.parameters())}]
+            groups = [
+                {"params": table_weights, "lr": options["lr"] / 2},
+                {"params": list(self.mlp.parameters())},
+            ]
         steps = optimizer(groups, **options)
         decay = torch.optim.lr_scheduler.ExponentialLR(steps, self.job.decay or 1.0)
         return [steps], [{"scheduler": decay, "interval": "step"}]
@@ -107,7 +137,9 @@ class JobModel(pl.LightningModule):
             self.draw_tables()
         setup = self.trainer.strategy.run_tables
         plan = setup.shards.plan
-        self.outcome.updates = [f"{update.kind} {plan[name].sharding_type}" for name, update in setup.updates.items()]
+        self.outcome.updates = [
+            f"{update.kind} {plan[name].sharding_type}" for name, update in setup.updates.items()
+        ]
 
     def on_train_end(self) -> None:
         self.outcome.state = whole_state(self)
@@ -121,12 +153,16 @@ def _batches_of_calls(collection: Collection, batch: dict[str, Tensor]) -> list[
 
 def _build(collection: Collection, index: int) -> nn.Module:
     first = collection.tables[0]
-    dtype, data_type = (torch.float16, DataType.FP16) if collection.half else (torch.float32, DataType.FP32)
+    dtype, data_type = (
+        (torch.float16, DataType.FP16) if collection.half else (torch.float32, DataType.FP32)
+    )
     if collection.kind == "nn.Embedding":
         return nn.Embedding(first.rows, first.dim, padding_idx=collection.padding_idx, dtype=dtype)
     if collection.kind == "nn.EmbeddingBag":
         mode = "mean" if first.mean else "sum"
-        return nn.EmbeddingBag(first.rows, first.dim, mode=mode, padding_idx=collection.padding_idx, dtype=dtype)
+        return nn.EmbeddingBag(
+            first.rows, first.dim, mode=mode, padding_idx=collection.padding_idx, dtype=dtype
+        )
     named = [
         {
             "name": f"c{index}t{t}",
@@ -140,21 +176,31 @@ def _build(collection: Collection, index: int) -> nn.Module:
     if collection.kind == "rows":
         return EmbeddingCollection(tables=[EmbeddingConfig(**options) for options in named])
     poolings = [PoolingType.MEAN if table.mean else PoolingType.SUM for table in collection.tables]
-    configs = [EmbeddingBagConfig(**o, pooling=pooling) for o, pooling in zip(named, poolings, strict=True)]
+    configs = [
+        EmbeddingBagConfig(**o, pooling=pooling) for o, pooling in zip(named, poolings, strict=True)
+    ]
     return EmbeddingBagCollection(tables=configs, is_weighted=collection.weighted)
 
 
-def _bags(job: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], step: int) -> list[Tensor]:
+def _bags(
+    job: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], step: int
+) -> list[Tensor]:
     return [module(_keyed(job, collection, batch, step)).values().float()]
 
 
-def _rows(job: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], step: int) -> list[Tensor]:
+def _rows(
+    job: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], step: int
+) -> list[Tensor]:
     actual = module(_keyed(job, collection, batch, step))
     return [_pooled(jagged.values(), jagged.lengths()) for jagged in actual.values()]
 
 
-def _embedding(_: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], __: int) -> list[Tensor]:
-    actual = [(module(_ids(batch, f)), batch[f"f{f}.lengths"]) for f in collection.tables[0].features]
+def _embedding(
+    _: Job, collection: Collection, module: nn.Module, batch: dict[str, Tensor], __: int
+) -> list[Tensor]:
+    actual = [
+        (module(_ids(batch, f)), batch[f"f{f}.lengths"]) for f in collection.tables[0].features
+    ]
     return [_pooled(rows.flatten(0, -2), lengths) for rows, lengths in actual]
 
 
@@ -170,14 +216,25 @@ def _embedding_bag(
     return columns
 
 
-def _keyed(job: Job, collection: Collection, batch: dict[str, Tensor], step: int) -> KeyedJaggedTensor:
-    features = list(dict.fromkeys(feature for table in collection.tables for feature in table.features))
-    turn = step % len(features) if collection.keys == "turning" else 0
-    keys = list(range(len(job.features))) if collection.keys == "all" else features[turn:] + features[:turn]
-    ids, lengths, weights = (
-        torch.cat([batch[f"f{key}.{part}"].flatten() for key in keys]) for part in ("ids", "lengths", "weights")
+def _keyed(
+    job: Job, collection: Collection, batch: dict[str, Tensor], step: int
+) -> KeyedJaggedTensor:
+    features = list(
+        dict.fromkeys(feature for table in collection.tables for feature in table.features)
     )
-    return KeyedJaggedTensor([f"f{key}" for key in keys], ids, weights if collection.weighted else None, lengths)
+    turn = step % len(features) if collection.keys == "turning" else 0
+    keys = (
+        list(range(len(job.features)))
+        if collection.keys == "all"
+        else features[turn:] + features[:turn]
+    )
+    ids, lengths, weights = (
+        torch.cat([batch[f"f{key}.{part}"].flatten() for key in keys])
+        for part in ("ids", "lengths", "weights")
+    )
+    return KeyedJaggedTensor(
+        [f"f{key}" for key in keys], ids, weights if collection.weighted else None, lengths
+    )
 
 
 def _ids(batch: dict[str, Tensor], feature: int) -> Tensor:
@@ -186,10 +243,13 @@ def _ids(batch: dict[str, Tensor], feature: int) -> Tensor:
 
 
 def _pooled(rows: Tensor, lengths: Tensor) -> Tensor:
-    """Return the mean over each bag of something that is not linear in the rows and depends on their order."""
+    """Return the mean over each bag of something that is not linear in the rows and depends on
+    their order."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     place = 1 / (1 + torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[owner])
-    sums = torch.zeros(len(lengths), rows.shape[1]).index_add(0, owner, rows.float().tanh() * place.unsqueeze(1))
+    sums = torch.zeros(len(lengths), rows.shape[1]).index_add(
+        0, owner, rows.float().tanh() * place.unsqueeze(1)
+    )
     return sums / lengths.clamp(min=1).unsqueeze(1)
 
 
@@ -203,7 +263,9 @@ def make_batch(job: Job, step: int, rank: int) -> dict[str, Tensor]:
         if feature.fixed:
             lengths = torch.full((size,), feature.longest)
             batch[f"f{f}.fixed"] = torch.ones(1)
-        if {"always": True, "odd steps": step % 2 == 1, "rank 0": rank == 0}.get(feature.empty, False):
+        if {"always": True, "odd steps": step % 2 == 1, "rank 0": rank == 0}.get(
+            feature.empty, False
+        ):
             lengths = torch.zeros(size, dtype=torch.long)
         num_ids = job.num_ids(f)
         distinct = min(feature.distinct, num_ids)
@@ -224,7 +286,8 @@ def start(job: Job) -> JobModel:
 
 
 def train_unsharded(job: Job) -> tuple[dict[str, Tensor], float]:
-    """Train in this process by a plain torch loop; a step's gradient is made of those of the ranks' batches.
+    """Train in this process by a plain torch loop; a step's gradient is made of those of the ranks'
+    batches.
 
     Returns the state, and the mean loss of all examples.
     """

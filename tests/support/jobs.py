@@ -6,8 +6,16 @@ from typing import Any, Literal
 import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel")
-# None of them divides by a gradient that may have cancelled to nothing: that would compare rounding, not sharding.
+CUTS = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "data_parallel",
+)
+# None of them divides by a gradient that may have cancelled to nothing: that would compare
+# rounding, not sharding.
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.5}),
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -95,12 +103,14 @@ class Job(_Plain):
     decay: float | None = None
     """Factor of all rates after each optimizer step."""
     draws_anew: bool = False
-    """Whether a hook draws all tables again, when they are sharded, by their own `reset_parameters`."""
+    """Whether a hook draws all tables again, when they are sharded, by their own
+    `reset_parameters`."""
     dense: Literal["ddp", "fsdp"] = "ddp"
     keeps_weights: bool = False
     """Whether the step uses the dense weights that its module keeps in a plain dict."""
     drift: int | None = None
-    """The step before which the last rank doubles its learning rates, so that ranks would train apart."""
+    """The step before which the last rank doubles its learning rates, so that ranks would train
+    apart."""
     seed: int = 0
 
     @property
@@ -111,11 +121,16 @@ class Job(_Plain):
     def tables(self) -> dict[str, Table]:
         """Return full name -> table."""
         return {
-            f"collections.{c}" if collection.kind.startswith("nn.") else f"collections.{c}.c{c}t{t}": table
+            f"collections.{c}"
+            if collection.kind.startswith("nn.")
+            else f"collections.{c}.c{c}t{t}": table
             for c, collection in enumerate(self.collections)
             for t, table in enumerate(collection.tables)
         }
 
     def num_ids(self, feature: int) -> int:
         """Return the rows of the smallest table that looks up `feature`."""
-        return min((table.rows for table in self.tables().values() if feature in table.features), default=100)
+        return min(
+            (table.rows for table in self.tables().values() if feature in table.features),
+            default=100,
+        )

@@ -1,4 +1,5 @@
-"""A training script that is killed at any moment: each rank writes its losses to a file, line by line, as it trains.
+"""A training script that is killed at any moment: each rank writes its losses to a file, line by
+line, as it trains.
 
 torchrun --nproc-per-node=2 --max-restarts=3 -m tests.support.killed_script FOLDER
 """
@@ -26,13 +27,16 @@ NUM_STEPS = EPOCHS * NUM_SAMPLES // (2 * BATCH)
 
 
 class Clicks(pl.LightningModule):
-    """Two tables with different updates, and a layer with dropout, whose random numbers have to go on as well."""
+    """Two tables with different updates, and a layer with dropout, whose random numbers have to go
+    on as well."""
 
     def __init__(self, folder: Path, pause: float) -> None:
         super().__init__()
         self.folder, self.pause = folder, pause
         configs = [
-            EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=[name])
+            EmbeddingBagConfig(
+                name=name, embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=[name]
+            )
             for name in ("fused", "dense")
         ]
         self.tables = EmbeddingBagCollection(tables=configs)
@@ -41,14 +45,21 @@ class Clicks(pl.LightningModule):
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         ids = batch["ids"]
         lengths = torch.full((2 * len(ids),), ids.shape[1])
-        bags = self.tables(KeyedJaggedTensor(["fused", "dense"], torch.cat([ids, ids]).flatten(), lengths=lengths))
+        bags = self.tables(
+            KeyedJaggedTensor(["fused", "dense"], torch.cat([ids, ids]).flatten(), lengths=lengths)
+        )
         return (self.layer(bags.values()).squeeze(-1) - batch["label"]).pow(2).mean()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self._loss(batch)
         value = float(loss.detach())
         with open(self.folder / f"losses.{self.global_rank}", "a") as file:
-            line = {"attempt": attempt(), "step": self.global_step, "loss": value, "of": batch["number"].tolist()}
+            line = {
+                "attempt": attempt(),
+                "step": self.global_step,
+                "loss": value,
+                "of": batch["number"].tolist(),
+            }
             file.write(json.dumps(line) + "\n")
         time.sleep(self.pause)
         return loss
@@ -61,8 +72,11 @@ class Clicks(pl.LightningModule):
 
 
 def main(folder: Path, options: dict[str, Any]) -> None:
-    """Train, and write what came of it. options: the strategy's and others; pause: seconds that a step takes longer."""
-    (folder / f"pid.{attempt()}.{os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}").write_text(str(os.getpid()))
+    """Train, and write what came of it. options: the strategy's and others; pause: seconds that a
+    step takes longer."""
+    (
+        folder / f"pid.{attempt()}.{os.environ.get('RANK', os.environ.get('SLURM_PROCID'))}"
+    ).write_text(str(os.getpid()))
     pl.seed_everything(1)
     model = Clicks(folder, options.get("pause", 0.0))
     strategy = TorchRecShardedStrategy(
@@ -71,7 +85,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         stopping=options.get("stopping"),
     )
     best = ModelCheckpoint(monitor="val_loss", filename="{epoch}", save_top_k=2)
-    last = ModelCheckpoint(every_n_train_steps=5, filename="{step}", save_last=True, dirpath=options.get("dirpath"))
+    last = ModelCheckpoint(
+        every_n_train_steps=5, filename="{step}", save_last=True, dirpath=options.get("dirpath")
+    )
     early = EarlyStopping("val_loss", patience=3)
     trainer = pl.Trainer(
         strategy=strategy,
@@ -85,7 +101,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    loaders = [DataLoader(Numbered(), batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False)]
+    loaders = [
+        DataLoader(Numbered(), batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False)
+    ]
     trainer.fit(model, *loaders, ckpt_path=options.get("ckpt_path"))
     if options.get("dies_after_fit") and attempt() == 0 and trainer.global_rank == 1:
         os._exit(9)

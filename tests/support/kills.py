@@ -1,4 +1,5 @@
-"""torchrun with a random rank killed at random moments, and what its attempts together have trained."""
+"""torchrun with a random rank killed at random moments, and what its attempts together have
+trained."""
 
 import json
 import os
@@ -69,7 +70,9 @@ def read_trained(folder: Path, printed: str = "") -> Trained:
             line = json.loads(text)
             steps.setdefault(line["step"], []).append(line["loss"])
             trained.first_steps.setdefault(line["attempt"], line["step"])
-            trained.last_steps[line["attempt"]] = max(line["step"], trained.last_steps.get(line["attempt"], 0))
+            trained.last_steps[line["attempt"]] = max(
+                line["step"], trained.last_steps.get(line["attempt"], 0)
+            )
         trained.losses.append(steps)
     result = folder / "result.json"
     trained.result = json.loads(result.read_text()) if result.exists() else {}
@@ -90,8 +93,8 @@ def _train(folder: str) -> None:
 def check_trained(trained: Trained, root: Path, allowed: float = 0.0) -> None:
     """Check that a job trained what one does that nobody kills, and resumed where it said.
 
-    allowed: how much its losses may differ from those of a job on one node, which has another plan. A step that was
-    trained again has the same loss, bit by bit.
+    allowed: how much its losses may differ from those of a job on one node, which has another plan.
+    A step that was trained again has the same loss, bit by bit.
     """
     reference_run = _never_stopped()
     for losses, reference in zip(trained.losses, reference_run.losses, strict=True):
@@ -99,7 +102,10 @@ def check_trained(trained: Trained, root: Path, allowed: float = 0.0) -> None:
         assert {step: item for step, item in losses.items() if len(set(item)) > 1} == {}
         assert (
             differences(
-                [losses[step][0] for step in losses], [reference[step][0] for step in losses], "losses", allowed
+                [losses[step][0] for step in losses],
+                [reference[step][0] for step in losses],
+                "losses",
+                allowed,
             )
             == []
         )
@@ -113,11 +119,17 @@ def check_trained(trained: Trained, root: Path, allowed: float = 0.0) -> None:
 
 
 def train_with_kills(
-    folder: Path, num_kills: int, draw: random.Random, options: Mapping[str, Any], arguments: tuple[str, ...] = ()
+    folder: Path,
+    num_kills: int,
+    draw: random.Random,
+    options: Mapping[str, Any],
+    arguments: tuple[str, ...] = (),
 ) -> Trained:
-    """Train by torchrun on two ranks, of which a random one is killed at random moments, and return all that happened.
+    """Train by torchrun on two ranks, of which a random one is killed at random moments, and return
+    all that happened.
 
-    One of four kills comes before the first step of its attempt, while ranks meet, look for checkpoints and shard.
+    One of four kills comes before the first step of its attempt, while ranks meet, look for
+    checkpoints and shard.
     """
     command = [
         sys.executable,

@@ -1,4 +1,5 @@
-"""A training script as a user writes it: neither devices nor nodes are named. Each rank prints what it was and did.
+"""A training script as a user writes it: neither devices nor nodes are named. Each rank prints what
+it was and did.
 
 srun -n4 python -m tests.support.launched_script
 """
@@ -23,8 +24,11 @@ RESULT = "RESULT "
 
 
 def attempt() -> int:
-    """Return how often this job has been started before: by the launcher, or as an earlier step of Slurm's."""
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0"))
+    """Return how often this job has been started before: by the launcher, or as an earlier step of
+    Slurm's."""
+    restarts = os.environ.get(
+        "TORCHELASTIC_RESTART_COUNT", os.environ.get("SLURM_RESTART_COUNT", "0")
+    )
     return int(restarts) + int(os.environ.get("SLURM_STEP_ID", "0"))
 
 
@@ -45,22 +49,32 @@ class Clicks(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = EmbeddingBagConfig(name="item", embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=["item"])
+        config = EmbeddingBagConfig(
+            name="item", embedding_dim=DIM, num_embeddings=NUM_ROWS, feature_names=["item"]
+        )
         self.tables = EmbeddingBagCollection(tables=[config])
         self.layer = nn.Linear(DIM, 1)
         self.seen: list[int] = []
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 2 and self.global_rank == 1 and attempt() < int(os.environ.get("LAUNCHED_KILLS", "0")):
+        if (
+            batch_idx == 2
+            and self.global_rank == 1
+            and attempt() < int(os.environ.get("LAUNCHED_KILLS", "0"))
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
         signalled = os.environ.get("LAUNCHED_SIGNALS", "").split()
         if batch_idx == 2 and attempt() == 0 and len(signalled) > self.global_rank:
             time.sleep(self.global_rank)
             os.kill(os.getpid(), getattr(signal, signalled[self.global_rank], 0))
         ids = batch["ids"]
-        features = KeyedJaggedTensor(["item"], ids.flatten(), lengths=torch.full((len(ids),), ids.shape[1]))
-        loss = (self.layer(self.tables(features).values()).squeeze(-1) - batch["label"]).pow(2).mean()
+        features = KeyedJaggedTensor(
+            ["item"], ids.flatten(), lengths=torch.full((len(ids),), ids.shape[1])
+        )
+        loss = (
+            (self.layer(self.tables(features).values()).squeeze(-1) - batch["label"]).pow(2).mean()
+        )
         self.seen += batch["number"].tolist()
         self.losses.append(float(loss.detach()))
         return loss
@@ -117,8 +131,9 @@ def train(strategy: Any = "torchrec_sharded", **options: Any) -> dict[str, Any]:
 def main() -> None:
     """Train with the options in LAUNCHED_OPTIONS, JSON, and print what came of it as one line.
 
-    LAUNCHED_KILLS: in so many attempts rank 1 kills itself in the middle of its steps. LAUNCHED_SIGNALS: what each rank
-    sends itself at the third step of the first attempt, SIGUSR1, say, or "no", a second after the rank before it.
+    LAUNCHED_KILLS: in so many attempts rank 1 kills itself in the middle of its steps.
+    LAUNCHED_SIGNALS: what each rank sends itself at the third step of the first attempt, SIGUSR1,
+    say, or "no", a second after the rank before it.
     """
     result = train(**json.loads(os.environ.get("LAUNCHED_OPTIONS", "{}")))
     print(RESULT + json.dumps(result), flush=True)

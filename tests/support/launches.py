@@ -1,4 +1,5 @@
-"""`launched_script` started by any launcher, and what its ranks then say of themselves against one machine's ranks."""
+"""`launched_script` started by any launcher, and what its ranks then say of themselves against one
+machine's ranks."""
 
 import json
 import subprocess
@@ -30,8 +31,11 @@ def start(*command: str, **extra: str) -> "subprocess.Popen[str]":
     )
 
 
-def ended(*processes: "subprocess.Popen[str]", timeout_seconds: float = LIMIT_SECONDS) -> tuple[str, str]:
-    """Wait for processes, all of which have to succeed, and return what they printed: output, errors."""
+def ended(
+    *processes: "subprocess.Popen[str]", timeout_seconds: float = LIMIT_SECONDS
+) -> tuple[str, str]:
+    """Wait for processes, all of which have to succeed, and return what they printed: output,
+    errors."""
     try:
         printed = [process.communicate(timeout=timeout_seconds) for process in processes]
     finally:
@@ -44,9 +48,13 @@ def ended(*processes: "subprocess.Popen[str]", timeout_seconds: float = LIMIT_SE
 
 def results_of(printed: str) -> list[Result]:
     """Return what the ranks of a script have printed, in their order."""
-    # A launcher that hands a terminal's text on, as mpirun does, may part a line from its end: not one line a rank.
+    # A launcher that hands a terminal's text on, as mpirun does, may part a line from its end: not
+    # one line a rank.
     read = json.JSONDecoder().raw_decode
-    return sorted((read(text)[0] for text in printed.split(RESULT)[1:]), key=lambda result: int(result["rank"]))
+    return sorted(
+        (read(text)[0] for text in printed.split(RESULT)[1:]),
+        key=lambda result: int(result["rank"]),
+    )
 
 
 def check(results: list[Result], per_node: list[int]) -> None:
@@ -59,7 +67,11 @@ def check(results: list[Result], per_node: list[int]) -> None:
         assert result["num_ranks"] == num_ranks
         assert result["num_nodes"] == len(per_node)
         local = per_node[result["node"]]
-        published = {"RANK": result["rank"], "WORLD_SIZE": num_ranks, "LOCAL_RANK": result["local_rank"]}
+        published = {
+            "RANK": result["rank"],
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_RANK": result["local_rank"],
+        }
         published |= {"LOCAL_WORLD_SIZE": local, "GROUP_RANK": result["node"]}
         if result["environment"] != "LightningEnvironment":
             assert result["published"] == {name: str(value) for name, value in published.items()}

@@ -1,10 +1,12 @@
-"""How long a test waits for what may never come: what is stuck ends some day, what is slow ends by itself.
+"""How long a test waits for what may never come: what is stuck ends some day, what is slow ends by
+itself.
 
 Machines that share their processors with others can be five times slower for minutes.
 """
 
 LIMIT_SECONDS = 400
-"""Less than pytest's own limit (pyproject.toml), so that who has not come is told, not only that nobody came."""
+"""Less than pytest's own limit (pyproject.toml), so that who has not come is told, not only that
+nobody came."""
 
 
 def at_most(number: int) -> int:

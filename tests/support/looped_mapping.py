@@ -28,7 +28,9 @@ class LoopedMapping(IdMapping):
         stamps = dict.fromkeys(ids.tolist(), stamp)
         distinct, counted = torch.unique(ids, return_counts=True)
         firsts = self._probe(distinct, 1, may_share=True, among_own=True).tolist()
-        probed = {i: self._probed(first) for i, first in zip(distinct.tolist(), firsts, strict=True)}
+        probed = {
+            i: self._probed(first) for i, first in zip(distinct.tolist(), firsts, strict=True)
+        }
         sights = dict(zip(distinct.tolist(), counted.tolist(), strict=True))
         new = []
         for i, rows in probed.items():
@@ -57,10 +59,13 @@ class LoopedMapping(IdMapping):
         bucket, place = divmod(first, self.spec.bucket_rows)
         own_part = self.spec.own_rows
         return [
-            bucket * self.spec.bucket_rows + (place + i) % own_part for i in range(min(self.spec.max_probe, own_part))
+            bucket * self.spec.bucket_rows + (place + i) % own_part
+            for i in range(min(self.spec.max_probe, own_part))
         ]
 
-    def _enough(self, new: list[int], probed: dict[int, list[int]], sights: dict[int, int], state: Any) -> list[int]:
+    def _enough(
+        self, new: list[int], probed: dict[int, list[int]], sights: dict[int, int], state: Any
+    ) -> list[int]:
         if self.spec.min_sights == 1:
             return list(new)
         counts = state["newcomers"]
@@ -81,7 +86,12 @@ class LoopedMapping(IdMapping):
         return min(old, key=lambda row: state[state_key][row] if state_key else 0, default=None)
 
     def _take(
-        self, state: Any, selected: dict[int, int], stamps: dict[int, int], sights: dict[int, int], waiting: list[int]
+        self,
+        state: Any,
+        selected: dict[int, int],
+        stamps: dict[int, int],
+        sights: dict[int, int],
+        waiting: list[int],
     ) -> None:
         for row, i in selected.items():
             state["ids"][row] = i

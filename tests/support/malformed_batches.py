@@ -1,4 +1,5 @@
-"""Batches that are made badly in many ways, drawn at random, and a module that looks them up in every way."""
+"""Batches that are made badly in many ways, drawn at random, and a module that looks them up in
+every way."""
 
 import copy
 from collections.abc import Callable
@@ -7,7 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.modules.embedding_configs import PoolingType
 
 ROWS, DIM, BAGS = 23, 8, 4
@@ -16,10 +23,16 @@ Parts = dict[str, Any]
 """Arguments of a KeyedJaggedTensor, or of a call of a plain embedding."""
 
 
-def _bags(name: str, pooling: PoolingType = PoolingType.SUM, weighted: bool = False) -> EmbeddingBagCollection:
+def _bags(
+    name: str, pooling: PoolingType = PoolingType.SUM, weighted: bool = False
+) -> EmbeddingBagCollection:
     configs = [
         EmbeddingBagConfig(
-            name=f"{name}_{key}", embedding_dim=DIM, num_embeddings=ROWS, feature_names=[key], pooling=pooling
+            name=f"{name}_{key}",
+            embedding_dim=DIM,
+            num_embeddings=ROWS,
+            feature_names=[key],
+            pooling=pooling,
         )
         for key in KEYS
     ]
@@ -27,7 +40,8 @@ def _bags(name: str, pooling: PoolingType = PoolingType.SUM, weighted: bool = Fa
 
 
 class EveryKind(pl.LightningModule):
-    """One collection or embedding of each kind; `calls` looks all batches up and keeps what comes of it."""
+    """One collection or embedding of each kind; `calls` looks all batches up and keeps what comes
+    of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +51,11 @@ class EveryKind(pl.LightningModule):
         self.everywhere = _bags("everywhere")
         self.weighted = _bags("weighted", weighted=True)
         self.sequence = EmbeddingCollection(
-            tables=[EmbeddingConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=KEYS)]
+            tables=[
+                EmbeddingConfig(
+                    name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=KEYS
+                )
+            ]
         )
         self.item = nn.Embedding(ROWS, DIM)
         self.padded = nn.Embedding(ROWS, DIM, padding_idx=0)
@@ -52,7 +70,11 @@ class EveryKind(pl.LightningModule):
             return module(**parts)
         features = KeyedJaggedTensor(**parts)
         actual = module(features)
-        return actual.values() if kind != "sequence" else torch.cat([actual[key].values() for key in KEYS])
+        return (
+            actual.values()
+            if kind != "sequence"
+            else torch.cat([actual[key].values() for key in KEYS])
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = torch.zeros(())
@@ -108,7 +130,11 @@ def _change(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Parts], 
 def _add(name: str, added: Callable[[Any], Parts]) -> Callable[[Parts], Parts]:
     def changed(parts: Parts) -> Parts:
         # An nn.Embedding takes its ids alone.
-        return parts | added(parts[name]) if name in parts and ("keys" in parts or "offsets" in parts) else parts
+        return (
+            parts | added(parts[name])
+            if name in parts and ("keys" in parts or "offsets" in parts)
+            else parts
+        )
 
     return changed
 
@@ -135,7 +161,9 @@ def _as_offsets(begin: int) -> Callable[[Parts], Parts]:
         if "lengths" not in parts:
             return parts
         offsets = torch.cat([parts["lengths"].new_zeros(1), parts["lengths"].cumsum(0)]) + begin
-        return {name: entry for name, entry in parts.items() if name != "lengths"} | {"offsets": offsets}
+        return {name: entry for name, entry in parts.items() if name != "lengths"} | {
+            "offsets": offsets
+        }
 
     return changed
 
@@ -173,17 +201,29 @@ BAD: dict[str, Callable[[Parts], Parts]] = {
     "double weights": _change("weights", lambda entry: entry.double()),
     "half weights": _change("weights", lambda entry: entry.half()),
     "no weights": lambda parts: {name: entry for name, entry in parts.items() if name != "weights"},
-    "weights": lambda parts: parts if "keys" not in parts else parts | {"weights": torch.ones(len(parts["values"]))},
-    "short weights": lambda parts: parts if "keys" not in parts else parts | {"weights": torch.ones(1)},
+    "weights": lambda parts: (
+        parts if "keys" not in parts else parts | {"weights": torch.ones(len(parts["values"]))}
+    ),
+    "short weights": lambda parts: (
+        parts if "keys" not in parts else parts | {"weights": torch.ones(1)}
+    ),
     "per_sample_weights": lambda p: (
         p if "offsets" not in p else p | {"per_sample_weights": torch.ones(len(p["input"]))}
     ),
-    "short per_sample_weights": lambda p: p if "offsets" not in p else p | {"per_sample_weights": torch.ones(1)},
-    "a key less": lambda parts: parts if "keys" not in parts else parts | {"keys": parts["keys"][:1]},
-    "a key more": lambda parts: parts if "keys" not in parts else parts | {"keys": [*parts["keys"], "c"]},
+    "short per_sample_weights": lambda p: (
+        p if "offsets" not in p else p | {"per_sample_weights": torch.ones(1)}
+    ),
+    "a key less": lambda parts: (
+        parts if "keys" not in parts else parts | {"keys": parts["keys"][:1]}
+    ),
+    "a key more": lambda parts: (
+        parts if "keys" not in parts else parts | {"keys": [*parts["keys"], "c"]}
+    ),
     "a key twice": lambda parts: parts if "keys" not in parts else parts | {"keys": ["a", "a"]},
     "another key": lambda parts: parts if "keys" not in parts else parts | {"keys": ["a", "c"]},
-    "other order": lambda parts: parts if "keys" not in parts else parts | {"keys": parts["keys"][::-1]},
+    "other order": lambda parts: (
+        parts if "keys" not in parts else parts | {"keys": parts["keys"][::-1]}
+    ),
     "stride": lambda parts: parts if "keys" not in parts else parts | {"stride": BAGS + 1},
     "offsets": _as_offsets(0),
     "offsets from 2": _as_offsets(2),
@@ -203,9 +243,11 @@ BAD: dict[str, Callable[[Parts], Parts]] = {
 
 
 def draw_cases(seed: int, number: int, num_ranks: int) -> list[tuple[str, str, list[Parts]]]:
-    """Return the kind, what was done to it, and the arguments of each rank, of `number` calls and more.
+    """Return the kind, what was done to it, and the arguments of each rank, of `number` calls and
+    more.
 
-    Every change is made to every kind of lookup, on one rank or on all; then random pairs of changes.
+    Every change is made to every kind of lookup, on one rank or on all; then random pairs of
+    changes.
     """
     draw = torch.Generator().manual_seed(seed)
     kinds = (*COLLECTIONS, *ROW_KINDS, *BAG_KINDS)
@@ -232,6 +274,7 @@ def draw_cases(seed: int, number: int, num_ranks: int) -> list[tuple[str, str, l
 
 
 def with_weights_of_the_tables_type(parts: Parts) -> Parts:
-    """Return a copy of the arguments as one process takes them; FBGEMM takes weights of any type."""
+    """Return a copy of the arguments as one process takes them; FBGEMM takes weights of any
+    type."""
     parts = copy.deepcopy(parts)
     return parts | ({"weights": parts["weights"].float()} if "weights" in parts else {})

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.modules.hash_mc_evictions import HashZchEvictionConfig, HashZchEvictionPolicyName
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
@@ -48,21 +54,33 @@ class ManagedModel(pl.LightningModule):
     pooled = True
     maps_by: Any = staticmethod(hash_zch)
 
-    def __init__(self, evicts: bool = False, optimizer: str = "Adagrad", init: Any = None, **options: Any) -> None:
+    def __init__(
+        self, evicts: bool = False, optimizer: str = "Adagrad", init: Any = None, **options: Any
+    ) -> None:
         super().__init__()
         self.optimizer = optimizer
         kind = EmbeddingBagConfig if self.pooled else EmbeddingConfig
         scale, first = options.get("scale", 1), {} if init is None else {"init_fn": init}
         configs = [
-            kind(name=name, embedding_dim=8, num_embeddings=rows * scale, feature_names=FEATURES_OF[name], **first)
+            kind(
+                name=name,
+                embedding_dim=8,
+                num_embeddings=rows * scale,
+                feature_names=FEATURES_OF[name],
+                **first,
+            )
             for name, rows in ROWS.items()
         ]
         modules = {config.name: self.maps_by(config.name, evicts, **options) for config in configs}
         collisions = ManagedCollisionCollection(modules, configs)
         if self.pooled:
-            self.mc = ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(tables=configs), collisions)
+            self.mc = ManagedCollisionEmbeddingBagCollection(
+                EmbeddingBagCollection(tables=configs), collisions
+            )
         else:
-            self.mc = ManagedCollisionEmbeddingCollection(EmbeddingCollection(tables=configs), collisions)
+            self.mc = ManagedCollisionEmbeddingCollection(
+                EmbeddingCollection(tables=configs), collisions
+            )
         self.over = nn.Linear(24, 1, bias=False)
         self.losses: list[float] = []
 
@@ -71,7 +89,10 @@ class ManagedModel(pl.LightningModule):
         actual, _ = self.mc(features)
         if self.pooled:
             return self.over(actual.values()).squeeze(-1)
-        bags = [torch.segment_reduce(actual[f].values(), "sum", lengths=actual[f].lengths()) for f in FEATURES]
+        bags = [
+            torch.segment_reduce(actual[f].values(), "sum", lengths=actual[f].lengths())
+            for f in FEATURES
+        ]
         return self.over(torch.cat(bags, 1)).squeeze(-1)
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
@@ -80,7 +101,9 @@ class ManagedModel(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
-        self.losses.append(float(nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])))
+        self.losses.append(
+            float(nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"]))
+        )
 
     def configure_optimizers(self) -> Any:
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
@@ -99,7 +122,8 @@ def learn(mapping: RowsOfIds, ids: Tensor) -> Tensor:
 
 
 def make_batch(seed: int, size: int = 4, kinds: int = 60) -> dict[str, Tensor]:
-    """Return examples whose ids are large; `kinds` different ones for each feature, the first ones more often."""
+    """Return examples whose ids are large; `kinds` different ones for each feature, the first ones
+    more often."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(FEATURES) * size,), generator=draw)
     numbers = (torch.rand(int(lengths.sum()), generator=draw) ** 2 * kinds).long()
@@ -122,10 +146,15 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"ids": torch.cat(parts), "lengths": torch.cat(lengths), **whole}
 
 
-def loader(first: int, last: int, rank: int, num_ranks: int, batch_parts: int, kinds: int = 60) -> DataLoader[Any]:
-    """Return the batches of a rank in steps `first` to `last`: those of `of` ranks, shared by `num_ranks`."""
+def loader(
+    first: int, last: int, rank: int, num_ranks: int, batch_parts: int, kinds: int = 60
+) -> DataLoader[Any]:
+    """Return the batches of a rank in steps `first` to `last`: those of `of` ranks, shared by
+    `num_ranks`."""
     local = range(rank * batch_parts // num_ranks, (rank + 1) * batch_parts // num_ranks)
-    steps = [[make_batch(100 * step + r, kinds=kinds) for r in local] for step in range(first, last)]
+    steps = [
+        [make_batch(100 * step + r, kinds=kinds) for r in local] for step in range(first, last)
+    ]
     return DataLoader([joined(batches) for batches in steps], batch_size=None)
 
 
@@ -172,7 +201,11 @@ class Padded(DynamicModel):
         self.first = nn.Embedding(20, 8, padding_idx=0)
 
 
-POLICIES = {"lfu": LFU_EvictionPolicy, "lru": LRU_EvictionPolicy, "distance": DistanceLFU_EvictionPolicy}
+POLICIES = {
+    "lfu": LFU_EvictionPolicy,
+    "lru": LRU_EvictionPolicy,
+    "distance": DistanceLFU_EvictionPolicy,
+}
 
 
 def remainders(ids: Tensor, size: int) -> Tensor:

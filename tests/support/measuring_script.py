@@ -1,4 +1,5 @@
-"""The ranks of one machine, which measure bandwidths and print them as JSON. Arguments: which machine, ranks on each.
+"""The ranks of one machine, which measure bandwidths and print them as JSON. Arguments: which
+machine, ranks on each.
 
 They are forked from one process, because importing takes far longer than measuring.
 """

@@ -1,4 +1,5 @@
-"""Writes a small made-up folder in the format of the MovieLens recipe, for tests that must not download."""
+"""Writes a small made-up folder in the format of the MovieLens recipe, for tests that must not
+download."""
 
 import random
 from pathlib import Path
@@ -13,8 +14,9 @@ def write_movielens_folder(
 ) -> Path:
     """Write made.inter, made.user and made.item under `path`, which is made, and return `path`.
 
-    Every user likes one genre (rating 5 there, mostly 2 elsewhere), so there is something to learn. Times span some
-    days and many are equal, within a user and between users; lines are not in order of time; some values are missing.
+    Every user likes one genre (rating 5 there, mostly 2 elsewhere), so there is something to learn.
+    Times span some days and many are equal, within a user and between users; lines are not in order
+    of time; some values are missing.
     """
     rng = random.Random(seed)
     path.mkdir(parents=True)
@@ -39,10 +41,22 @@ def write_movielens_folder(
         user, item = rng.randrange(num_users), rng.randrange(num_items)
         likes = taste[user] in genres[item] or rng.random() < 0.1
         # 60 different times, an hour and a half apart: ties are the rule.
-        events.append(f"{user + 1}\t{item + 1}\t{5 if likes else 2}\t{880000000 + 5400 * rng.randrange(60)}")
-    write_lines(path / "made.inter", "user_id:token\titem_id:token\trating:float\ttimestamp:float", events)
-    write_lines(path / "made.user", "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token", users)
-    write_lines(path / "made.item", "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq", items)
+        events.append(
+            f"{user + 1}\t{item + 1}\t{5 if likes else 2}\t{880000000 + 5400 * rng.randrange(60)}"
+        )
+    write_lines(
+        path / "made.inter", "user_id:token\titem_id:token\trating:float\ttimestamp:float", events
+    )
+    write_lines(
+        path / "made.user",
+        "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token",
+        users,
+    )
+    write_lines(
+        path / "made.item",
+        "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq",
+        items,
+    )
     return path
 
 

@@ -1,4 +1,5 @@
-"""A program that trains on two ranks wherever it runs: as a script, by `python -`, or as cells of a notebook."""
+"""A program that trains on two ranks wherever it runs: as a script, by `python -`, or as cells of a
+notebook."""
 
 # %% what a user has in the first cells
 import os
@@ -25,7 +26,11 @@ class Ratings(pl.LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if f"{self.global_rank} {self.global_step}" == FAILS:
             raise ValueError("on purpose")
-        os.write(1, f"step {self.global_step} of rank {self.global_rank} in process {os.getpid()};\n".encode())
+        os.write(
+            1,
+            f"step {self.global_step} of rank {self.global_rank} in process "
+            f"{os.getpid()};\n".encode(),
+        )
         torch.ones(1_000_000).exp().sum()  # by OpenMP's threads, where a rank has more than one
         loss: Tensor = (self.layer(self.items(batch)) - 1).square().mean()
         self.log("loss", loss, sync_dist=True)
@@ -44,7 +49,12 @@ def trainer(max_epochs: int) -> pl.Trainer:
         strategy = lightning_distrec.TorchRecShardedStrategy(min_rows=10)
     return pl.Trainer(
         strategy=strategy,  # type: ignore[arg-type]
-        **{"accelerator": "cpu", "devices": 2, "max_epochs": max_epochs, "enable_progress_bar": False},  # type: ignore[arg-type]
+        **{
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_epochs": max_epochs,
+            "enable_progress_bar": False,
+        },  # type: ignore[arg-type]
         **{"logger": False, "enable_model_summary": False, "default_root_dir": FOLDER},  # type: ignore[arg-type]
         callbacks=[ModelCheckpoint(monitor="error", filename="best")],
     )

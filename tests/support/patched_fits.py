@@ -1,4 +1,5 @@
-"""Fits under each strategy in one process, which prints what they change in upstream's classes and modules meanwhile.
+"""Fits under each strategy in one process, which prints what they change in upstream's classes and
+modules meanwhile.
 
 The two ranks are each one of a node. Those fits that fail have a callback that counts exchanges.
 
@@ -16,8 +17,18 @@ from typing import Any
 RESULT = "PATCHED "
 UPSTREAM = ("lightning.", "torch.", "torchrec.", "fbgemm_gpu.", "torchmetrics.")
 LOADED_FIRST = (
-    *("lightning.pytorch", "lightning.pytorch.loggers.wandb", "torchmetrics", "fbgemm_gpu", "torch.distributed.fsdp"),
-    *("torchrec.distributed.train_pipeline", "torchrec.distributed.planner", "torch.distributed.pipelining"),
+    *(
+        "lightning.pytorch",
+        "lightning.pytorch.loggers.wandb",
+        "torchmetrics",
+        "fbgemm_gpu",
+        "torch.distributed.fsdp",
+    ),
+    *(
+        "torchrec.distributed.train_pipeline",
+        "torchrec.distributed.planner",
+        "torch.distributed.pipelining",
+    ),
 )
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp_tuned": {},
@@ -28,7 +39,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 class Attributes:
-    """The functions, classes and methods of all of upstream's modules that are loaded; rank 0 alone looks for them."""
+    """The functions, classes and methods of all of upstream's modules that are loaded; rank 0 alone
+    looks for them."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -46,7 +58,9 @@ class Attributes:
         for key, value in list(vars(module).items()):
             if isinstance(value, type) and value.__module__ == name:
                 # torch wraps an optimizer's step when the first one is made.
-                own_part = {n: inspect.unwrap(v) if n == "step" else v for n, v in vars(value).items()}
+                own_part = {
+                    n: inspect.unwrap(v) if n == "step" else v for n, v in vars(value).items()
+                }
                 self.values |= {f"{name}.{key}.{n}": v for n, v in own_part.items() if _is_code(v)}
             if callable(value) or key == "dist":
                 self.values[f"{name}.{key}"] = value
@@ -55,7 +69,9 @@ class Attributes:
         """Return the names of what has other values later."""
         common = self.values.keys() & later.values.keys()
         values = ((name, self.values[name], later.values[name]) for name in common)
-        changed = (name for name, a, b in values if a is not b and not (isinstance(a, dict) and a == b))
+        changed = (
+            name for name, a, b in values if a is not b and not (isinstance(a, dict) and a == b)
+        )
         return sorted([*changed, *(self.values.keys() - later.values.keys())])
 
 
@@ -64,15 +80,29 @@ def _is_code(value: Any) -> bool:
 
 
 def objects_changed(trainer: Any) -> list[str]:
-    """Return the objects of Lightning's in a trainer that have something of this package as an attribute or class."""
+    """Return the objects of Lightning's in a trainer that have something of this package as an
+    attribute or class."""
     objects, names = {"trainer": trainer}, []
-    for path in ("fit_loop", "validate_loop", "profiler", "_checkpoint_connector", "_signal_connector"):
+    for path in (
+        "fit_loop",
+        "validate_loop",
+        "profiler",
+        "_checkpoint_connector",
+        "_signal_connector",
+    ):
         objects[path] = getattr(trainer, path)
-    objects["epoch_loop"], objects["precision"] = trainer.fit_loop.epoch_loop, trainer.precision_plugin
+    objects["epoch_loop"], objects["precision"] = (
+        trainer.fit_loop.epoch_loop,
+        trainer.precision_plugin,
+    )
     objects["results"] = trainer.fit_loop.epoch_loop._results
     for path, value in objects.items():
         attributes = vars(value).items()
-        names += [f"{path}.{n}" for n, v in attributes if _is_ours(type(v)) or (_is_code(v) and _is_ours(v))]
+        names += [
+            f"{path}.{n}"
+            for n, v in attributes
+            if _is_ours(type(v)) or (_is_code(v) and _is_ours(v))
+        ]
         names += [f"class of {path}"] if _is_ours(type(value)) else []
     return names
 
@@ -96,13 +126,20 @@ def main() -> None:
     loaded = Attributes()
     for name, options in STRATEGIES.items():
         for fails in (False, True):
-            result[f"{name}{', fails' if fails else ''}"] = _fit(package, name, options, fails, initial, loaded)
+            result[f"{name}{', fails' if fails else ''}"] = _fit(
+                package, name, options, fails, initial, loaded
+            )
     if rank == "0":
         print(f"{RESULT}{json.dumps(result)}", flush=True)
 
 
 def _fit(
-    package: Any, name: str, options: dict[str, Any], fails: bool, initial: Attributes, loaded: Attributes
+    package: Any,
+    name: str,
+    options: dict[str, Any],
+    fails: bool,
+    initial: Attributes,
+    loaded: Attributes,
 ) -> dict[str, Any]:
     import lightning.pytorch as pl
     import torch

@@ -1,4 +1,5 @@
-"""Sharded runs of a click model with each of some optimizers, and the plain torch loop they are compared with."""
+"""Sharded runs of a click model with each of some optimizers, and the plain torch loop they are
+compared with."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -8,7 +9,14 @@ import torch
 from torch import Tensor, nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
+from tests.support.click_model import (
+    ClickModel,
+    join_batches,
+    largest_difference,
+    make_batch,
+    rank_loader,
+    seeded,
+)
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 
@@ -33,7 +41,8 @@ Batch = dict[str, Tensor]
 
 
 def limit_of(name: str) -> float:
-    """The largest difference that an optimizer is allowed: float addition in another order, and no more."""
+    """The largest difference that an optimizer is allowed: float addition in another order, and no
+    more."""
     return 1e-6 if name.startswith("SGD") else 1e-5
 
 
@@ -44,7 +53,8 @@ def fit_with_each(
     options: dict[str, Any] | None = None,
     steps: int = STEPS,
 ) -> dict[str, State]:
-    """Train a model of this kind on this rank with each optimizer in turn; returns what each trained."""
+    """Train a model of this kind on this rank with each optimizer in turn; returns what each
+    trained."""
     states = {}
     for name in names:
         model = seeded(kind, *OPTIMIZERS[name])
@@ -89,12 +99,16 @@ def train_plain_click_model(name: str) -> State:
     return train_plain(seeded(ClickModel, *OPTIMIZERS[name]), global_batches())
 
 
-def assert_equal(actual: dict[str, State], expected: Callable[[str], State], start: State | None = None) -> None:
+def assert_equal(
+    actual: dict[str, State], expected: Callable[[str], State], start: State | None = None
+) -> None:
     """Compare what was trained under each name of an optimizer with what `wanted` trains for it."""
     assert actual
     for name, state in actual.items():
         reference = expected(name)
         differences = largest_difference(state, reference)
         assert max(differences.values()) <= limit_of(name), f"{name}: {differences}"
-        moved = largest_difference(reference, start or seeded(ClickModel, *OPTIMIZERS["SGD"]).state_dict())
+        moved = largest_difference(
+            reference, start or seeded(ClickModel, *OPTIMIZERS["SGD"]).state_dict()
+        )
         assert min(moved.values()) > 1e-4, f"{name}: {moved}"

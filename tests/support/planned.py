@@ -10,7 +10,14 @@ from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, PlanCo
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 
-TYPES = ("table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "data_parallel")
+TYPES = (
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "data_parallel",
+)
 
 
 def planned(
@@ -25,7 +32,8 @@ def planned(
     pooling_factors: tuple[float, ...] = (2.0, 3.0),
     **options: Any,
 ) -> PlannedTable:
-    """Return a table on `ranks`, or on those that `sharding_type` makes obvious. options: those of PlannedTable."""
+    """Return a table on `ranks`, or on those that `sharding_type` makes obvious. options: those of
+    PlannedTable."""
     on_node = layout.num_ranks // layout.num_nodes
     obvious = {
         "row_wise": list(range(layout.num_ranks)),
@@ -40,8 +48,13 @@ def planned(
         width = dim // len(device)
     shards = []
     for i, rank in enumerate(device):
-        row, column = (i * block if "row" in sharding_type else 0), (i * width if "column" in sharding_type else 0)
-        shards.append(PlannedShard(rank, (row, column), (max(0, min(block, num_rows - row)), width)))
+        row, column = (
+            (i * block if "row" in sharding_type else 0),
+            (i * width if "column" in sharding_type else 0),
+        )
+        shards.append(
+            PlannedShard(rank, (row, column), (max(0, min(block, num_rows - row)), width))
+        )
     usual: dict[str, Any] = {"collection": name.rpartition(".")[0]}
     return PlannedTable(
         **usual | options,
@@ -56,9 +69,15 @@ def planned(
 
 
 def planned_at_random(
-    num_tables: int, layout: NodeLayout, seed: int, cost: bool = False, on_gpu: bool = False, **facts: Any
+    num_tables: int,
+    layout: NodeLayout,
+    seed: int,
+    cost: bool = False,
+    on_gpu: bool = False,
+    **facts: Any,
 ) -> ShardingPlan:
-    """Return tables of all sizes, small ones whole and large ones cut. facts: fields of ShardingPlan."""
+    """Return tables of all sizes, small ones whole and large ones cut. facts: fields of
+    ShardingPlan."""
     draw = np.random.default_rng(seed)
     num_ranks, on_node = layout.num_ranks, layout.num_ranks // layout.num_nodes
     tables = []
@@ -66,7 +85,11 @@ def planned_at_random(
         num_rows = int(10 ** draw.uniform(2.5, 8.3))
         dim = int(draw.choice([16, 32, 64, 128]))
         whole = num_rows < 10**6
-        sharding_type = str(draw.choice(["table_wise", "column_wise", "data_parallel"] if whole else TYPES[:5], p=None))
+        sharding_type = str(
+            draw.choice(
+                ["table_wise", "column_wise", "data_parallel"] if whole else TYPES[:5], p=None
+            )
+        )
         if sharding_type == "data_parallel" and num_rows > 20_000:
             sharding_type = "table_wise"
         if sharding_type == "row_wise" and num_rows < 100 * num_ranks:
@@ -80,7 +103,11 @@ def planned_at_random(
             "table_row_wise": local.tolist(),
             "table_column_wise": draw.choice(local, shards, replace=False).tolist(),
         }
-        pooled = bool(draw.random() < 0.8) or sharding_type not in ("table_wise", "row_wise", "column_wise")
+        pooled = bool(draw.random() < 0.8) or sharding_type not in (
+            "table_wise",
+            "row_wise",
+            "column_wise",
+        )
         tables.append(
             planned(
                 name=f"model.{'bags' if pooled else 'rows'}.feature_{number}",

@@ -1,4 +1,5 @@
-"""Sets of tables to plan: drawn from a seed, on the meta device, so that they may be of any size."""
+"""Sets of tables to plan: drawn from a seed, on the meta device, so that they may be of any
+size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
-from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types, torchrec_constraint
+from lightning_distrec.sharding.planning.constraints import (
+    TableConstraints,
+    allowed_types,
+    torchrec_constraint,
+)
 from lightning_distrec.sharding.planning.planner import estimate_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.table_options import TableOptions
@@ -48,15 +53,21 @@ def draw_tables(
 ) -> TableSet:
     """Return tables of random sizes, dims and pooling factors.
 
-    uniform: 10 thousand to 5 million rows; zipf: 50 million rows over the table's number; giant: one of 200 million
-    beside small ones; tiny: some thousands.
+    uniform: 10 thousand to 5 million rows; zipf: 50 million rows over the table's number; giant:
+    one of 200 million beside small ones; tiny: some thousands.
     """
     draw = np.random.default_rng(seed)
     dims = draw.choice([16, 32, 64, 128, 256], size=num_tables)
     if kind == "zipf":
-        rows = (50e6 / np.arange(1, num_tables + 1) * draw.uniform(0.5, 1.5, num_tables)).astype(int) + 2048
+        rows = (50e6 / np.arange(1, num_tables + 1) * draw.uniform(0.5, 1.5, num_tables)).astype(
+            int
+        ) + 2048
     else:
-        least, most = {"uniform": (10_000, 5_000_000), "giant": (2048, 1_000_000), "tiny": (2048, 5_000)}[kind]
+        least, most = {
+            "uniform": (10_000, 5_000_000),
+            "giant": (2048, 1_000_000),
+            "tiny": (2048, 5_000),
+        }[kind]
         rows = draw.integers(least, most, size=num_tables)
     if kind == "giant":
         rows[0] = 200_000_000
@@ -79,7 +90,9 @@ def table_set(
     options: by the table's number.
     """
     configs = [
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{i}"])
+        EmbeddingBagConfig(
+            name=f"t{i}", num_embeddings=rows, embedding_dim=dim, feature_names=[f"f{i}"]
+        )
         for i, (rows, dim) in enumerate(sizes)
     ]
     module = nn.Module()
@@ -88,8 +101,12 @@ def table_set(
     layout = NodeLayout.from_node_sizes(*[ranks_on_node] * (num_ranks // ranks_on_node))
     constraints = {}
     for i, table in enumerate(tables):
-        selection = (options or {}).get(i) or TableOptions(pooling_factor=(pooling or [1.0] * len(sizes))[i])
-        constraints[table.full_name] = TableConstraints(allowed_types(table, selection, layout, ""), False, selection)
+        selection = (options or {}).get(i) or TableOptions(
+            pooling_factor=(pooling or [1.0] * len(sizes))[i]
+        )
+        constraints[table.full_name] = TableConstraints(
+            allowed_types(table, selection, layout, ""), False, selection
+        )
     return TableSet(tables, constraints, topology_of(layout, device, int(memory_gb * 1e9)))
 
 
@@ -97,15 +114,20 @@ def topology_of(layout: NodeLayout, device: Literal["cuda", "cpu"], memory_bytes
     """Return ranks with so many bytes each for tables, and torchrec's bandwidths."""
     ranks = layout.num_ranks
     memory = RankMemory(device_bytes=(memory_bytes,) * ranks, host_bytes=(128 * 10**9,) * ranks)
-    return make_topology(torch.device(device), layout, memory, bandwidth_request(None, {}).with_measured({}))
+    return make_topology(
+        torch.device(device), layout, memory, bandwidth_request(None, {}).with_measured({})
+    )
 
 
 def default_critical_path(inputs: TableSet) -> float:
-    """Return the milliseconds of the slowest rank in the plan of torchrec's EmbeddingShardingPlanner, ids included."""
+    """Return the milliseconds of the slowest rank in the plan of torchrec's
+    EmbeddingShardingPlanner, ids included."""
     planner = EmbeddingShardingPlanner(
         topology=inputs.topology,
         batch_size=inputs.batch_size,
-        constraints={t.name: torchrec_constraint(t, inputs.constraints[t.full_name]) for t in inputs.tables},
+        constraints={
+            t.name: torchrec_constraint(t, inputs.constraints[t.full_name]) for t in inputs.tables
+        },
         storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=NoopEmbeddingStats(),
         debug=False,
@@ -116,6 +138,10 @@ def default_critical_path(inputs: TableSet) -> float:
         actual = planner.plan(tree, sharders()).plan["ebc"]
     shardings = {table.full_name: actual[table.name] for table in inputs.tables}
     layout = NodeLayout.equal(inputs.topology.world_size, inputs.topology.local_world_size)
-    plan = ShardingPlan.from_torchrec(inputs.tables, shardings, layout, inputs.topology.compute_device)
-    estimated = estimate_plan(plan, inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size)
+    plan = ShardingPlan.from_torchrec(
+        inputs.tables, shardings, layout, inputs.topology.compute_device
+    )
+    estimated = estimate_plan(
+        plan, inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size
+    )
     return estimated.cost.critical_path

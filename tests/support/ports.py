@@ -1,11 +1,13 @@
-"""Ports of this machine that nobody listens at, and that nobody is given by chance while a test starts its ranks."""
+"""Ports of this machine that nobody listens at, and that nobody is given by chance while a test
+starts its ranks."""
 
 import socket
 from contextlib import ExitStack
 from random import SystemRandom
 
 RANGE = range(10_000, 32_000)
-"""Below the ports that Linux gives to connections and to listeners that ask for any (net.ipv4.ip_local_port_range)."""
+"""Below the ports that Linux gives to connections and to listeners that ask for any
+(net.ipv4.ip_local_port_range)."""
 
 
 def free_ports(count: int) -> list[int]:

@@ -17,17 +17,26 @@ from tests.support.ranks import rank_and_num_ranks
 
 
 class Fails(Watched):
-    """Fails where it is told to. ranks: those that fail; at: number of the batch; kind: what is raised."""
+    """Fails where it is told to. ranks: those that fail; at: number of the batch; kind: what is
+    raised."""
 
     def __init__(
-        self, place: str, batch_number: int, ranks: tuple[int, ...], kind: type[BaseException] = ValueError
+        self,
+        place: str,
+        batch_number: int,
+        ranks: tuple[int, ...],
+        kind: type[BaseException] = ValueError,
     ) -> None:
         super().__init__()
         self.place, self.batch_number, self.ranks, self.kind = place, batch_number, ranks, kind
 
     def fail(self, place: str, batch: Batch) -> None:
         """Raise, where and when it is due."""
-        if place == self.place and int(batch["name"][0]) % 1000 == self.batch_number and self.global_rank in self.ranks:
+        if (
+            place == self.place
+            and int(batch["name"][0]) % 1000 == self.batch_number
+            and self.global_rank in self.ranks
+        ):
             raise self.kind("the user's code failed")
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -61,12 +70,21 @@ class IdOutOfRange(Watched):
 
 
 def fails(
-    depth: int, place: str, batch_number: int, ranks: tuple[int, ...], kind: type[BaseException] = ValueError
+    depth: int,
+    place: str,
+    batch_number: int,
+    ranks: tuple[int, ...],
+    kind: type[BaseException] = ValueError,
 ) -> Seen:
     """Fit a model that fails; then, where all ranks did, fit another one."""
     model: Callable[[], Any] = partial(Fails, place, batch_number, ranks, kind)
     seen = fit(
-        depth, partial(sized, 5), partial(sized, 3, 500), model=model, val_check_interval=2, catch=(kind, Exception)
+        depth,
+        partial(sized, 5),
+        partial(sized, 3, 500),
+        model=model,
+        val_check_interval=2,
+        catch=(kind, Exception),
     )
     if len(ranks) == rank_and_num_ranks()[1]:
         second_fit = fit(depth, partial(sized, 4), partial(unsized, 2, 500), max_epochs=2)
@@ -77,7 +95,9 @@ def fails(
 def loader_fails(depth: int, kind: str) -> Seen:
     """Fit with a loader that fails on rank 1 at its fourth batch."""
     batch_number = 3 if rank_and_num_ranks()[0] == 1 else None
-    dataset = Numbered(6, fails_at=batch_number) if kind == "sized" else Stream(6, fails_at=batch_number)
+    dataset = (
+        Numbered(6, fails_at=batch_number) if kind == "sized" else Stream(6, fails_at=batch_number)
+    )
     return fit(depth, lambda: DataLoader(dataset, batch_size=None), catch=(Exception,))
 
 
@@ -114,14 +134,20 @@ class Signalled(pl.Callback):
 
     def _signal(self, trainer: pl.Trainer, in_validation: bool) -> None:
         seconds = self.ranks.get(trainer.global_rank)
-        if in_validation == self.in_validation and trainer.global_step == self.step and seconds is not None:
+        if (
+            in_validation == self.in_validation
+            and trainer.global_step == self.step
+            and seconds is not None
+        ):
             time.sleep(seconds)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self._signal(trainer, False)
 
-    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: int) -> None:
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: int
+    ) -> None:
         if batch_idx == 1:
             self._signal(trainer, True)
 
@@ -140,7 +166,9 @@ class WithoutTables(Watched):
 MODELS = {"tables": Watched, "no tables": WithoutTables, "dataloader_iter": TakesIterator}
 
 
-def signalled(depth: int, model: str, ranks: dict[int, float], step: int, in_validation: bool) -> Seen:
+def signalled(
+    depth: int, model: str, ranks: dict[int, float], step: int, in_validation: bool
+) -> Seen:
     """Fit, and send SIGTERM to these ranks."""
     seen = fit(
         depth,

@@ -116,7 +116,13 @@ def jobs_of(num_ranks: int, count: int, first_seed: int) -> list[LoopJob]:
     jobs: list[LoopJob] = []
 
     @seed(first_seed + num_ranks)
-    @settings(max_examples=6 * count, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=6 * count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
     @given(a_job(num_ranks))
     def collect(job: LoopJob) -> None:
         if len(jobs) < count and job not in jobs:

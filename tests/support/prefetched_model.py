@@ -1,4 +1,5 @@
-"""A model that keeps a diary of what reaches its steps and callbacks, its batches, and loaders of all kinds."""
+"""A model that keeps a diary of what reaches its steps and callbacks, its batches, and loaders of
+all kinds."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -68,7 +69,14 @@ class Watched(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
         loss = self.loss_of(batch)
         self.note("training", names_in(batch), batch_idx, float(loss.detach()))
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch["label"]))
+        self.log(
+            "loss",
+            loss,
+            on_step=True,
+            on_epoch=True,
+            sync_dist=True,
+            batch_size=len(batch["label"]),
+        )
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -87,11 +95,14 @@ class Watched(pl.LightningModule):
 
     def on_train_end(self) -> None:
         self.final_state = whole_state(self)
-        self.ahead = {kind: count.ahead for kind, count in self.trainer.strategy.lookups_ahead.items()}
+        self.ahead = {
+            kind: count.ahead for kind, count in self.trainer.strategy.lookups_ahead.items()
+        }
 
 
 class ComputesIds(Watched):
-    """Looks up ids that are no part of its batch in one of its tables, so that they cannot travel ahead."""
+    """Looks up ids that are no part of its batch in one of its tables, so that they cannot travel
+    ahead."""
 
     def look_up(self, batch: Batch) -> Tensor:
         return super().look_up(batch | {"single": (batch["single"] * 7) % 40})
@@ -114,7 +125,12 @@ class Diarist(pl.Callback):
     def _note(self, trainer: pl.Trainer, module: Any, event: str, *values: Any) -> None:
         progress = trainer.fit_loop.epoch_loop.batch_progress
         validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-        seen = (trainer.global_step, trainer.current_epoch, progress.current.ready, progress.current.completed)
+        seen = (
+            trainer.global_step,
+            trainer.current_epoch,
+            progress.current.ready,
+            progress.current.completed,
+        )
         module.note(event, *values, *seen, trainer.is_last_batch, validation.is_last_batch)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
@@ -126,7 +142,9 @@ class Diarist(pl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self._note(trainer, module, "batch starts", names_in(batch), batch_idx)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self._note(trainer, module, "batch ends", names_in(batch), batch_idx)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -136,9 +154,17 @@ class Diarist(pl.Callback):
         self._note(trainer, module, "validation ends")
 
     def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Any,
+        module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
-        self._note(trainer, module, "validation batch ends", names_in(batch), batch_idx, dataloader_idx)
+        self._note(
+            trainer, module, "validation batch ends", names_in(batch), batch_idx, dataloader_idx
+        )
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         with without_torch_function():  # this rank's shards, as plain tensors
@@ -171,7 +197,12 @@ class Stream(IterableDataset):
     """Batches without a length. fails_at: the batch at which its disk is gone."""
 
     def __init__(self, steps: int, first: int = 0, fails_at: int | None = None) -> None:
-        self.steps, self.first, self.fails_at, self.rank = steps, first, fails_at, rank_and_num_ranks()[0]
+        self.steps, self.first, self.fails_at, self.rank = (
+            steps,
+            first,
+            fails_at,
+            rank_and_num_ranks()[0],
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         for number in range(self.steps):
@@ -183,7 +214,9 @@ class Stream(IterableDataset):
 class Numbered(Dataset):
     """Batches by their number. fails_at: the batch at which its disk is gone."""
 
-    def __init__(self, steps: int, first: int = 0, fails_at: int | None = None, size: int = 4) -> None:
+    def __init__(
+        self, steps: int, first: int = 0, fails_at: int | None = None, size: int = 4
+    ) -> None:
         self.steps, self.first, self.fails_at, self.size = steps, first, fails_at, size
         self.rank = rank_and_num_ranks()[0]
 
@@ -210,12 +243,16 @@ def unsized(steps: int, first: int = 0, **options: Any) -> DataLoader:
 
 def joined(examples: list[Batch]) -> Batch:
     """Return the batch of single examples."""
-    return join_batches(examples) | {key: torch.cat([e[key] for e in examples]) for key in ("name", "single")}
+    return join_batches(examples) | {
+        key: torch.cat([e[key] for e in examples]) for key in ("name", "single")
+    }
 
 
 def collated(examples: int, batch_size: int, **options: Any) -> DataLoader:
     """Return a DataLoader that joins single examples."""
-    return DataLoader(Numbered(examples, size=1), batch_size=batch_size, collate_fn=joined, **options)
+    return DataLoader(
+        Numbered(examples, size=1), batch_size=batch_size, collate_fn=joined, **options
+    )
 
 
 class Resumable:

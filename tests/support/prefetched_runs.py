@@ -23,7 +23,8 @@ class Seen:
     raised: str = ""
     returned: Any = None
     ahead: dict[str, int] = field(default_factory=dict)
-    """Kind of step -> lookups whose ids had travelled before the step; not the same at every depth."""
+    """Kind of step -> lookups whose ids had travelled before the step; not the same at every
+    depth."""
 
     def of(self, event: str) -> list[Any]:
         """Return the lines of the diary about this."""
@@ -38,9 +39,13 @@ class Seen:
 def trainer_at(depth: int, strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
     """Return a trainer that keeps a diary."""
     callbacks = [Diarist(), *options.pop("callbacks", [])]
-    strategy_options = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (strategy or {})
+    strategy_options = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (
+        strategy or {}
+    )
     return make_trainer(
-        strategy_options, **{"logger": Written(), "log_every_n_steps": 1} | options, callbacks=callbacks
+        strategy_options,
+        **{"logger": Written(), "log_every_n_steps": 1} | options,
+        callbacks=callbacks,
     )
 
 
@@ -52,7 +57,8 @@ def seen_by(
     catch: tuple[type[BaseException], ...] = (),
     **options: Any,
 ) -> Seen:
-    """Return what this rank sees while `act(trainer, model)` runs. catch: exceptions that become part of it."""
+    """Return what this rank sees while `act(trainer, model)` runs. catch: exceptions that become
+    part of it."""
     module, trainer = model(), trainer_at(depth, strategy, **options)
     seen = Seen()
     try:
@@ -76,7 +82,9 @@ def differences(actual: Seen, expected: Seen) -> str:
         problems.append(f"the diary has {len(actual.diary)} lines, not {len(expected.diary)}")
     for name in ("state", "metrics", "logged", "raised", "returned"):
         if not same(getattr(actual, name), getattr(expected, name)):
-            problems.append(f"{name}: {getattr(actual, name)!r} is not {getattr(expected, name)!r}"[:2000])
+            problems.append(
+                f"{name}: {getattr(actual, name)!r} is not {getattr(expected, name)!r}"[:2000]
+            )
     return "\n".join(problems)
 
 

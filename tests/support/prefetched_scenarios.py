@@ -35,9 +35,15 @@ def of_rank(*values: Any) -> Any:
     return values[min(rank_and_num_ranks()[0], len(values) - 1)]
 
 
-def fit(depth: int, train: Callable[[], Any], val: Callable[[], Any] | None = None, **options: Any) -> Seen:
+def fit(
+    depth: int, train: Callable[[], Any], val: Callable[[], Any] | None = None, **options: Any
+) -> Seen:
     """Fit once."""
-    return seen_by(depth, lambda trainer, model: trainer.fit(model, train(), None if val is None else val()), **options)
+    return seen_by(
+        depth,
+        lambda trainer, model: trainer.fit(model, train(), None if val is None else val()),
+        **options,
+    )
 
 
 def several() -> list[DataLoader]:
@@ -148,7 +154,13 @@ class KeepsIndices(BasePredictionWriter):
         super().__init__("batch_and_epoch")
 
     def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, *batch_indices: int
+        self,
+        trainer: Any,
+        module: Any,
+        prediction: Any,
+        indices: Any,
+        batch: Any,
+        *batch_indices: int,
     ) -> None:
         module.note("written", list(indices), names_in(batch), *batch_indices)
 
@@ -203,7 +215,9 @@ def _saved(depth: int, loader: Callable[[], Any], **options: Any) -> Seen:
     with tempfile.TemporaryDirectory() as folder:  # that of rank 0 is used
         saving = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
         callbacks = [saving, KeepsStates()]
-        return fit(depth, loader, enable_checkpointing=True, max_epochs=2, callbacks=callbacks, **options)
+        return fit(
+            depth, loader, enable_checkpointing=True, max_epochs=2, callbacks=callbacks, **options
+        )
 
 
 def _resumable(endless: bool = False, has_length: bool = True) -> Any:
@@ -221,22 +235,49 @@ SCENARIOS: dict[str, Scenario] = {
     "one epoch": partial(fit, train=partial(sized, 5)),
     "three epochs": partial(fit, train=partial(sized, 4), val=val, max_epochs=3),
     "one batch": partial(fit, train=partial(sized, 1), val=partial(sized, 1, 500), max_epochs=2),
-    "two batches": partial(fit, train=partial(sized, 2), val=partial(unsized, 2, 500), max_epochs=2),
-    "unsized": partial(fit, train=partial(unsized, 5), val=partial(unsized, 3, 500), max_epochs=3),
-    "one unsized batch": partial(fit, train=partial(unsized, 1), val=partial(unsized, 1, 500), max_epochs=2),
-    "sanity check": partial(fit, train=partial(sized, 3), val=partial(sized, 5, 500), num_sanity_val_steps=2),
-    "limit_train_batches": partial(fit, train=partial(sized, 7), limit_train_batches=3, max_epochs=2),
-    "limit of unsized": partial(fit, train=partial(unsized, 7), limit_train_batches=3, max_epochs=2),
-    "limit_val_batches": partial(fit, train=partial(sized, 2), val=several, limit_val_batches=2, max_epochs=2),
-    "max_steps": partial(fit, train=partial(sized, 5), val=val, max_steps=7, max_epochs=-1),
-    "max_steps of unsized": partial(fit, train=partial(unsized, 5), val=val, max_steps=7, max_epochs=-1),
-    "val_check_interval int": partial(fit, train=partial(sized, 5), val=val, val_check_interval=2, max_epochs=2),
-    "val_check_interval float": partial(fit, train=partial(sized, 8), val=val, val_check_interval=0.25),
-    "val_check_interval unsized": partial(fit, train=partial(unsized, 5), val=several, val_check_interval=2),
-    "val_check_interval over epochs": partial(
-        fit, train=partial(sized, 5), val=val, val_check_interval=3, check_val_every_n_epoch=None, max_epochs=3
+    "two batches": partial(
+        fit, train=partial(sized, 2), val=partial(unsized, 2, 500), max_epochs=2
     ),
-    "check_val_every_n_epoch": partial(fit, train=partial(sized, 3), val=val, check_val_every_n_epoch=2, max_epochs=4),
+    "unsized": partial(fit, train=partial(unsized, 5), val=partial(unsized, 3, 500), max_epochs=3),
+    "one unsized batch": partial(
+        fit, train=partial(unsized, 1), val=partial(unsized, 1, 500), max_epochs=2
+    ),
+    "sanity check": partial(
+        fit, train=partial(sized, 3), val=partial(sized, 5, 500), num_sanity_val_steps=2
+    ),
+    "limit_train_batches": partial(
+        fit, train=partial(sized, 7), limit_train_batches=3, max_epochs=2
+    ),
+    "limit of unsized": partial(
+        fit, train=partial(unsized, 7), limit_train_batches=3, max_epochs=2
+    ),
+    "limit_val_batches": partial(
+        fit, train=partial(sized, 2), val=several, limit_val_batches=2, max_epochs=2
+    ),
+    "max_steps": partial(fit, train=partial(sized, 5), val=val, max_steps=7, max_epochs=-1),
+    "max_steps of unsized": partial(
+        fit, train=partial(unsized, 5), val=val, max_steps=7, max_epochs=-1
+    ),
+    "val_check_interval int": partial(
+        fit, train=partial(sized, 5), val=val, val_check_interval=2, max_epochs=2
+    ),
+    "val_check_interval float": partial(
+        fit, train=partial(sized, 8), val=val, val_check_interval=0.25
+    ),
+    "val_check_interval unsized": partial(
+        fit, train=partial(unsized, 5), val=several, val_check_interval=2
+    ),
+    "val_check_interval over epochs": partial(
+        fit,
+        train=partial(sized, 5),
+        val=val,
+        val_check_interval=3,
+        check_val_every_n_epoch=None,
+        max_epochs=3,
+    ),
+    "check_val_every_n_epoch": partial(
+        fit, train=partial(sized, 3), val=val, check_val_every_n_epoch=2, max_epochs=4
+    ),
     "several val loaders": partial(fit, train=partial(sized, 3), val=several, max_epochs=2),
     "workers": partial(
         fit,
@@ -245,18 +286,34 @@ SCENARIOS: dict[str, Scenario] = {
         max_epochs=2,
     ),
     "reloaded": partial(
-        seen_by, act=lambda t, m: t.fit(m), model=ReloadsItsLoaders, reload_dataloaders_every_n_epochs=1, max_epochs=3
+        seen_by,
+        act=lambda t, m: t.fit(m),
+        model=ReloadsItsLoaders,
+        reload_dataloaders_every_n_epochs=1,
+        max_epochs=3,
     ),
-    "on_train_batch_start returns -1": partial(fit, train=partial(sized, 6), val=val, model=EndsEpochs, max_epochs=3),
-    "the same, unsized": partial(fit, train=partial(unsized, 6), val=val, model=EndsEpochs, max_epochs=3),
+    "on_train_batch_start returns -1": partial(
+        fit, train=partial(sized, 6), val=val, model=EndsEpochs, max_epochs=3
+    ),
+    "the same, unsized": partial(
+        fit, train=partial(unsized, 6), val=val, model=EndsEpochs, max_epochs=3
+    ),
     "early stopping": _early_stopping,
     "should_stop": partial(fit, train=partial(sized, 4), val=val, model=StopsItself, max_epochs=3),
-    "should_stop unsized": partial(fit, train=partial(unsized, 4), val=val, model=StopsItself, max_epochs=3),
-    "overfit_batches": partial(fit, train=partial(sized, 6), val=val, overfit_batches=2, max_epochs=3),
+    "should_stop unsized": partial(
+        fit, train=partial(unsized, 4), val=val, model=StopsItself, max_epochs=3
+    ),
+    "overfit_batches": partial(
+        fit, train=partial(sized, 6), val=val, overfit_batches=2, max_epochs=3
+    ),
     "fast_dev_run": partial(fit, train=partial(sized, 6), val=val, fast_dev_run=2, logger=False),
-    "accumulated": partial(fit, train=partial(sized, 5), val=val, accumulate_grad_batches=2, max_epochs=2),
+    "accumulated": partial(
+        fit, train=partial(sized, 5), val=val, accumulate_grad_batches=2, max_epochs=2
+    ),
     "by hand": partial(fit, train=partial(sized, 5), val=val, model=ByHand, max_epochs=2),
-    "dataloader_iter": partial(fit, train=partial(sized, 5), val=val, model=TakesIterator, max_epochs=2),
+    "dataloader_iter": partial(
+        fit, train=partial(sized, 5), val=val, model=TakesIterator, max_epochs=2
+    ),
     "skips some": partial(fit, train=partial(unsized, 7), model=SkipsSome, max_epochs=2),
     "transfers": partial(
         seen_by,
@@ -271,22 +328,41 @@ SCENARIOS: dict[str, Scenario] = {
     "last smaller batch": partial(fit, train=partial(collated, 7, 3), max_epochs=2),
     "shuffled": _shuffled,
     "profiler": partial(fit, train=partial(sized, 4), val=val, profiler="simple"),
-    "one table lookup less": partial(fit, train=partial(sized, 4), strategy={"convert_embeddings": "none"}),
-    "min_size": partial(_combined, mode="min_size", first=partial(sized, 5), other=partial(sized, 3, 50)),
-    "min_size unsized": partial(_combined, mode="min_size", first=partial(unsized, 5), other=partial(unsized, 3, 50)),
-    "max_size_cycle": partial(_combined, mode="max_size_cycle", first=partial(sized, 3), other=partial(sized, 5, 50)),
+    "one table lookup less": partial(
+        fit, train=partial(sized, 4), strategy={"convert_embeddings": "none"}
+    ),
+    "min_size": partial(
+        _combined, mode="min_size", first=partial(sized, 5), other=partial(sized, 3, 50)
+    ),
+    "min_size unsized": partial(
+        _combined, mode="min_size", first=partial(unsized, 5), other=partial(unsized, 3, 50)
+    ),
+    "max_size_cycle": partial(
+        _combined, mode="max_size_cycle", first=partial(sized, 3), other=partial(sized, 5, 50)
+    ),
     "max_size_cycle unsized": partial(
         _combined, mode="max_size_cycle", first=partial(unsized, 3), other=partial(unsized, 5, 50)
     ),
-    "max_size": partial(_combined, mode="max_size", first=partial(sized, 3), other=partial(sized, 5, 50)),
+    "max_size": partial(
+        _combined, mode="max_size", first=partial(sized, 3), other=partial(sized, 5, 50)
+    ),
     "saved": partial(_saved, loader=_resumable),
     "saved unsized": partial(_saved, loader=partial(_resumable, has_length=False)),
-    "saved endless": partial(_saved, loader=partial(_resumable, True, False), limit_train_batches=4),
+    "saved endless": partial(
+        _saved, loader=partial(_resumable, True, False), limit_train_batches=4
+    ),
     "saved endless sized": partial(_saved, loader=partial(_resumable, True)),
 }
 
 
-def uneven(depth: int, kind: str, lengths: tuple[int, ...], vals: tuple[int, ...], mode: str, **options: Any) -> Seen:
+def uneven(
+    depth: int,
+    kind: str,
+    lengths: tuple[int, ...],
+    vals: tuple[int, ...],
+    mode: str,
+    **options: Any,
+) -> Seen:
     """Fit with loaders of unequal lengths."""
     make = {"sized": sized, "unsized": unsized}[kind]
     return fit(
@@ -304,7 +380,9 @@ def uneven_combined(depth: int, mode: Any, uneven_inputs: str = "stop") -> Seen:
     """Fit with two loaders of unknown lengths, one of them longer on rank 0."""
     return seen_by(
         depth,
-        lambda t, m: t.fit(m, CombinedLoader({"one": unsized(of_rank(4, 3)), "other": unsized(6, 50)}, mode)),
+        lambda t, m: t.fit(
+            m, CombinedLoader({"one": unsized(of_rank(4, 3)), "other": unsized(6, 50)}, mode)
+        ),
         model=TwoLoaders,
         strategy={"uneven_inputs": uneven_inputs},
         catch=(DistRecError,),
@@ -314,7 +392,9 @@ def uneven_combined(depth: int, mode: Any, uneven_inputs: str = "stop") -> Seen:
 
 UNEVEN: dict[str, Scenario] = {
     **{
-        f"{kind} {mode} {lengths} {vals}": partial(uneven, kind=kind, lengths=lengths, vals=vals, mode=mode)
+        f"{kind} {mode} {lengths} {vals}": partial(
+            uneven, kind=kind, lengths=lengths, vals=vals, mode=mode
+        )
         for kind in ("sized", "unsized")
         for mode in ("stop", "error")
         for lengths, vals in (
@@ -328,7 +408,14 @@ UNEVEN: dict[str, Scenario] = {
     "unsized, validated inside": partial(
         uneven, kind="unsized", lengths=(6, 5), vals=(2, 3), mode="stop", val_check_interval=2
     ),
-    "limited": partial(uneven, kind="unsized", lengths=(6, 3), vals=(5, 3), mode="stop", limit_train_batches=5),
-    **{f"combined {mode}": partial(uneven_combined, mode=mode) for mode in ("min_size", "max_size_cycle", "max_size")},
-    "combined max_size_cycle error": partial(uneven_combined, mode="max_size_cycle", uneven_inputs="error"),
+    "limited": partial(
+        uneven, kind="unsized", lengths=(6, 3), vals=(5, 3), mode="stop", limit_train_batches=5
+    ),
+    **{
+        f"combined {mode}": partial(uneven_combined, mode=mode)
+        for mode in ("min_size", "max_size_cycle", "max_size")
+    },
+    "combined max_size_cycle error": partial(
+        uneven_combined, mode="max_size_cycle", uneven_inputs="error"
+    ),
 }

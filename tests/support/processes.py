@@ -1,4 +1,5 @@
-"""Processes of a test that must not outlive it: found by what is in their environment, killed with their keeper."""
+"""Processes of a test that must not outlive it: found by what is in their environment, killed with
+their keeper."""
 
 import contextlib
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 
 
 def kill_all_with(*texts: str) -> None:
-    """Kill all processes with all `texts` in their command and environment, and all that these have started."""
+    """Kill all processes with all `texts` in their command and environment, and all that these have
+    started."""
     while actual := processes_with(*texts):
         for pid in actual:
             with contextlib.suppress(ProcessLookupError):
@@ -19,11 +21,14 @@ def kill_all_with(*texts: str) -> None:
 
 
 def processes_with(*texts: str) -> set[int]:
-    """Return the processes with all `texts` in their command and environment, and all that these have started."""
+    """Return the processes with all `texts` in their command and environment, and all that these
+    have started."""
     actual, parents = set(), {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(process.name)] = int(
+                (process / "stat").read_text().rpartition(")")[2].split()[1]
+            )
             content = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
             if all(text.encode() in content for text in texts):
                 actual.add(int(process.name))
@@ -32,7 +37,8 @@ def processes_with(*texts: str) -> set[int]:
     return actual - {os.getpid()}
 
 
-if __name__ == "__main__":  # the keeper: waits for the end of the process that holds its input, then clears up
+# the keeper: waits for the end of the process that holds its input, then clears up
+if __name__ == "__main__":
     sys.stdin.read()
     kill_all_with(sys.argv[1])
     shutil.rmtree(sys.argv[1], ignore_errors=True)

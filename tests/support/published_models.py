@@ -1,4 +1,5 @@
-"""Models of public packages as they are published, from the package index, trained at two depths."""
+"""Models of public packages as they are published, from the package index, trained at two
+depths."""
 
 import importlib.abc
 import importlib.machinery
@@ -25,13 +26,18 @@ Published = tuple[str, nn.Module, Callable[[Any], Tensor], Callable[[int], Any]]
 
 
 def install(folder: Path) -> str:
-    """Install the packages, without what they depend on, into a folder; returns why that failed, or ""."""
-    failures = (installing.install(folder / name.partition("==")[0], [name], "--no-deps") for name in PACKAGES)
+    """Install the packages, without what they depend on, into a folder; returns why that failed, or
+    ""."""
+    failures = (
+        installing.install(folder / name.partition("==")[0], [name], "--no-deps")
+        for name in PACKAGES
+    )
     return next(filter(None, failures), "")
 
 
 class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds empty modules for what these packages import besides torch and numpy; no test calls them."""
+    """Finds empty modules for what these packages import besides torch and numpy; no test calls
+    them."""
 
     NAMES = frozenset([
         "tensorflow",
@@ -89,7 +95,12 @@ def torchfm() -> Iterator[Published]:
         DeepFactorizationMachineModel(FIELDS, 8, (16,), 0.2),
         FieldAwareFactorizationMachineModel(FIELDS, 8),
     ):
-        yield type(model).__name__, model, (lambda batch, model=model: model(batch["x"])), _only_columns
+        yield (
+            type(model).__name__,
+            model,
+            (lambda batch, model=model: model(batch["x"])),
+            _only_columns,
+        )
 
 
 def _only_columns(size: int) -> Any:
@@ -105,7 +116,14 @@ def deepctr() -> Iterator[Published]:
 
     def batch(size: int) -> Any:
         return {
-            "x": torch.cat([columns(size).float(), torch.rand(size, 1), torch.randint(0, 60, (size, 5)).float()], 1)
+            "x": torch.cat(
+                [
+                    columns(size).float(),
+                    torch.rand(size, 1),
+                    torch.randint(0, 60, (size, 5)).float(),
+                ],
+                1,
+            )
         }
 
     model = DeepFM(features, features, device="cpu")
@@ -120,7 +138,10 @@ def widedeep() -> Iterator[Published]:
     positions = {name: i for i, name in enumerate([*names, "d"])}
 
     def batch(size: int) -> Any:
-        return {"wide": columns(size).float(), "tab": torch.cat([columns(size).float(), torch.rand(size, 1)], 1)}
+        return {
+            "wide": columns(size).float(),
+            "tab": torch.cat([columns(size).float(), torch.rand(size, 1)], 1),
+        }
 
     wide = Wide(sum(FIELDS))
     yield "Wide", wide, (lambda batch: wide(batch["wide"])), batch
@@ -139,10 +160,31 @@ def recbole() -> Iterator[Published]:
             return self.get(key)
 
     config = Config(
-        **{"USER_ID_FIELD": "user", "ITEM_ID_FIELD": "item", "LIST_SUFFIX": "_list", "NEG_PREFIX": "neg_"},
-        **{"ITEM_LIST_LENGTH_FIELD": "item_length", "MAX_ITEM_LIST_LENGTH": 10, "device": "cpu", "n_layers": 1},
-        **{"n_heads": 2, "hidden_size": 8, "inner_size": 16, "hidden_dropout_prob": 0.2, "attn_dropout_prob": 0.2},
-        **{"hidden_act": "gelu", "layer_norm_eps": 1e-12, "initializer_range": 0.02, "loss_type": "BPR"},
+        **{
+            "USER_ID_FIELD": "user",
+            "ITEM_ID_FIELD": "item",
+            "LIST_SUFFIX": "_list",
+            "NEG_PREFIX": "neg_",
+        },
+        **{
+            "ITEM_LIST_LENGTH_FIELD": "item_length",
+            "MAX_ITEM_LIST_LENGTH": 10,
+            "device": "cpu",
+            "n_layers": 1,
+        },
+        **{
+            "n_heads": 2,
+            "hidden_size": 8,
+            "inner_size": 16,
+            "hidden_dropout_prob": 0.2,
+            "attn_dropout_prob": 0.2,
+        },
+        **{
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-12,
+            "initializer_range": 0.02,
+            "loss_type": "BPR",
+        },
         **{"embedding_size": 8, "num_layers": 1, "dropout_prob": 0.2},
     )
 
@@ -165,7 +207,8 @@ FAMILIES = {"torchfm": torchfm, "deepctr": deepctr, "widedeep": widedeep, "recbo
 
 
 class Trained(pl.LightningModule):
-    """A published module in a LightningModule of a few lines; keeps losses and lookups after each epoch."""
+    """A published module in a LightningModule of a few lines; keeps losses and lookups after each
+    epoch."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -186,9 +229,14 @@ class Trained(pl.LightningModule):
             self.ahead.append((count.lookups, count.ahead))
 
 
-def fit(family: str, folder: str, depth: int) -> dict[str, tuple[list[float], list[tuple[int, int]]]]:
-    """Train a family's models on this rank; returns losses, and lookups and how many were sent ahead."""
-    sys.path.insert(0, str(Path(folder) / PACKAGES[list(FAMILIES).index(family)].partition("==")[0]))
+def fit(
+    family: str, folder: str, depth: int
+) -> dict[str, tuple[list[float], list[tuple[int, int]]]]:
+    """Train a family's models on this rank; returns losses, and lookups and how many were sent
+    ahead."""
+    sys.path.insert(
+        0, str(Path(folder) / PACKAGES[list(FAMILIES).index(family)].partition("==")[0])
+    )
     if not any(isinstance(finder, Missing) for finder in sys.meta_path):
         sys.meta_path.insert(0, Missing())
     results = {}
@@ -199,7 +247,12 @@ def fit(family: str, folder: str, depth: int) -> dict[str, tuple[list[float], li
         batches = [make(size) for size in [SIZE] * (STEPS - 1) + [SIZE - 10]]
         trained = Trained(model, loss)
         trainer = make_trainer(
-            {"convert_embeddings": "all", "prefetch": {"depth": depth}, "find_unused_parameters": True}, max_epochs=3
+            {
+                "convert_embeddings": "all",
+                "prefetch": {"depth": depth},
+                "find_unused_parameters": True,
+            },
+            max_epochs=3,
         )
         torch.manual_seed(7)
         trainer.fit(trained, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]

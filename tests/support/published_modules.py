@@ -1,4 +1,5 @@
-"""LightningModules of public packages as they are published: trained sharded on all ranks, and by one process."""
+"""LightningModules of public packages as they are published: trained sharded on all ranks, and by
+one process."""
 
 import io
 import sys
@@ -25,9 +26,27 @@ PACKAGES = {
 }
 """Folder -> what is in it: a package, and versions that it needs and others do not."""
 NEEDED = (
-    *("scipy==1.17.1", "scikit-learn==1.9.1", "joblib==1.6.0", "threadpoolctl==3.8.0", "narwhals", "polars==1.35.2"),
-    *("polars-runtime-32==1.35.2", "psutil==7.2.2", "implicit==0.7.3", "fastrlock==0.8.3", "pydantic==2.11.10"),
-    *("pydantic-core==2.33.2", "typeguard==4.6.0", "annotated-types==0.7.0", "typing-inspection==0.4.2"),
+    *(
+        "scipy==1.17.1",
+        "scikit-learn==1.9.1",
+        "joblib==1.6.0",
+        "threadpoolctl==3.8.0",
+        "narwhals",
+        "polars==1.35.2",
+    ),
+    *(
+        "polars-runtime-32==1.35.2",
+        "psutil==7.2.2",
+        "implicit==0.7.3",
+        "fastrlock==0.8.3",
+        "pydantic==2.11.10",
+    ),
+    *(
+        "pydantic-core==2.33.2",
+        "typeguard==4.6.0",
+        "annotated-types==0.7.0",
+        "typing-inspection==0.4.2",
+    ),
     *("pyarrow==23.0.0", "scikit-base==1.0.2"),
 )
 """What the packages import when they are imported, without what that depends on."""
@@ -35,7 +54,8 @@ STEPS, SIZE, LENGTH, ITEMS = 6, 8, 8, 60
 
 
 class Published(NamedTuple):
-    """A module, its batches (those of rank r of n are r, r + n, ...), and what it is used for after the training."""
+    """A module, its batches (those of rank r of n are r, r + n, ...), and what it is used for after
+    the training."""
 
     module: pl.LightningModule
     batches: list[Any]
@@ -47,8 +67,13 @@ class Published(NamedTuple):
 
 def install(folder: Path) -> str:
     """Install the packages into folders; returns why that failed, or ""."""
-    packages = {name: list(packages) for name, packages in PACKAGES.items()} | {"needed": list(NEEDED)}
-    failures = (installing.install(folder / name, packages, "--no-deps") for name, packages in packages.items())
+    packages = {name: list(packages) for name, packages in PACKAGES.items()} | {
+        "needed": list(NEEDED)
+    }
+    failures = (
+        installing.install(folder / name, packages, "--no-deps")
+        for name, packages in packages.items()
+    )
     return next(filter(None, failures), "")
 
 
@@ -58,7 +83,8 @@ def folders(folder: Path) -> list[Path]:
 
 
 def _sequences() -> tuple[Tensor, Tensor]:
-    """Return items 1 to 59, left-padded with 0, and where they are; one sequence more than all batches take."""
+    """Return items 1 to 59, left-padded with 0, and where they are; one sequence more than all
+    batches take."""
     lengths = torch.randint(3, LENGTH + 1, (SIZE,))
     seen = torch.arange(LENGTH) >= LENGTH - lengths[:, None]
     return torch.randint(1, ITEMS, (SIZE, LENGTH)) * seen, seen
@@ -68,7 +94,12 @@ def _replay_schema() -> Any:
     from replay.data import FeatureHint, FeatureType
     from replay.data.nn import TensorFeatureInfo, TensorSchema
 
-    hints = {"feature_hint": FeatureHint.ITEM_ID, "cardinality": ITEMS, "padding_value": ITEMS, "embedding_dim": 16}
+    hints = {
+        "feature_hint": FeatureHint.ITEM_ID,
+        "cardinality": ITEMS,
+        "padding_value": ITEMS,
+        "embedding_dim": 16,
+    }
     return TensorSchema(TensorFeatureInfo("item_id", FeatureType.CATEGORICAL, is_seq=True, **hints))
 
 
@@ -88,7 +119,11 @@ def replay_sasrec() -> Published:
     module = SasRec(_replay_schema(), hidden_size=16, max_seq_len=LENGTH, dropout_rate=0.0)
     gathered = {"tables": {"*item_emb": {"gathered_weight": True}}}
     return Published(
-        module, [batch() for _ in range(2 * STEPS)], lambda it, batch: it.predict(dict(batch)), gathered, True
+        module,
+        [batch() for _ in range(2 * STEPS)],
+        lambda it, batch: it.predict(dict(batch)),
+        gathered,
+        True,
     )
 
 
@@ -107,7 +142,11 @@ def replay_bert4rec() -> Published:
     module = Bert4Rec(_replay_schema(), hidden_size=16, max_seq_len=LENGTH, dropout_rate=0.0)
     gathered = {"tables": {"*item_id": {"gathered_weight": True}}}
     return Published(
-        module, [batch() for _ in range(2 * STEPS)], lambda it, batch: it.predict(dict(batch)), gathered, True
+        module,
+        [batch() for _ in range(2 * STEPS)],
+        lambda it, batch: it.predict(dict(batch)),
+        gathered,
+        True,
     )
 
 
@@ -130,11 +169,18 @@ def _rectools(kind: str) -> Published:
         Columns.User: np.repeat(np.arange(count), LENGTH),
         Columns.Item: np.concatenate([draw.permutation(ITEMS)[:LENGTH] for _ in range(count)]),
         Columns.Weight: 1.0,
-        Columns.Datetime: pd.Timestamp("2024-01-01") + pd.to_timedelta(np.arange(count * LENGTH), "s"),
+        Columns.Datetime: pd.Timestamp("2024-01-01")
+        + pd.to_timedelta(np.arange(count * LENGTH), "s"),
     })
     dataset = Dataset.construct(table)
     model = getattr(rectools.models, kind)(
-        n_factors=16, n_blocks=1, n_heads=2, session_max_len=LENGTH, batch_size=SIZE, dropout_rate=0.0, lr=0.01
+        n_factors=16,
+        n_blocks=1,
+        n_heads=2,
+        session_max_len=LENGTH,
+        batch_size=SIZE,
+        dropout_rate=0.0,
+        lr=0.01,
     )
     model._build_model_from_dataset(dataset)
     batches = list(model.data_preparator.get_dataloader_train())[: 2 * STEPS]
@@ -142,7 +188,9 @@ def _rectools(kind: str) -> Published:
     def recommend(module: pl.LightningModule, _: Any) -> Any:
         model.lightning_model, model.is_fitted = module, True
         recommended = model.recommend(np.arange(20), dataset, k=5, filter_viewed=True)
-        return torch.tensor(recommended[Columns.Score].to_numpy()), recommended[Columns.Item].tolist()
+        return torch.tensor(recommended[Columns.Score].to_numpy()), recommended[
+            Columns.Item
+        ].tolist()
 
     return Published(model.lightning_model, batches, recommend, {})
 
@@ -167,10 +215,24 @@ def tft() -> Published:
     })
     data = TimeSeriesDataSet(
         table,
-        **{"time_idx": "day", "target": "sold", "group_ids": ["shop"], "static_categoricals": ["shop"]},
-        **{"max_encoder_length": 6, "max_prediction_length": 2, "time_varying_unknown_reals": ["sold"]},
+        **{
+            "time_idx": "day",
+            "target": "sold",
+            "group_ids": ["shop"],
+            "static_categoricals": ["shop"],
+        },
+        **{
+            "max_encoder_length": 6,
+            "max_prediction_length": 2,
+            "time_varying_unknown_reals": ["sold"],
+        },
     )
-    sizes = {"hidden_size": 8, "attention_head_size": 2, "hidden_continuous_size": 4, "dropout": 0.0}
+    sizes = {
+        "hidden_size": 8,
+        "attention_head_size": 2,
+        "hidden_continuous_size": 4,
+        "dropout": 0.0,
+    }
     module = TemporalFusionTransformer.from_dataset(
         data,
         learning_rate=0.01,
@@ -219,7 +281,11 @@ class NCF(pl.LightningModule):
 
 def ncf() -> Published:
     batches = [
-        (torch.randint(0, 30, (SIZE,)), torch.randint(0, ITEMS, (SIZE,)), torch.randint(0, 2, (SIZE,)))
+        (
+            torch.randint(0, 30, (SIZE,)),
+            torch.randint(0, ITEMS, (SIZE,)),
+            torch.randint(0, 2, (SIZE,)),
+        )
         for _ in range(2 * STEPS)
     ]
 
@@ -242,7 +308,8 @@ MODULES = {
 
 
 class SameDraws(pl.Callback):
-    """Seeds before the module's own hook, which may draw weights, and notes which tables are sharded."""
+    """Seeds before the module's own hook, which may draw weights, and notes which tables are
+    sharded."""
 
     tables: tuple[str, ...] = ()
 
@@ -255,7 +322,8 @@ class SameDraws(pl.Callback):
 def train(name: str, folder: str, saved_as: str = "") -> dict[str, Any]:
     """Train; return the state, and what the ordinary module recommends.
 
-    saved_as: the path of a checkpoint that all ranks save, of tables that they shard; "": in one process, unsharded.
+    saved_as: the path of a checkpoint that all ranks save, of tables that they shard; "": in one
+    process, unsharded.
     """
     *packages, needed = map(str, folders(Path(folder)))
     sys.path[:0] = packages
@@ -284,4 +352,9 @@ def train(name: str, folder: str, saved_as: str = "") -> dict[str, Any]:
     file.seek(0)
     with torch.no_grad():
         recommended = recommend(module, batches[0])
-    return {"state": torch.load(file), "recommended": recommended, "predicted": predicted, "tables": noted.tables}
+    return {
+        "state": torch.load(file),
+        "recommended": recommended,
+        "predicted": predicted,
+        "tables": noted.tables,
+    }

@@ -22,7 +22,12 @@ import torch
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_port
 
-PRELOAD = ["lightning.pytorch", "torchmetrics", "torchrec.distributed.planner", "lightning_distrec.strategies.torchrec"]
+PRELOAD = [
+    "lightning.pytorch",
+    "torchmetrics",
+    "torchrec.distributed.planner",
+    "lightning_distrec.strategies.torchrec",
+]
 THREADS_HAVE_NAMES = torch.__version__ >= (2, 13)
 """Whether the threads that serve sockets of gloo can be told from others."""
 
@@ -41,8 +46,11 @@ def words_of_ranks(failed: RankFailed) -> dict[int, str]:
 
 
 def num_socket_threads() -> int:
-    """Return how many threads of this process serve sockets of gloo. On Linux, where `THREADS_HAVE_NAMES`."""
-    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+    """Return how many threads of this process serve sockets of gloo. On Linux, where
+    `THREADS_HAVE_NAMES`."""
+    return sum(
+        path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm")
+    )
 
 
 def run_on_ranks(
@@ -50,10 +58,11 @@ def run_on_ranks(
 ) -> list[Any]:
     """Return what `function(*args)` returns on each of `num_ranks` ranks, in rank order.
 
-    function: importable by name (a module's top level). The ranks see the environment that Lightning's launcher would
-    give them, so that a `Trainer(devices=num_ranks)` inside joins the others instead of starting processes.
-    Raises RankFailed: a rank raised (its traceback is shown), died (the end of its stderr is), or was not done after
-    `timeout_seconds` (its stack is); no rank outlives the call.
+    function: importable by name (a module's top level). The ranks see the environment that
+    Lightning's launcher would give them, so that a `Trainer(devices=num_ranks)` inside joins the
+    others instead of starting processes. Raises RankFailed: a rank raised (its traceback is shown),
+    died (the end of its stderr is), or was not done after `timeout_seconds` (its stack is); no rank
+    outlives the call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -80,7 +89,8 @@ def run_on_ranks(
 def run_each_on_ranks(
     calls: dict[str, tuple[Any, ...]], num_ranks: int, timeout_seconds: float = LIMIT_SECONDS
 ) -> list[dict[str, Any]]:
-    """Return what each call returns on each rank, made one after the other by the same ranks, which costs one start.
+    """Return what each call returns on each rank, made one after the other by the same ranks, which
+    costs one start.
 
     calls: of each, the function and its arguments. Otherwise as `run_on_warm_ranks`.
     """
@@ -88,21 +98,28 @@ def run_each_on_ranks(
 
 
 class CallsOnRanks:
-    """Calls as of `run_each_on_ranks`, each made when its result is wanted: one that fails leaves the others alone."""
+    """Calls as of `run_each_on_ranks`, each made when its result is wanted: one that fails leaves
+    the others alone."""
 
     def __init__(
-        self, calls: dict[str, tuple[Any, ...]], num_ranks: int, timeout_seconds: float = LIMIT_SECONDS
+        self,
+        calls: dict[str, tuple[Any, ...]],
+        num_ranks: int,
+        timeout_seconds: float = LIMIT_SECONDS,
     ) -> None:
         self._calls, self._num_ranks, self._timeout_seconds = calls, num_ranks, timeout_seconds
         self._results: dict[str, list[Any] | RankFailed] = {}
 
     def __getitem__(self, name: str) -> list[Any]:
-        """Return what a call returns on each rank. Raises RankFailed, for each test that asks for this call."""
+        """Return what a call returns on each rank. Raises RankFailed, for each test that asks for
+        this call."""
         if name not in self._results:
             function, *args = self._calls[name]
             try:
                 limit = self._timeout_seconds
-                self._results[name] = run_on_warm_ranks(function, self._num_ranks, *args, timeout_seconds=limit)
+                self._results[name] = run_on_warm_ranks(
+                    function, self._num_ranks, *args, timeout_seconds=limit
+                )
             except RankFailed as error:
                 self._results[name] = error
         results_or_error = self._results[name]
@@ -114,10 +131,11 @@ class CallsOnRanks:
 def run_on_warm_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_seconds: float = LIMIT_SECONDS
 ) -> list[Any]:
-    """As `run_on_ranks`, on ranks that stay for the next call of the same test file: that spares their start.
+    """As `run_on_ranks`, on ranks that stay for the next call of the same test file: that spares
+    their start.
 
-    They keep their process group and what modules remember; environment, random numbers and warnings begin as in new
-    ranks. After a failure the next call gets new ones.
+    They keep their process group and what modules remember; environment, random numbers and
+    warnings begin as in new ranks. After a failure the next call gets new ones.
     """
     if num_ranks not in _warm:
         _warm[num_ranks] = WarmRanks(num_ranks)
@@ -135,7 +153,8 @@ def stop_warm_ranks() -> None:
 
 
 def rank_and_num_ranks() -> tuple[int, int]:
-    """Return this rank's number and the number of ranks, inside of a function that `run_on_ranks` runs."""
+    """Return this rank's number and the number of ranks, inside of a function that `run_on_ranks`
+    runs."""
     return int(os.environ["RANK"]), int(os.environ["TEST_NUM_RANKS"])
 
 
@@ -147,13 +166,16 @@ class WarmRanks:
         context.set_forkserver_preload(PRELOAD)
         self._pipes, ends = zip(*(context.Pipe() for _ in range(num_ranks)), strict=True)
         self._processes = [
-            context.Process(target=_serve, args=(end, rank, num_ranks), daemon=True) for rank, end in enumerate(ends)
+            context.Process(target=_serve, args=(end, rank, num_ranks), daemon=True)
+            for rank, end in enumerate(ends)
         ]
         for process, end in zip(self._processes, ends, strict=True):
             process.start()
             end.close()
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float
+    ) -> list[Any]:
         """Return what the function returns on each rank. Raises RankFailed."""
         with tempfile.TemporaryDirectory() as folder:
             port = free_port()
@@ -183,7 +205,8 @@ _warm: dict[int, WarmRanks] = {}
 
 
 def _serve(pipe: Any, rank: int, num_ranks: int) -> None:
-    # Daemons end with the tests, but may not start workers of dataloaders; only multiprocessing minds.
+    # Daemons end with the tests, but may not start workers of dataloaders; only multiprocessing
+    # minds.
     multiprocessing.current_process()._config["daemon"] = False
     gc.freeze()
     torch.set_num_threads(1)
@@ -213,8 +236,11 @@ def _call_each(calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
     return {name: function(*args) for name, (function, *args) in calls.items()}
 
 
-def _wait(processes: list[Any], folder: str, timeout_seconds: float, pipes: Sequence[Any] = ()) -> list[int]:
-    """Return the ranks that are late. pipes: of ranks that stay, which say by them that they are done."""
+def _wait(
+    processes: list[Any], folder: str, timeout_seconds: float, pipes: Sequence[Any] = ()
+) -> list[int]:
+    """Return the ranks that are late. pipes: of ranks that stay, which say by them that they are
+    done."""
     deadline = time.monotonic() + timeout_seconds
     done: set[int] = set()
     while time.monotonic() < deadline:
@@ -225,7 +251,8 @@ def _wait(processes: list[Any], folder: str, timeout_seconds: float, pipes: Sequ
         if all(rank in done or not p.is_alive() for rank, p in enumerate(processes)):
             return []
         if any(p.exitcode not in (None, 0) for p in processes):
-            # Give the others a moment to fail by themselves: what they say is part of what is tested.
+            # Give the others a moment to fail by themselves: what they say is part of what is
+            # tested.
             deadline = min(deadline, time.monotonic() + FAREWELL_SECONDS)
         time.sleep(0.02)
     late = [rank for rank, p in enumerate(processes) if p.is_alive() and rank not in done]
@@ -236,7 +263,11 @@ def _wait(processes: list[Any], folder: str, timeout_seconds: float, pipes: Sequ
 
 
 def _results(
-    processes: list[Any], folder: str, late: list[int], timeout_seconds: float, expected_exit: int | None = 0
+    processes: list[Any],
+    folder: str,
+    late: list[int],
+    timeout_seconds: float,
+    expected_exit: int | None = 0,
 ) -> list[Any]:
     results, problems = [], []
     for rank, process in enumerate(processes):
@@ -247,7 +278,9 @@ def _results(
             problems.append(f"--- rank {rank} was not done after {timeout_seconds} s:\n{stack}")
         elif process.exitcode != expected_exit or not out.exists():
             last = _read(folder, rank, "stderr")[-2000:]
-            problems.append(f"--- rank {rank} ended with exit code {process.exitcode}:\n{stack}{last}")
+            problems.append(
+                f"--- rank {rank} ended with exit code {process.exitcode}:\n{stack}{last}"
+            )
         else:
             results.append(torch.load(out, map_location="cpu", weights_only=False))
     if problems:
@@ -261,12 +294,19 @@ def _read(folder: str, rank: int, kind: str) -> str:
 
 
 def _run(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, num_ranks: int, port: int, folder: str
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    num_ranks: int,
+    port: int,
+    folder: str,
 ) -> None:
-    # What was imported before the fork is not looked through for garbage by each rank: that would copy its memory.
+    # What was imported before the fork is not looked through for garbage by each rank: that would
+    # copy its memory.
     gc.freeze()
     torch.set_num_threads(1)
-    # Workers of dataloaders start as in a user's script; as children of a fork server each would import torch anew.
+    # Workers of dataloaders start as in a user's script; as children of a fork server each would
+    # import torch anew.
     multiprocessing.set_start_method("fork", force=True)
     _stack = _set_up_rank(rank, num_ranks, port, folder)  # open until the process ends
     _run_and_save(function, args, rank, folder)
@@ -274,7 +314,8 @@ def _run(
 
 
 def _set_up_rank(rank: int, num_ranks: int, port: int, folder: str) -> IO[str]:
-    """Give this process a rank's variables, and files for its stderr and its stack; returns the latter."""
+    """Give this process a rank's variables, and files for its stderr and its stack; returns the
+    latter."""
     with open(f"{folder}/{rank}.stderr", "w") as stderr:
         os.dup2(stderr.fileno(), 2)
     stack = open(f"{folder}/{rank}.stack", "w")  # noqa: SIM115  the caller closes it
@@ -292,11 +333,14 @@ def _set_up_rank(rank: int, num_ranks: int, port: int, folder: str) -> IO[str]:
         TEST_NUM_RANKS=str(num_ranks),
     )
     os.environ.pop("LOCAL_WORLD_SIZE", None)
-    os.environ.pop("PL_GLOBAL_SEED", None)  # of a test before, in the process that started the ranks
+    # of a test before, in the process that started the ranks
+    os.environ.pop("PL_GLOBAL_SEED", None)
     return stack
 
 
-def _run_and_save(function: Callable[..., Any], args: tuple[Any, ...], rank: int, folder: str) -> None:
+def _run_and_save(
+    function: Callable[..., Any], args: tuple[Any, ...], rank: int, folder: str
+) -> None:
     try:
         result = function(*args)
     except BaseException as error:

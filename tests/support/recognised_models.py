@@ -10,7 +10,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from tests.support.embedding_models import whole_state
 from tests.support.plain_loop import OPTIMIZERS
@@ -110,8 +116,12 @@ class Bags(Recommender):
     def build(self) -> None:
         self.ebc = EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"]),
-                EmbeddingBagConfig(name="u", num_embeddings=ROWS, embedding_dim=2 * DIM, feature_names=["g", "f"]),
+                EmbeddingBagConfig(
+                    name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"]
+                ),
+                EmbeddingBagConfig(
+                    name="u", num_embeddings=ROWS, embedding_dim=2 * DIM, feature_names=["g", "f"]
+                ),
             ],
             is_weighted=self.weighted,
         )
@@ -203,7 +213,9 @@ class OneEach(Bags):
 
     def features(self, batch: Any) -> KeyedJaggedTensor:
         values = batch["sparse"].view(-1)
-        return KeyedJaggedTensor(["f", "g"], values, lengths=torch.full((2 * len(batch["label"]),), 3))
+        return KeyedJaggedTensor(
+            ["f", "g"], values, lengths=torch.full((2 * len(batch["label"]),), 3)
+        )
 
 
 class OneEachAtFirst(ByOffsetsSync):
@@ -213,7 +225,10 @@ class OneEachAtFirst(ByOffsetsSync):
         if step > 0:
             return batch
         number = len(batch["lengths"])
-        return batch | {"values": batch["sparse"].flatten()[:number].clone(), "offsets": torch.arange(number + 1)}
+        return batch | {
+            "values": batch["sparse"].flatten()[:number].clone(),
+            "offsets": torch.arange(number + 1),
+        }
 
     def features(self, batch: Any) -> KeyedJaggedTensor:
         features = jagged(batch, offsets=batch["offsets"])
@@ -232,8 +247,12 @@ class Sequences(Recommender):
     def build(self) -> None:
         self.ec = EmbeddingCollection(
             tables=[
-                EmbeddingConfig(name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"]),
-                EmbeddingConfig(name="u", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["g"]),
+                EmbeddingConfig(
+                    name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"]
+                ),
+                EmbeddingConfig(
+                    name="u", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["g"]
+                ),
             ]
         )
 
@@ -263,7 +282,9 @@ class BagsOfMatrix(Recommender):
         self.other = nn.EmbeddingBag(ROWS, DIM, mode="sum")
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return torch.cat([self.table(batch["sparse"]), self.other(input=batch["sparse"][:, 2:5])], 1)
+        return torch.cat(
+            [self.table(batch["sparse"]), self.other(input=batch["sparse"][:, 2:5])], 1
+        )
 
 
 class BagsByOffsets(Recommender):
@@ -292,7 +313,9 @@ class CalledThrice(Recommender):
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         user = self.table(batch["user"])
-        return ((user * self.table(batch["positive"])) - (user * self.table(batch["negative"]))).mean(1)
+        return (
+            (user * self.table(batch["positive"])) - (user * self.table(batch["negative"]))
+        ).mean(1)
 
 
 class Hooked(ByLengths):
@@ -306,7 +329,9 @@ class Hooked(ByLengths):
         self.calls["before"] += 1
         return batch | {"values": (batch["values"] * 7 + 1) % ROWS}
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         self.calls["transfer"] += 1
         batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
         return batch | {"values": (batch["values"] * 3 + 2) % ROWS}
@@ -330,7 +355,9 @@ class HookedData(pl.LightningDataModule):
     on_before_batch_transfer = Hooked.on_before_batch_transfer
     on_after_batch_transfer = Hooked.on_after_batch_transfer
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         self.calls["transfer"] += 1
         batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
         return batch | {"values": (batch["values"] * 3 + 2) % ROWS}
@@ -349,7 +376,9 @@ class Declares(Bags):
     def sparse_inputs(self, batch: Any) -> Any:
         """Return the features: two columns one after the other, hashed."""
         ids = torch.cat([batch["sparse"][:, 1], batch["sparse"][:, 4]]) * 13 % ROWS
-        features = KeyedJaggedTensor(["f", "g"], ids, lengths=torch.ones(len(ids), dtype=torch.long))
+        features = KeyedJaggedTensor(
+            ["f", "g"], ids, lengths=torch.ones(len(ids), dtype=torch.long)
+        )
         self.made.append(features)
         return {"features": features, "batch": batch}
 
@@ -439,7 +468,9 @@ class EveryOther(Recommender):
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         rows = self.table(batch["user"])
-        return (rows * self.other(batch["positive"]) if batch_idx % 2 == self.parity else rows).mean(1)
+        return (
+            rows * self.other(batch["positive"]) if batch_idx % 2 == self.parity else rows
+        ).mean(1)
 
 
 class EveryOtherLater(EveryOther):
@@ -542,7 +573,9 @@ class OneType(Positions):
     """Looks up the same number for all."""
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.table(batch["user"]).mean(1) * self.position(torch.ones(len(batch["user"]), dtype=torch.long))
+        return self.table(batch["user"]).mean(1) * self.position(
+            torch.ones(len(batch["user"]), dtype=torch.long)
+        )
 
 
 class OneOfTwo(Recommender):
@@ -556,7 +589,8 @@ class OneOfTwo(Recommender):
 
 
 class Shifted(Recommender):
-    """All items but the last, and all but the first, of sequences as long as the longest of their batch."""
+    """All items but the last, and all but the first, of sequences as long as the longest of their
+    batch."""
 
     def prepared(self, batch: Batch, step: int) -> Any:
         return batch | {"user": batch["user"][:, : (3, 5, 2, 3, 4)[step]].clone()}
@@ -599,10 +633,20 @@ class Evaluated(CalledThrice):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         first, other = (batch["user"], batch["negative"]) if dataloader_idx == 0 else batch
-        self.log("validated", self.score(self.table(first) * self.table(other)).mean(), sync_dist=True, batch_size=1)
+        self.log(
+            "validated",
+            self.score(self.table(first) * self.table(other)).mean(),
+            sync_dist=True,
+            batch_size=1,
+        )
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("tested", self.score(self.table(batch["sparse"][:, 1])).mean(), sync_dist=True, batch_size=1)
+        self.log(
+            "tested",
+            self.score(self.table(batch["sparse"][:, 1])).mean(),
+            sync_dist=True,
+            batch_size=1,
+        )
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.score(self.table(batch[0]).mean(1))
@@ -620,7 +664,8 @@ class Evaluated(CalledThrice):
 
 
 def evaluate(depth: int) -> dict[str, Any]:
-    """Fit with two validation loaders, test and predict; returns what was logged, predicted and counted."""
+    """Fit with two validation loaders, test and predict; returns what was logged, predicted and
+    counted."""
     rank = rank_of_this()
     model = Evaluated()
 
@@ -628,13 +673,19 @@ def evaluate(depth: int) -> dict[str, Any]:
         batches = [make(draw(step, rank)) for step in range(first, first + STEPS)]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
-    validating = [loader(dict, 10), loader(lambda batch: (batch["sparse"][:, :5], batch["user"]), 20)]
+    validating = [
+        loader(dict, 10),
+        loader(lambda batch: (batch["sparse"][:, :5], batch["user"]), 20),
+    ]
     options: dict[str, Any] = {"convert_embeddings": "all", "prefetch": {"depth": depth}}
     trainer = make_trainer(options, num_sanity_val_steps=1)
     metrics: dict[str, float] = {}
 
     def log() -> None:
-        metrics.update({f"{trainer.state.fn} {name}": float(value) for name, value in trainer.callback_metrics.items()})
+        metrics.update({
+            f"{trainer.state.fn} {name}": float(value)
+            for name, value in trainer.callback_metrics.items()
+        })
 
     trainer.fit(model, loader(dict, 0), validating)
     log()
@@ -643,7 +694,12 @@ def evaluate(depth: int) -> dict[str, Any]:
     trainer.test(model, loader(dict, 30), verbose=False)
     log()
     predicted = trainer.predict(model, loader(lambda batch: [batch["user"]], 40))
-    return {"metrics": metrics, "predicted": predicted, "state": model.final_state, "counts": model.all_counts}
+    return {
+        "metrics": metrics,
+        "predicted": predicted,
+        "state": model.final_state,
+        "counts": model.all_counts,
+    }
 
 
 class GoesWrong(Recommender):
@@ -656,7 +712,12 @@ class GoesWrong(Recommender):
 
     def wrong(self, fault: str, batch_idx: int) -> bool:
         """Whether to do this now."""
-        return self._trainer is not None and batch_idx == 2 and self.fault == fault and self.global_rank in self.ranks
+        return (
+            self._trainer is not None
+            and batch_idx == 2
+            and self.fault == fault
+            and self.global_rank in self.ranks
+        )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.wrong("written", batch_idx):
@@ -674,7 +735,8 @@ class GoesWrong(Recommender):
 
 
 def go_wrong(fault: str, ranks: tuple[int, ...], rows: str) -> tuple[str, str, float, int]:
-    """Train a model that goes wrong; returns what was raised, after how many seconds, in which step."""
+    """Train a model that goes wrong; returns what was raised, after how many seconds, in which
+    step."""
     model = GoesWrong()
     model.fault, model.ranks = fault, ranks
     batches = [draw(step, rank_of_this(), size=6) for step in range(STEPS)]
@@ -698,7 +760,8 @@ def fit(
     trainer: dict[str, Any] | None = None,
     datamodule: Callable[[list[Any]], Any] | None = None,
 ) -> dict[str, Any]:
-    """Train on this rank; returns losses, state, counts, the reasons that were said, calls of hooks."""
+    """Train on this rank; returns losses, state, counts, the reasons that were said, calls of
+    hooks."""
     model = kind(optimizer)
     batches = [model.prepared(draw(step, rank_of_this()), step) for step in range(STEPS)]
     model.losses.clear()
@@ -718,7 +781,11 @@ def fit(
         "logged": {name: float(value) for name, value in running.callback_metrics.items()},
         "state": model.final_state,
         "counts": model.counts,
-        "said": [str(warning.message) for warning in caught if "looked up as it is called" in str(warning.message)],
+        "said": [
+            str(warning.message)
+            for warning in caught
+            if "looked up as it is called" in str(warning.message)
+        ],
         "calls": calls,
         "declared": _declared(model),
         "moved": moved(started, model.final_state),
@@ -728,20 +795,29 @@ def fit(
 def _declared(model: Recommender) -> tuple[int, bool] | None:
     if not isinstance(model, Declares):
         return None
-    return len(model.made), all(made is other for made, other in zip(model.made, model.in_step, strict=False))
+    return len(model.made), all(
+        made is other for made, other in zip(model.made, model.in_step, strict=False)
+    )
 
 
 def moved(earlier: dict[str, Tensor], later: dict[str, Tensor]) -> dict[str, float]:
     """Return how far each weight moved; on ranks without the whole state, nothing."""
-    return {name: float((later[name] - value).abs().max()) for name, value in earlier.items() if name in later}
+    return {
+        name: float((later[name] - value).abs().max())
+        for name, value in earlier.items()
+        if name in later
+    }
 
 
 def compare(kind: type[Recommender], *args: Any, depth: int = 3) -> dict[str, Any]:
-    """Return what a fit with look-ahead found, and in "different" what is not as without it, bit for bit."""
+    """Return what a fit with look-ahead found, and in "different" what is not as without it, bit
+    for bit."""
     plain, ahead = fit(kind, 1, *args), fit(kind, depth, *args)
     different = [key for key in ("losses", "logged") if plain[key] != ahead[key]]
     different += [key for key in ("state",) if plain[key].keys() != ahead[key].keys()]
-    different += [key for key, value in plain["state"].items() if not torch.equal(value, ahead["state"][key])]
+    different += [
+        key for key, value in plain["state"].items() if not torch.equal(value, ahead["state"][key])
+    ]
     return {
         **{key: value for key, value in ahead.items() if key != "state"},
         "different": different,

@@ -1,4 +1,5 @@
-"""Models whose batches have their features in changing orders, or lack one of them, and fits at two depths."""
+"""Models whose batches have their features in changing orders, or lack one of them, and fits at two
+depths."""
 
 from typing import Any
 
@@ -29,7 +30,9 @@ class Reordered(pl.LightningModule):
     def build(self) -> None:
         """Make the tables."""
         self.ebc = EmbeddingBagCollection([
-            EmbeddingBagConfig(name=f"t_{key}", num_embeddings=ROWS, embedding_dim=4, feature_names=[key])
+            EmbeddingBagConfig(
+                name=f"t_{key}", num_embeddings=ROWS, embedding_dim=4, feature_names=[key]
+            )
             for key in "fgh"
         ])
 
@@ -48,7 +51,13 @@ class Reordered(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         rows = self.rows(batch)
-        loss = sum((rows[key] ** 2).sum() * weight for key, weight in zip("fgh", (1, 2, 3), strict=True)) / 100
+        loss = (
+            sum(
+                (rows[key] ** 2).sum() * weight
+                for key, weight in zip("fgh", (1, 2, 3), strict=True)
+            )
+            / 100
+        )
         self.losses.append(float(loss.detach()))
         return loss
 
@@ -82,7 +91,11 @@ class ByNames(Reordered):
     @staticmethod
     def batch(ids: dict[str, Tensor]) -> Any:
         values = torch.cat(list(ids.values()))
-        return {"names": list(ids), "values": values, "lengths": torch.ones(len(values), dtype=torch.long)}
+        return {
+            "names": list(ids),
+            "values": values,
+            "lengths": torch.ones(len(values), dtype=torch.long),
+        }
 
     def features(self, batch: Any) -> KeyedJaggedTensor:
         return KeyedJaggedTensor(batch["names"], batch["values"], lengths=batch["lengths"])
@@ -142,7 +155,9 @@ class TableOfKey(TableOfName):
         return {name: self.tables[name](ids) for name, ids in batch.items()}
 
 
-def fit(kind: type[Reordered], orders: tuple[str, ...], depth: int) -> tuple[list[float], tuple[int, int], str]:
+def fit(
+    kind: type[Reordered], orders: tuple[str, ...], depth: int
+) -> tuple[list[float], tuple[int, int], str]:
     """Train on this rank; returns losses, lookups and how many were sent ahead, and the error."""
     model, rank = kind(), rank_and_num_ranks()[0]
     batches = []

@@ -1,7 +1,7 @@
 """Runs that are saved on their way and go on elsewhere, and the run that never stopped.
 
-All runs train on the same examples in the same global batches, whatever the number of ranks: examples are dealt by a
-DistributedSampler, in an order of their own in each epoch.
+All runs train on the same examples in the same global batches, whatever the number of ranks:
+examples are dealt by a DistributedSampler, in an order of their own in each epoch.
 """
 
 import copy
@@ -102,7 +102,9 @@ class Frozen(Clicks):
         self.ebc.embedding_bags["narrow"].requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer([p for n, p in self.named_parameters() if "shared" not in n], **self.options)
+        return self.optimizer(
+            [p for n, p in self.named_parameters() if "shared" not in n], **self.options
+        )
 
 
 class NamedTwice(Clicks):
@@ -114,7 +116,8 @@ class NamedTwice(Clicks):
 
 
 class Random(Clicks):
-    """Draws in each step, on each rank in its own way, from all generators; where they begin is `start`."""
+    """Draws in each step, on each rank in its own way, from all generators; where they begin is
+    `start`."""
 
     def __init__(self, *args: Any, start: int, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -129,7 +132,9 @@ class Random(Clicks):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         noise = random.random() + float(numpy.random.rand())
-        return super().training_step(batch | {"label": batch["label"] * (0.5 + noise / 4)}, batch_idx)
+        return super().training_step(
+            batch | {"label": batch["label"] * (0.5 + noise / 4)}, batch_idx
+        )
 
 
 class Grouped(Clicks):
@@ -140,7 +145,10 @@ class Grouped(Clicks):
         rate = self.options["lr"]
         groups = [
             {"params": [p for n, p in named.items() if "narrow" in n], "lr": rate / 3},
-            {"params": [p for n, p in named.items() if "ebc" in n and "narrow" not in n], "lr": rate / 2},
+            {
+                "params": [p for n, p in named.items() if "ebc" in n and "narrow" not in n],
+                "lr": rate / 2,
+            },
             {"params": list(self.mlp.parameters())},
         ]
         return self.optimizer(groups, **self.options)
@@ -160,8 +168,13 @@ class OnPlateau(Clicks):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        falling = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, threshold=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "monitor": "val_loss"}}
+        falling = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=1, threshold=0.9
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": falling, "monitor": "val_loss"},
+        }
 
 
 class TwoOptimizers(Clicks):
@@ -217,7 +230,8 @@ class Counts(Clicks):
 
 
 class Changed(Clicks):
-    """Has tables that were changed since the run was saved; `changes` are those of their configs."""
+    """Has tables that were changed since the run was saved; `changes` are those of their
+    configs."""
 
     changes: dict[str, dict[str, Any]] = {}
 
@@ -293,8 +307,11 @@ class Examples(Dataset[dict[str, Tensor]]):
         return self.examples[index]
 
 
-def loader(num_ranks: int, shuffle: bool = True, steps: int = STEPS_PER_EPOCH, first: int = 0) -> DataLoader:
-    """Return the loader of this rank: as a user writes it, for Lightning to deal; or, not shuffled, dealt by itself."""
+def loader(
+    num_ranks: int, shuffle: bool = True, steps: int = STEPS_PER_EPOCH, first: int = 0
+) -> DataLoader:
+    """Return the loader of this rank: as a user writes it, for Lightning to deal; or, not shuffled,
+    dealt by itself."""
     examples = Examples(steps * GLOBAL_BATCH, first)
     options: dict[str, Any] = {"batch_size": GLOBAL_BATCH // num_ranks, "collate_fn": join_batches}
     if shuffle:
@@ -333,7 +350,8 @@ class Outcome:
     rates: list[list[float]] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     saved: dict[str, Any] = field(default_factory=dict)
-    """Rank 0, of a run that does not go on from another: what it saved on its way, tensors in memory."""
+    """Rank 0, of a run that does not go on from another: what it saved on its way, tensors in
+    memory."""
     final: dict[str, Any] = field(default_factory=dict)
     """Rank 0: what it saves at the end."""
     plan: dict[str, str] = field(default_factory=dict)
@@ -346,7 +364,8 @@ class Outcome:
 
 
 class Recorder(Checkpoint):
-    """Saves a run on its way and at its end; called after all other callbacks, as checkpoints are."""
+    """Saves a run on its way and at its end; called after all other callbacks, as checkpoints
+    are."""
 
     def __init__(self, hook: str, num_batches: int, folder: str) -> None:
         self.when = hook, num_batches
@@ -361,7 +380,9 @@ class Recorder(Checkpoint):
         self._save(trainer, "on_train_start")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self.outcome.rates.append([group["lr"] for o in trainer.optimizers for group in o.param_groups])
+        self.outcome.rates.append([
+            group["lr"] for o in trainer.optimizers for group in o.param_groups
+        ])
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             self.outcome.scales.append(scaler.get_scale())
         self._save(trainer, "on_train_batch_end")
@@ -376,15 +397,22 @@ class Recorder(Checkpoint):
         setup = getattr(trainer.strategy, "run_tables", None)
         if setup is not None:
             plan = setup.shards.plan
-            self.outcome.plan = {name: f"{plan[name].sharding_type} {u.kind}" for name, u in setup.updates.items()}
+            self.outcome.plan = {
+                name: f"{plan[name].sharding_type} {u.kind}" for name, u in setup.updates.items()
+            }
         trainer.save_checkpoint(f"{self.folder}/final.ckpt")
 
 
 def train(run: Run, folder: str) -> Outcome:
-    """Collective. Train on this rank; a run that does not go on from another saves `folder`/saved.ckpt on its way."""
+    """Collective. Train on this rank; a run that does not go on from another saves
+    `folder`/saved.ckpt on its way."""
     rank, num_ranks = rank_and_num_ranks()
     recorder = Recorder(*(("never", 0) if run.resume else run.save), folder)
-    options = {"max_epochs": run.epochs, "use_distributed_sampler": True, "enable_checkpointing": True}
+    options = {
+        "max_epochs": run.epochs,
+        "use_distributed_sampler": True,
+        "enable_checkpointing": True,
+    }
     options |= run.trainer | run.extra()
     options["callbacks"] = [*options.get("callbacks", ()), recorder]
     model = seeded(run.model, *run.optimizer, **run.model_options)
@@ -405,7 +433,8 @@ def train(run: Run, folder: str) -> Outcome:
 
 
 def train_each(runs: Mapping[str, tuple[Run, str]]) -> dict[str, Outcome]:
-    """Collective. Train one run after the other; one that fails is told in its outcome, and the next begins.
+    """Collective. Train one run after the other; one that fails is told in its outcome, and the
+    next begins.
 
     runs: name -> the run, and the folder that it saves in.
     """
@@ -440,17 +469,22 @@ class Lived:
 
 
 def live(lives: Mapping[str, Life]) -> dict[str, Lived]:
-    """Return what became of each life; all runs on as many ranks are made by the same ones, one after the other."""
+    """Return what became of each life; all runs on as many ranks are made by the same ones, one
+    after the other."""
     first = {(name, -1): (life.num_ranks, life.first) for name, life in lives.items()}
     with tempfile.TemporaryDirectory() as folder:
         later = {
-            (name, i): (num_ranks, replace(life.first, **changes, resume=f"{folder}/{name} -1/saved.ckpt"))
+            (name, i): (
+                num_ranks,
+                replace(life.first, **changes, resume=f"{folder}/{name} -1/saved.ckpt"),
+            )
             for name, life in lives.items()
             for i, (num_ranks, changes) in enumerate(life.later)
         }
         actual = _on_their_ranks(first, folder) | _on_their_ranks(later, folder)
     return {
-        name: Lived(actual[name, -1], [actual[name, i] for i in range(len(life.later))]) for name, life in lives.items()
+        name: Lived(actual[name, -1], [actual[name, i] for i in range(len(life.later))])
+        for name, life in lives.items()
     }
 
 
@@ -460,23 +494,36 @@ def _on_their_ranks(
     actual: dict[tuple[str, int], list[Outcome]] = {}
     for num_ranks in sorted({num_ranks for num_ranks, _ in runs.values()}):
         selected_runs = {key: run for key, (expected, run) in runs.items() if expected == num_ranks}
-        named = {f"{name} {i}": (run, f"{folder}/{name} {i}") for (name, i), run in selected_runs.items()}
+        named = {
+            f"{name} {i}": (run, f"{folder}/{name} {i}") for (name, i), run in selected_runs.items()
+        }
         per_rank_results = run_on_warm_ranks(train_each, num_ranks, named)
         actual |= {
-            (name, i): [rank_results[f"{name} {i}"] for rank_results in per_rank_results] for name, i in selected_runs
+            (name, i): [rank_results[f"{name} {i}"] for rank_results in per_rank_results]
+            for name, i in selected_runs
         }
     return actual
 
 
-COMPARED = ("epoch", "global_step", "state_dict", "optimizer_states", "lr_schedulers", "MixedPrecision", "callbacks")
+COMPARED = (
+    "epoch",
+    "global_step",
+    "state_dict",
+    "optimizer_states",
+    "lr_schedulers",
+    "MixedPrecision",
+    "callbacks",
+)
 COMPARED += ("current_model_state", "averaging_state")
 """What of the checkpoints at the end is compared."""
 
 
 def problems_of(life: Life, lived: Lived) -> list[str]:
-    """Return what is not as in the run that never stopped; every bit counts on the same 1 or 2 ranks and plan.
+    """Return what is not as in the run that never stopped; every bit counts on the same 1 or 2
+    ranks and plan.
 
-    Sums over more ranks depend on how DDP has filled its buckets, which it does anew after its first step.
+    Sums over more ranks depend on how DDP has filled its buckets, which it does anew after its
+    first step.
     """
     if failed := _failures(lived.first):
         return [f"the first run: {failed}"]
@@ -489,21 +536,28 @@ def problems_of(life: Life, lived: Lived) -> list[str]:
         expected = lived.first
         begun = len(expected[0].losses) - len(actual[0].losses)
         if begun != life.first.save[1]:
-            problems.append(f"{label}: it made {len(actual[0].losses)} of {len(expected[0].losses)} steps")
+            problems.append(
+                f"{label}: it made {len(actual[0].losses)} of {len(expected[0].losses)} steps"
+            )
         pairs: dict[str, tuple[Any, Any]] = {
             "losses": (mean_losses(actual), mean_losses(expected)[begun:]),
             "rates": (actual[0].rates, expected[0].rates[begun:]),
             "scales": (actual[0].scales, expected[0].scales[begun:]),
         }
         if "model" not in changes:
-            ends = [{key: _plain(end.final.get(key), key) for key in COMPARED} for end in (actual[0], expected[0])]
+            ends = [
+                {key: _plain(end.final.get(key), key) for key in COMPARED}
+                for end in (actual[0], expected[0])
+            ]
             pairs["final"] = ends[0], ends[1]
         is_same = num_ranks == life.num_ranks <= 2 and not changes.keys() - {"model_options"}
         if is_same:
             pairs["of ranks"] = [o.losses for o in actual], [o.losses[begun:] for o in expected]
         allowed = 0.0 if is_same else life.limit
         problems += [
-            f"{label}: {message}" for key, pair in pairs.items() for message in differences(*pair, key, allowed)
+            f"{label}: {message}"
+            for key, pair in pairs.items()
+            for message in differences(*pair, key, allowed)
         ]
     return problems
 
@@ -515,32 +569,46 @@ def _failures(outcomes: list[Outcome]) -> str:
 def _plain(value: Any, key: str) -> Any:
     """Return a part of a checkpoint as it is compared.
 
-    Optimizers' parameters have numbers in the place of names. What a finetuning callback keeps is left out: it has the
-    names of shards.
+    Optimizers' parameters have numbers in the place of names. What a finetuning callback keeps is
+    left out: it has the names of shards.
     """
     if key == "callbacks" and value is not None:
-        return {name: state for name, state in value.items() if "internal_optimizer_metadata" not in state}
+        return {
+            name: state
+            for name, state in value.items()
+            if "internal_optimizer_metadata" not in state
+        }
     return [_numbered(state) for state in value] if key == "optimizer_states" else value
 
 
 def _numbered(state: dict[str, Any]) -> dict[str, Any]:
     names = [name for group in state["param_groups"] for name in group["params"]]
     retained = {names.index(name): values for name, values in state["state"].items() if values}
-    return {"state": retained, "param_groups": [{**g, "params": len(g["params"])} for g in state["param_groups"]]}
+    return {
+        "state": retained,
+        "param_groups": [{**g, "params": len(g["params"])} for g in state["param_groups"]],
+    }
 
 
 def mean_losses(outcomes: list[Outcome]) -> list[float]:
     """Return the losses of the global batches."""
-    losses: list[float] = torch.tensor([outcome.losses for outcome in outcomes], dtype=torch.float64).mean(0).tolist()
+    losses: list[float] = (
+        torch.tensor([outcome.losses for outcome in outcomes], dtype=torch.float64).mean(0).tolist()
+    )
     return losses
 
 
 def differences(actual: Any, expected: Any, place: str, allowed: float) -> list[str]:
-    """Return where two nests of dicts and lists differ; numbers, and tensors' elements, by more than `allowed`."""
+    """Return where two nests of dicts and lists differ; numbers, and tensors' elements, by more
+    than `allowed`."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         if actual.keys() != expected.keys():
             return [f"{place} has {sorted(map(str, actual))}, not {sorted(map(str, expected))}"]
-        return [d for key in expected for d in differences(actual[key], expected[key], f"{place}/{key}", allowed)]
+        return [
+            d
+            for key in expected
+            for d in differences(actual[key], expected[key], f"{place}/{key}", allowed)
+        ]
     if isinstance(actual, (list, tuple)) and isinstance(expected, (list, tuple)):
         if len(actual) != len(expected):
             return [f"{place} has {len(actual)} entries, not {len(expected)}"]
@@ -548,7 +616,10 @@ def differences(actual: Any, expected: Any, place: str, allowed: float) -> list[
         return [d for i, pair in item for d in differences(*pair, f"{place}/{i}", allowed)]
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
-            return [f"{place} is {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"]
+            return [
+                f"{place} is {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} "
+                f"{tuple(expected.shape)}"
+            ]
         off = float((actual.double() - expected.double()).abs().max()) if expected.numel() else 0.0
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
         return [] if off <= allowed * scale else [f"{place} is off by {off}"]

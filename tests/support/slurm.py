@@ -1,4 +1,5 @@
-"""A real Slurm of two nodes on this one machine: its own munged, slurmctld and two slurmd, gone when it is left."""
+"""A real Slurm of two nodes on this one machine: its own munged, slurmctld and two slurmd, gone
+when it is left."""
 
 import contextlib
 import os
@@ -23,7 +24,16 @@ from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol")
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "TIMEOUT",
+)
 CONFIG = """
 ClusterName=tests
 SlurmUser=root
@@ -76,13 +86,15 @@ def require_slurm() -> None:
 class Slurm:
     """A Slurm with the nodes node1 and node2, from entering it (`with`) until `stop`.
 
-    cpus: of each node, whatever the machine has; `srun -N2 -n4` fills the first and puts one task on the other, if it
-    can. settings: lines of slurm.conf in place of those in CONFIG, by name. Commands run in `folder`, with this
-    checkout on PYTHONPATH. All of it ends with the process that began it, even if that is killed.
+    cpus: of each node, whatever the machine has; `srun -N2 -n4` fills the first and puts one task
+    on the other, if it can. settings: lines of slurm.conf in place of those in CONFIG, by name.
+    Commands run in `folder`, with this checkout on PYTHONPATH. All of it ends with the process that
+    began it, even if that is killed.
     """
 
     def __init__(self, cpus: int = 4, settings: Mapping[str, str] | None = None) -> None:
-        # munged wants a folder that all may enter, which those of pytest are not, and its socket a short path.
+        # munged wants a folder that all may enter, which those of pytest are not, and its socket a
+        # short path.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
         self._cpus, self._settings = cpus, settings or {}
@@ -92,9 +104,18 @@ class Slurm:
     def __enter__(self) -> "Slurm":
         folder = self.folder
         try:
-            self._daemon("keeper", sys.executable, "-I", processes.__file__, str(folder), stdin=subprocess.PIPE)
+            self._daemon(
+                "keeper",
+                sys.executable,
+                "-I",
+                processes.__file__,
+                str(folder),
+                stdin=subprocess.PIPE,
+            )
             self._write_config()
-            files = (f"--{kind}-file={folder}/munged.{kind}" for kind in ("key", "pid", "log", "seed"))
+            files = (
+                f"--{kind}-file={folder}/munged.{kind}" for kind in ("key", "pid", "log", "seed")
+            )
             self._daemon("munged", "munged", "--foreground", f"--socket={folder}/munge", *files)
             self._until((folder / "munge").exists, "munged's socket", 20)
             self._daemon("slurmctld", "slurmctld", "-D")
@@ -119,16 +140,23 @@ class Slurm:
                     stream.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def srun(self, args: Sequence[str], command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def srun(
+        self, args: Sequence[str], command: Sequence[str], **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command under `srun`; options as in `run`."""
         return self.run("srun", *args, *command, **options)
 
-    def salloc(self, args: Sequence[str], command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def salloc(
+        self, args: Sequence[str], command: Sequence[str], **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command inside of an allocation, but on none of its nodes; options as in `run`."""
         return self.run("salloc", *args, *command, **options)
 
-    def sbatch(self, script: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None) -> int:
-        """Submit a script and return its job. `output` has what it prints, in all its runs if it is requeued."""
+    def sbatch(
+        self, script: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> int:
+        """Submit a script and return its job. `output` has what it prints, in all its runs if it is
+        requeued."""
         path = self.folder / f"{time.monotonic_ns()}.sh"
         path.write_text(script if script.startswith("#!") else f"#!/bin/bash\n{script}")
         ways = ("--parsable", "--open-mode=append", f"--output={self.folder}/%j.out")
@@ -148,9 +176,13 @@ class Slurm:
         self._until(self._has_no_jobs, "all jobs to be gone", LIMIT_SECONDS)
 
     def run(
-        self, *command: str, env: Mapping[str, str] | None = None, timeout_seconds: float = LIMIT_SECONDS
+        self,
+        *command: str,
+        env: Mapping[str, str] | None = None,
+        timeout_seconds: float = LIMIT_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
-        """Run any command as a user of this Slurm would; its exit code is the caller's affair. env: added variables.
+        """Run any command as a user of this Slurm would; its exit code is the caller's affair. env:
+        added variables.
 
         Raises SlurmFailed: it was not done in time. All jobs are cancelled then.
         """
@@ -163,7 +195,8 @@ class Slurm:
             self._kill_jobs()  # what salloc has started is in a group of its own
             out, err = process.communicate()
             failure = SlurmFailed(
-                f"waited {timeout_seconds} s for {' '.join(command)}\n{out}\n--- stderr\n{err}{self.logs()}"
+                f"waited {timeout_seconds} s for {' '.join(command)}\n{out}\n--- "
+                f"stderr\n{err}{self.logs()}"
             )
             with contextlib.suppress(SlurmFailed):
                 self._spawn(("scancel", "--user=root"), {}).wait(LIMIT_SECONDS)
@@ -172,7 +205,8 @@ class Slurm:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-        """Start a command as `run` does, and return at once, for `communicate` later. `stop` kills it."""
+        """Start a command as `run` does, and return at once, for `communicate` later. `stop` kills
+        it."""
         pipe = subprocess.PIPE
         return self._spawn(command, env or {}, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
 
@@ -180,14 +214,23 @@ class Slurm:
         """Return a job's state, such as PENDING, RUNNING or COMPLETED."""
         return re.findall(r"JobState=(\w+)", self.scontrol("show", "job", str(job)))[0]
 
-    def wait(self, job: int, states: Sequence[str] = ENDED, timeout_seconds: float = LIMIT_SECONDS) -> str:
+    def wait(
+        self, job: int, states: Sequence[str] = ENDED, timeout_seconds: float = LIMIT_SECONDS
+    ) -> str:
         """Wait until a job has ended, or is in one of `states`, and return its state."""
-        self._until(lambda: self.state(job) in states, f"job {job} to be {'/'.join(states)}", timeout_seconds, job)
+        self._until(
+            lambda: self.state(job) in states,
+            f"job {job} to be {'/'.join(states)}",
+            timeout_seconds,
+            job,
+        )
         return self.state(job)
 
     def wait_for_output(self, job: int, text: str, timeout_seconds: float = LIMIT_SECONDS) -> None:
         """Wait until a job of `sbatch` has printed `text`."""
-        self._until(lambda: text in self.output(job), f"job {job} to print {text!r}", timeout_seconds, job)
+        self._until(
+            lambda: text in self.output(job), f"job {job} to print {text!r}", timeout_seconds, job
+        )
 
     def output(self, job: int) -> str:
         """Return what a job of `sbatch` has printed so far."""
@@ -196,8 +239,13 @@ class Slurm:
 
     def logs(self) -> str:
         """Return the last lines of each daemon's log."""
-        tails = {path.stem: path.read_text(errors="replace").splitlines()[-15:] for path in self.folder.glob("*.log")}
-        return "".join(f"\n--- log of {name}\n" + "\n".join(lines) for name, lines in sorted(tails.items()))
+        tails = {
+            path.stem: path.read_text(errors="replace").splitlines()[-15:]
+            for path in self.folder.glob("*.log")
+        }
+        return "".join(
+            f"\n--- log of {name}\n" + "\n".join(lines) for name, lines in sorted(tails.items())
+        )
 
     def _checked(self, *command: str, env: Mapping[str, str] | None = None) -> str:
         done = self.run(*command, env=env)
@@ -205,7 +253,9 @@ class Slurm:
             raise SlurmFailed(f"{' '.join(command)}: {done.stderr}{self.logs()}")
         return done.stdout
 
-    def _until(self, met: Callable[[], bool], name: str, timeout_seconds: float, job: int | None = None) -> None:
+    def _until(
+        self, met: Callable[[], bool], name: str, timeout_seconds: float, job: int | None = None
+    ) -> None:
         deadline = time.monotonic() + timeout_seconds
         while not met():
             if time.monotonic() > deadline:
@@ -217,7 +267,8 @@ class Slurm:
         processes.kill_all_with(str(self.folder), "SLURM_JOB_ID=")
 
     def _has_no_jobs(self) -> bool:
-        # Without cgroups Slurm does not find a process whose parent has died, and waits for its end for ever.
+        # Without cgroups Slurm does not find a process whose parent has died, and waits for its end
+        # for ever.
         self._kill_jobs()
         return not self._checked("squeue", "-h")
 
@@ -240,8 +291,13 @@ class Slurm:
         with open(self.folder / f"{name}.log", "w") as log:
             self.daemons[name] = self._spawn(command, {}, stdin=stdin, stdout=log, stderr=log)
 
-    def _spawn(self, command: Sequence[str], env: Mapping[str, str], **streams: Any) -> "subprocess.Popen[str]":
-        distrec = {"PYTHONPATH": str(Path(__file__).parents[2]), "SLURM_CONF": f"{self.folder}/slurm.conf"}
+    def _spawn(
+        self, command: Sequence[str], env: Mapping[str, str], **streams: Any
+    ) -> "subprocess.Popen[str]":
+        distrec = {
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "SLURM_CONF": f"{self.folder}/slurm.conf",
+        }
         process: subprocess.Popen[str] = subprocess.Popen(
             command,
             env={**environment(**distrec), **env},

@@ -1,4 +1,5 @@
-"""Models whose output layer is an embedding table: logits over all items, and propagation over a graph."""
+"""Models whose output layer is an embedding table: logits over all items, and propagation over a
+graph."""
 
 from typing import Any
 
@@ -9,7 +10,8 @@ from tests.support.embedding_models import KeepsState, SASRec
 
 
 class TiedSASRec(SASRec):
-    """SASRec with cross-entropy over all items, whose output weights are the item table's, read in a property."""
+    """SASRec with cross-entropy over all items, whose output weights are the item table's, read in
+    a property."""
 
     @property
     def output_weight(self) -> Tensor:
@@ -37,7 +39,12 @@ class LightGCN(KeepsState):
         draw = torch.Generator().manual_seed(3)
         size = num_users + num_items
         edges = torch.stack([torch.randint(0, size, (300,), generator=draw) for _ in range(2)])
-        graph = torch.sparse_coo_tensor(edges, torch.full((300,), 0.3), (size, size)).coalesce().to_dense()
+        graph = (
+            torch
+            .sparse_coo_tensor(edges, torch.full((300,), 0.3), (size, size))
+            .coalesce()
+            .to_dense()
+        )
         self.register_buffer("graph", graph)
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -58,7 +65,12 @@ class LightGCN(KeepsState):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         users, items = self()
-        self.log("val_loss", (users[batch[0]] * items[batch[1]]).sum(), sync_dist=True, batch_size=len(batch[0]))
+        self.log(
+            "val_loss",
+            (users[batch[0]] * items[batch[1]]).sum(),
+            sync_dist=True,
+            batch_size=len(batch[0]),
+        )
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         users, items = self()

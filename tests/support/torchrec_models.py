@@ -1,4 +1,5 @@
-"""TorchRec's own test models (TestSparseNN and its kin) of drawn configurations, in a LightningModule."""
+"""TorchRec's own test models (TestSparseNN and its kin) of drawn configurations, in a
+LightningModule."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,8 @@ NUM_FLOATS, STEPS = 10, 5
 
 @dataclass(frozen=True)
 class DrawnTable:
-    """One table. in_backward: a name of `IN_BACKWARD`, or "" where configure_optimizers has its optimizer."""
+    """One table. in_backward: a name of `IN_BACKWARD`, or "" where configure_optimizers has its
+    optimizer."""
 
     name: str
     rows: int
@@ -61,7 +63,9 @@ class DrawnTable:
         }
         if not pooled:
             return EmbeddingConfig(**options)
-        return EmbeddingBagConfig(**options, pooling=PoolingType.MEAN if self.mean else PoolingType.SUM)
+        return EmbeddingBagConfig(
+            **options, pooling=PoolingType.MEAN if self.mean else PoolingType.SUM
+        )
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,16 @@ class DrawnModel:
 
 
 def drawn_model(seed: int, in_backward: bool) -> DrawnModel:
-    """Return the model of a seed. in_backward: whether tables have optimizers that are applied in backward."""
+    """Return the model of a seed. in_backward: whether tables have optimizers that are applied in
+    backward."""
     draw = random.Random(f"{seed} {in_backward}")
     kind, optimizer = draw.choice(KINDS), draw.choice(OPTIMIZERS)
     by_row = optimizer.startswith("RowWise")
     one_dim = draw.choice((4, 8, 16)) if kind in ("sequence", "mixed") else 0
     num_tables = 4 if kind in TOWERS else draw.randint(2, 5)
-    num_weighted = 2 if kind in TOWERS else draw.randint(1, 3) if kind in ("weighted", *OVER_ARCHS) else 0
+    num_weighted = (
+        2 if kind in TOWERS else draw.randint(1, 3) if kind in ("weighted", *OVER_ARCHS) else 0
+    )
 
     def table(name: str, feature: str, dim: int, mean: bool) -> DrawnTable:
         names = [feature, f"{feature}_other"][: 2 if draw.random() < 0.3 else 1]
@@ -93,31 +100,49 @@ def drawn_model(seed: int, in_backward: bool) -> DrawnModel:
         cuts = [cut for cut in CUTS if not (one_dim and cut in ("table_row_wise", "data_parallel"))]
         if by_row or update.startswith("RowWise") or dim < 8:
             cuts.remove("column_wise")
-        return DrawnTable(name, draw.randint(6, 80), dim, tuple(names), mean, draw.choice(cuts), update)
+        return DrawnTable(
+            name, draw.randint(6, 80), dim, tuple(names), mean, draw.choice(cuts), update
+        )
 
     dims = [one_dim or draw.choice((4, 8, 16, 32)) for _ in range(num_tables)]
-    tables = [table(f"table_{i}", f"feature_{i}", dim, draw.random() < 0.5) for i, dim in enumerate(dims)]
+    tables = [
+        table(f"table_{i}", f"feature_{i}", dim, draw.random() < 0.5) for i, dim in enumerate(dims)
+    ]
     if kind == "processed":  # TorchRec names feature processors by tables
-        tables = [replace(part, features=(part.name,), mean=part.mean and i > 0) for i, part in enumerate(tables)]
+        tables = [
+            replace(part, features=(part.name,), mean=part.mean and i > 0)
+            for i, part in enumerate(tables)
+        ]
     if kind == "shared":
-        tables[1] = replace(tables[1], rows=tables[0].rows, features=(*tables[1].features, tables[0].features[0]))
+        tables[1] = replace(
+            tables[1], rows=tables[0].rows, features=(*tables[1].features, tables[0].features[0])
+        )
     weighted = [
-        replace(table(f"weighted_{i}", f"weight_{i}", draw.choice((4, 8, 16)), False), features=(f"weight_{i}",))
+        replace(
+            table(f"weighted_{i}", f"weight_{i}", draw.choice((4, 8, 16)), False),
+            features=(f"weight_{i}",),
+        )
         for i in range(num_weighted)
     ]
     flags = draw.random() < 0.3, draw.random() < 0.3
-    return DrawnModel(seed, kind, tuple(tables), tuple(weighted), optimizer, *flags, draw.choice((1, 2, 3)))
+    return DrawnModel(
+        seed, kind, tuple(tables), tuple(weighted), optimizer, *flags, draw.choice((1, 2, 3))
+    )
 
 
 def _net(model: DrawnModel) -> nn.Module:
     weighted: Any = [table.config() for table in model.weighted_tables]
     if model.kind in ("sequence", "mixed"):
         pooled = [model.kind == "mixed" and i % 2 == 0 for i in range(len(model.tables))]
-        configs = [table.config(is_pooled) for table, is_pooled in zip(model.tables, pooled, strict=True)]
+        configs = [
+            table.config(is_pooled) for table, is_pooled in zip(model.tables, pooled, strict=True)
+        ]
         return TestMixedEmbeddingSparseArch(tables=configs, num_float_features=NUM_FLOATS)
     tables: Any = [table.config() for table in model.tables]
     if model.kind in TOWERS:
-        return TOWERS[model.kind](tables=tables, weighted_tables=weighted, num_float_features=NUM_FLOATS)
+        return TOWERS[model.kind](
+            tables=tables, weighted_tables=weighted, num_float_features=NUM_FLOATS
+        )
     groups = None
     if model.kind == "shared":
         features = [feature for table in model.tables for feature in table.features]
@@ -146,12 +171,15 @@ class TorchRecModel(pl.LightningModule):
         torch.manual_seed(model.seed)
         self.net, self.optimizer = _net(model), model.optimizer
         self.options: dict[str, Any] = {"tables": {}, "find_unused_parameters": True}
-        """Of the strategy. TorchRec's over archs do not use all layers, and its towers not all tables."""
+        """Of the strategy. TorchRec's over archs do not use all layers, and its towers not all
+        tables."""
         self.automatic_optimization = "by hand" not in model.optimizer
         self.losses: list[float] = []
         self.final_state: dict[str, Tensor] = {}
         for table in (*model.tables, *model.weighted_tables):
-            weights = [weight for name, weight in self.named_parameters() if f".{table.name}." in name]
+            weights = [
+                weight for name, weight in self.named_parameters() if f".{table.name}." in name
+            ]
             if table.cut and weights:
                 self.options["tables"][table.name] = {"sharding_types": [table.cut]}
             if table.in_backward and weights:
@@ -167,9 +195,19 @@ class TorchRecModel(pl.LightningModule):
         return None
 
     def configure_optimizers(self) -> Any:
-        named = [item for item in self.named_parameters() if not hasattr(item[1], "_in_backward_optimizers")]
-        tables = [weight for name, weight in named if "embedding_bags" in name or ".embeddings." in name]
-        layers = [weight for name, weight in named if "embedding_bags" not in name and ".embeddings." not in name]
+        named = [
+            item
+            for item in self.named_parameters()
+            if not hasattr(item[1], "_in_backward_optimizers")
+        ]
+        tables = [
+            weight for name, weight in named if "embedding_bags" in name or ".embeddings." in name
+        ]
+        layers = [
+            weight
+            for name, weight in named
+            if "embedding_bags" not in name and ".embeddings." not in name
+        ]
         if self.optimizer == "RowWiseAdagrad by hand":
             by_row = [RowWiseAdagrad(tables, lr=0.02, eps=1e-5)] if tables else []
             return [*by_row, optim.Adam(layers, lr=1e-3, eps=1e-6)]
@@ -215,7 +253,10 @@ def _batch(model: DrawnModel, generator: torch.Generator) -> ModelInput:
                 rows[feature] = min(table.rows, rows.get(feature, table.rows))
         lengths = torch.randint(0, 7, (len(rows) * size,), generator=generator)
         counts = lengths.view(len(rows), size).sum(1).tolist()
-        ids = [torch.randint(0, rows[key], (n,), generator=generator) for key, n in zip(rows, counts, strict=True)]
+        ids = [
+            torch.randint(0, rows[key], (n,), generator=generator)
+            for key, n in zip(rows, counts, strict=True)
+        ]
         weights = torch.rand(sum(counts), generator=generator) if weighted else None
         return _jagged(model, list(rows), torch.cat(ids).to(kind), lengths.to(kind), weights)
 

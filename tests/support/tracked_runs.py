@@ -32,8 +32,15 @@ class Upload(NamedTuple):
     """Path in the artifact -> where the copy is."""
 
 
-def fit(packages: str, folder: str, log_model: Any, checkpoint: dict[str, Any], resume: str | None = None) -> Any:
-    """Train three epochs with both loggers; returns the weights, and the steps that were trained."""
+def fit(
+    packages: str,
+    folder: str,
+    log_model: Any,
+    checkpoint: dict[str, Any],
+    resume: str | None = None,
+) -> Any:
+    """Train three epochs with both loggers; returns the weights, and the steps that were
+    trained."""
     use(packages, folder)
     model, keep = (
         seeded(EvaluatedModel, *SGD),
@@ -43,7 +50,12 @@ def fit(packages: str, folder: str, log_model: Any, checkpoint: dict[str, Any], 
         MLFlowLogger("clicks", tracking_uri=f"file:{folder}/mlflow", log_model=log_model),
         WandbLogger("clicks", save_dir=folder, log_model=log_model),
     ]
-    options = {"callbacks": [keep], "enable_checkpointing": True, "max_epochs": 3, "logger": loggers}
+    options = {
+        "callbacks": [keep],
+        "enable_checkpointing": True,
+        "max_epochs": 3,
+        "logger": loggers,
+    }
     trainer = make_trainer({"checkpoint": checkpoint}, **options)
     rank = rank_and_num_ranks()[0]
     trainer.fit(model, rank_loader(5, rank), rank_loader(3, rank), ckpt_path=resume)
@@ -56,14 +68,16 @@ def use(packages: str, folder: str) -> None:
     """Let this process import the packages, and let them write below a folder only."""
     sys.path.append(packages)  # what is installed with torch comes first
     wandb_values = {
-        name: f"{folder}/{name.lower()}" for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
+        name: f"{folder}/{name.lower()}"
+        for name in ("WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
     }
     os.environ |= wandb_values | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     os.environ |= {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
 def download(upload: Upload, folder: Path) -> Path:
-    """Copy an upload into a folder, as a client of MLflow or W&B does; returns the checkpoint's path."""
+    """Copy an upload into a folder, as a client of MLflow or W&B does; returns the checkpoint's
+    path."""
     for path, copy in upload.files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(copy, folder / path)
@@ -74,12 +88,22 @@ def download(upload: Upload, folder: Path) -> Path:
 def in_mlflow(folder: Path) -> list[Upload]:
     """Return what MLflow's folder holds, the oldest first."""
     uploads = []
-    for aliases in sorted(folder.glob("mlflow/*/*/artifacts/*/aliases.txt"), key=lambda path: path.stat().st_mtime_ns):
+    for aliases in sorted(
+        folder.glob("mlflow/*/*/artifacts/*/aliases.txt"), key=lambda path: path.stat().st_mtime_ns
+    ):
         one_values = aliases.parent
         metadata = yaml.safe_load((one_values / "metadata.yaml").read_text())
         metadata["ModelCheckpoint"] = metadata.pop("Checkpoint")  # as W&B names it
-        files = {str(path.relative_to(one_values)): str(path) for path in one_values.rglob("*") if path.is_file()}
-        own_part = {path: copy for path, copy in files.items() if path not in ("aliases.txt", "metadata.yaml")}
+        files = {
+            str(path.relative_to(one_values)): str(path)
+            for path in one_values.rglob("*")
+            if path.is_file()
+        }
+        own_part = {
+            path: copy
+            for path, copy in files.items()
+            if path not in ("aliases.txt", "metadata.yaml")
+        }
         uploads.append(Upload(ast.literal_eval(aliases.read_text()), metadata, own_part))
     return uploads
 
@@ -99,7 +123,8 @@ def in_wandb(folder: Path) -> list[Upload]:
 
 
 def _records(log: bytes) -> Iterator[Any]:
-    """Yield the records of W&B's file: LevelDB's log format after seven bytes, in blocks of 32 KiB."""
+    """Yield the records of W&B's file: LevelDB's log format after seven bytes, in blocks of 32
+    KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     position, whole = 7, b""

@@ -10,8 +10,11 @@ from lightning_distrec import TorchRecShardedStrategy
 from tests.support.click_model import NO_OUTPUT
 from tests.support.ranks import rank_and_num_ranks
 
-ACCELERATOR = os.environ.get("RANKS_ACCELERATOR", "cpu") if multiprocessing.parent_process() else "cpu"
-"""Of ranks: `pytest --accelerator gpu` has another one than the process that compares what they return."""
+ACCELERATOR = (
+    os.environ.get("RANKS_ACCELERATOR", "cpu") if multiprocessing.parent_process() else "cpu"
+)
+"""Of ranks: `pytest --accelerator gpu` has another one than the process that compares what they
+return."""
 
 DEFAULTS: dict[str, Any] = NO_OUTPUT | {
     "max_epochs": 1,
@@ -22,7 +25,8 @@ DEFAULTS: dict[str, Any] = NO_OUTPUT | {
 
 
 def make_trainer(strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
-    """Return a trainer that shards tables. strategy: options of the strategy; options: those of the Trainer."""
+    """Return a trainer that shards tables. strategy: options of the strategy; options: those of the
+    Trainer."""
     selection = DEFAULTS | {"devices": rank_and_num_ranks()[1]} | options
     return pl.Trainer(strategy=TorchRecShardedStrategy(**(strategy or {})), **selection)
 

@@ -1,4 +1,5 @@
-"""Two machines on this one: network namespaces, joined by a link that may be of a limited rate. Needs root and `ip`."""
+"""Two machines on this one: network namespaces, joined by a link that may be of a limited rate.
+Needs root and `ip`."""
 
 import os
 import subprocess
@@ -39,7 +40,8 @@ class Machine:
 
 @contextmanager
 def two_machines(mbit_per_second: int | None = None) -> Iterator[tuple[Machine, Machine]]:
-    """Yield two machines, gone after the context. mbit_per_second: of the link, each way. Raises NoMachines."""
+    """Yield two machines, gone after the context. mbit_per_second: of the link, each way. Raises
+    NoMachines."""
     first, other = (Machine(f"distrec{os.getpid()}{side}", f"dr{os.getpid()}{side}", position)
                   for side, position in zip("ab", ADDRESSES, strict=True))  # fmt: skip
     with ExitStack() as made:
@@ -49,12 +51,39 @@ def two_machines(mbit_per_second: int | None = None) -> Iterator[tuple[Machine, 
         ends = (first.device, "type", "veth", "peer", other.device, "netns", other.space)
         _run("ip", "-n", first.space, "link", "add", *ends)
         for machine in (first, other):
-            _run("ip", "-n", machine.space, "addr", "add", f"{machine.address}/24", "dev", machine.device)
+            _run(
+                "ip",
+                "-n",
+                machine.space,
+                "addr",
+                "add",
+                f"{machine.address}/24",
+                "dev",
+                machine.device,
+            )
             _run("ip", "-n", machine.space, "link", "set", machine.device, "up")
             _run("ip", "-n", machine.space, "link", "set", "lo", "up")
             if mbit_per_second is not None:
-                limit = ("rate", f"{mbit_per_second}mbit", "burst", _burst(mbit_per_second), "latency", QUEUE)
-                _run("tc", "-n", machine.space, "qdisc", "add", "dev", machine.device, "root", "tbf", *limit)
+                limit = (
+                    "rate",
+                    f"{mbit_per_second}mbit",
+                    "burst",
+                    _burst(mbit_per_second),
+                    "latency",
+                    QUEUE,
+                )
+                _run(
+                    "tc",
+                    "-n",
+                    machine.space,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    machine.device,
+                    "root",
+                    "tbf",
+                    *limit,
+                )
         yield first, other
 
 

@@ -1,4 +1,5 @@
-"""Programs that compute a loss from an embedding's weight: operations drawn from a seed, over one weight used often."""
+"""Programs that compute a loss from an embedding's weight: operations drawn from a seed, over one
+weight used often."""
 
 import random
 from collections.abc import Callable
@@ -81,23 +82,33 @@ FULL_TERMS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
 
 
 class WeightProgram(pl.LightningModule):
-    """Computes its loss by operations that are drawn from `seed`. is_gathered: also those that take the full weight."""
+    """Computes its loss by operations that are drawn from `seed`. is_gathered: also those that take
+    the full weight."""
 
     def __init__(self, seed: int, is_gathered: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(ROWS, COLUMNS)
-        self.scale, self.offset = nn.Parameter(torch.rand(COLUMNS)), nn.Parameter(torch.rand(ROWS, COLUMNS) * 0.1)
+        self.scale, self.offset = (
+            nn.Parameter(torch.rand(COLUMNS)),
+            nn.Parameter(torch.rand(ROWS, COLUMNS) * 0.1),
+        )
         self.factor = nn.Parameter(torch.tensor(0.8))
         self.register_buffer("order", torch.randperm(ROWS))
         self.register_buffer("graph", torch.rand(ROWS, ROWS) / ROWS)
         draw = random.Random(seed)
         operations = ELEMENTWISE | MIXED if is_gathered else ELEMENTWISE
         terms = TERMS | FULL_TERMS if is_gathered else TERMS
-        # Of each the operation and how many values back its arguments are, from the weight itself on.
-        self.steps = [(draw.choice(list(operations)), draw.random(), draw.random()) for _ in range(draw.randint(1, 6))]
+        # Of each the operation and how many values back its arguments are, from the weight itself
+        # on.
+        self.steps = [
+            (draw.choice(list(operations)), draw.random(), draw.random())
+            for _ in range(draw.randint(1, 6))
+        ]
         self.terms = [(draw.choice(list(terms)), draw.random()) for _ in range(draw.randint(1, 3))]
         self.looks_up, self.optimizer = draw.random() < 0.5, draw.choice(["SGD", "Adam", "Adagrad"])
-        self.writes = draw.choice(["", "decay", "clamp", "row"] if is_gathered else ["", "decay", "clamp"])
+        self.writes = draw.choice(
+            ["", "decay", "clamp", "row"] if is_gathered else ["", "decay", "clamp"]
+        )
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -108,9 +119,14 @@ class WeightProgram(pl.LightningModule):
             a, b = (values[int(draw**2 * len(values))] for draw in (first, second))
             values.append(operations[name](self, a, b, batch))
         loss = sum(
-            (TERMS | FULL_TERMS)[name](values[-1 - int(draw**2 * len(values))], batch) for name, draw in self.terms
+            (TERMS | FULL_TERMS)[name](values[-1 - int(draw**2 * len(values))], batch)
+            for name, draw in self.terms
         )
-        loss = loss + 0.05 * values[-1].square().mean() + 0.01 * (self.scale.sum() + self.offset.sum() + self.factor)
+        loss = (
+            loss
+            + 0.05 * values[-1].square().mean()
+            + 0.01 * (self.scale.sum() + self.offset.sum() + self.factor)
+        )
         if self.looks_up:
             loss = loss + self.table(batch["ids"]).cos().mean()
         self.losses.append(float(loss.detach()))
@@ -150,7 +166,9 @@ def run_in_one_process(model: WeightProgram, num_ranks: int) -> list[list[float]
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        rank_losses = [model.training_step(program_batch(step, rank), step) for rank in range(num_ranks)]
+        rank_losses = [
+            model.training_step(program_batch(step, rank), step) for rank in range(num_ranks)
+        ]
         torch.stack(rank_losses).mean().backward()
         losses.append([float(loss.detach()) for loss in rank_losses])
         optimizer.step()

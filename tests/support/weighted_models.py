@@ -1,11 +1,15 @@
-"""Click models whose ids have weights that learn: by feature processors of torchrec, and by a layer of the user's."""
+"""Click models whose ids have weights that learn: by feature processors of torchrec, and by a layer
+of the user's."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
-from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from torchrec.modules.feature_processor_ import (
+    PositionWeightedModule,
+    PositionWeightedModuleCollection,
+)
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.support.click_model import FEATURES, ClickModel, bag_configs
@@ -35,7 +39,8 @@ class PositionWeighted(ClickModel):
 
 
 class WeightsOfALayer(ClickModel):
-    """A layer of the user's makes the weights of an EmbeddingBagCollection's ids and of an nn.EmbeddingBag's."""
+    """A layer of the user's makes the weights of an EmbeddingBagCollection's ids and of an
+    nn.EmbeddingBag's."""
 
     def __init__(self, optimizer: type, options: dict[str, Any]) -> None:
         super().__init__(optimizer, options, weighted=True)
@@ -45,8 +50,12 @@ class WeightsOfALayer(ClickModel):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         weights = self.importance(batch["weights"].unsqueeze(1)).squeeze(1)
         scores = super().forward(batch | {"weights": weights})
-        features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"], weights=weights)["a"]
-        bags = self.bag(features.values(), features.offsets(), per_sample_weights=features.weights().exp())
+        features = KeyedJaggedTensor(
+            FEATURES, batch["ids"], lengths=batch["lengths"], weights=weights
+        )["a"]
+        bags = self.bag(
+            features.values(), features.offsets(), per_sample_weights=features.weights().exp()
+        )
         return scores + bags.sum(1)
 
 
@@ -60,7 +69,9 @@ class Evaluated(PositionWeighted):
         self.found: list[Any] = []
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().forward(batch) + self.bag(batch["matrix"], per_sample_weights=self.importance).sum(1)
+        return super().forward(batch) + self.bag(
+            batch["matrix"], per_sample_weights=self.importance
+        ).sum(1)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.found.append(self(batch).tolist())
@@ -75,7 +86,9 @@ class LooksUpTwice(WeightsOfALayer):
     """Calls its collection twice in a step."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().forward(batch) + super().forward(batch | {"ids": (batch["ids"] * 7 + 1) % 11})
+        return super().forward(batch) + super().forward(
+            batch | {"ids": (batch["ids"] * 7 + 1) % 11}
+        )
 
 
 class FreezesTables(PositionWeighted):
@@ -128,7 +141,8 @@ class FreezesProcessors(PositionWeighted):
 
 
 class FreezesBeforeBackward(WeightsOfALayer):
-    """Steps by hand, with a backward between its two lookups; on rank 1 the weights of the fourth need no gradient."""
+    """Steps by hand, with a backward between its two lookups; on rank 1 the weights of the fourth
+    need no gradient."""
 
     def __init__(self, optimizer: type, options: dict[str, Any]) -> None:
         super().__init__(optimizer, options)
@@ -137,20 +151,29 @@ class FreezesBeforeBackward(WeightsOfALayer):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.importance.requires_grad_(batch_idx < 3 or rank_and_num_ranks()[0] != 1)
         weights = self.importance(batch["weights"].unsqueeze(1)).squeeze(1)
-        features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"], weights=weights)
+        features = KeyedJaggedTensor(
+            FEATURES, batch["ids"], lengths=batch["lengths"], weights=weights
+        )
         self.manual_backward(self.mlp(self.ebc(features).values()).square().sum())
         bag = features["a"]
-        self.manual_backward(self.bag(bag.values(), bag.offsets(), per_sample_weights=bag.weights().detach()).sum())
+        self.manual_backward(
+            self.bag(bag.values(), bag.offsets(), per_sample_weights=bag.weights().detach()).sum()
+        )
         self.losses.append(0.0)
 
 
 def learned_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the entries of a state_dict that learn through the weights of ids."""
-    return {key: value for key, value in state.items() if "processor" in key or key.startswith("importance")}
+    return {
+        key: value
+        for key, value in state.items()
+        if "processor" in key or key.startswith("importance")
+    }
 
 
 class SharesBags(WeightsOfALayer):
-    """Looks up each distinct bag of feature a once, and spreads it over the batch by inverse indices."""
+    """Looks up each distinct bag of feature a once, and spreads it over the batch by inverse
+    indices."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         size = len(batch["label"])
@@ -158,7 +181,10 @@ class SharesBags(WeightsOfALayer):
         inverse[0] = inverse[0] // 2
         first = batch["lengths"][: size // 2]
         retained = torch.arange(len(batch["ids"]))
-        retained = torch.cat([retained[: int(first.sum())], retained[int(batch["lengths"][:size].sum()) :]])
+        retained = torch.cat([
+            retained[: int(first.sum())],
+            retained[int(batch["lengths"][:size].sum()) :],
+        ])
         features = KeyedJaggedTensor(
             keys=FEATURES,
             values=batch["ids"][retained],

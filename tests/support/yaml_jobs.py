@@ -1,4 +1,5 @@
-"""Modules and data with plain arguments, as a YAML names them; all jobs train on the same global batches."""
+"""Modules and data with plain arguments, as a YAML names them; all jobs train on the same global
+batches."""
 
 from typing import Any
 
@@ -54,7 +55,11 @@ class Batches(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
-        rank, num_ranks, epoch = self.trainer.global_rank, self.trainer.world_size, self.trainer.current_epoch
+        rank, num_ranks, epoch = (
+            self.trainer.global_rank,
+            self.trainer.world_size,
+            self.trainer.current_epoch,
+        )
         share = range(rank * OF // num_ranks, (rank + 1) * OF // num_ranks)
         steps = range(STEPS * epoch, STEPS * (epoch + 1))
         return DataLoader([batch_of(self.mapped, step, share) for step in steps], batch_size=None)

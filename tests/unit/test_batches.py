@@ -74,13 +74,20 @@ def _report(reader: int, *batches: str) -> dict[str, object]:
         ([_report(0, "", ""), _report(1, "", "")], ""),
         ([_report(rank, "x", "y") for rank in range(4)], "ranks 0-3 read the same data"),
         (
-            [_report(0, "x", "y"), _report(1, "a", "b"), _report(2, "x", "y"), _report(3, "a", "b")],
+            [
+                _report(0, "x", "y"),
+                _report(1, "a", "b"),
+                _report(2, "x", "y"),
+                _report(3, "a", "b"),
+            ],
             "ranks 0, 2; ranks 1, 3",
         ),
     ],
     ids=["one batch alike", "a pipeline", "no tensors", "all", "pairs"],
 )
-def test_ranks_with_equal_batches_are_named_unless_they_are_one_reader(reports: list, begin: str) -> None:
+def test_ranks_with_equal_batches_are_named_unless_they_are_one_reader(
+    reports: list, begin: str
+) -> None:
     text = describe_same_data(reports, is_iterable=True)
     assert text.startswith(begin)
     assert bool(text) == bool(begin)

@@ -12,7 +12,9 @@ from lightning_distrec.gpu import DeviceTimes, gpu_use, require_kernels
 
 CUDA = torch.device("cuda", 0)
 NO_IMAGE = RuntimeError("CUDA error: no kernel image is available for execution on the device")
-NO_BACKEND = NotImplementedError("Could not run 'fbgemm::...' with arguments from the 'CUDA' backend.")
+NO_BACKEND = NotImplementedError(
+    "Could not run 'fbgemm::...' with arguments from the 'CUDA' backend."
+)
 
 
 def failing(error: Exception) -> Any:
@@ -24,16 +26,25 @@ def failing(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("error", [NO_IMAGE, NO_BACKEND])
-def test_an_fbgemm_without_kernels_for_the_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_an_fbgemm_without_kernels_for_the_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     monkeypatch.setattr(torch.ops.fbgemm, "asynchronous_complete_cumsum", failing(error))
     properties = SimpleNamespace(name="RTX 5090", major=12, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    with FakeTensorMode(), pytest.raises(VersionError, match=r"no kernels for RTX 5090(.|\n)*ARCH_LIST=12\.0"):
+    with (
+        FakeTensorMode(),
+        pytest.raises(VersionError, match=r"no kernels for RTX 5090(.|\n)*ARCH_LIST=12\.0"),
+    ):
         require_kernels(CUDA)
 
 
-def test_other_errors_of_the_gpu_are_not_taken_for_a_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.fbgemm, "asynchronous_complete_cumsum", failing(RuntimeError("out of memory")))
+def test_other_errors_of_the_gpu_are_not_taken_for_a_missing_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch.ops.fbgemm, "asynchronous_complete_cumsum", failing(RuntimeError("out of memory"))
+    )
     with FakeTensorMode(), pytest.raises(RuntimeError, match="^out of memory$"):
         require_kernels(CUDA)
     require_kernels(torch.device("cpu"))
@@ -60,7 +71,9 @@ class FakeEvent:
         return 1000.0 * (later.place**2 - self.place**2)
 
 
-def test_times_of_a_device_are_read_in_order_once_it_has_passed_their_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_a_device_are_read_in_order_once_it_has_passed_their_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(FakeEvent, "queued", [])
     times, read = DeviceTimes(), []
@@ -70,7 +83,10 @@ def test_times_of_a_device_are_read_in_order_once_it_has_passed_their_events(mon
         times.end("backward")
         monkeypatch.setattr(FakeEvent, "num_passed", num_passed)
         read.append(times.end_step())
-    first, second = {"forward": 1.0, "backward": 4.0 - 1.0}, {"forward": 16.0 - 9.0, "backward": 25.0 - 16.0}
+    first, second = (
+        {"forward": 1.0, "backward": 4.0 - 1.0},
+        {"forward": 16.0 - 9.0, "backward": 25.0 - 16.0},
+    )
     assert read == [{}, first, {}, second]
 
 

@@ -75,5 +75,7 @@ def test_programs_see_a_cuda_device(tmp_path: Path) -> None:
     variables = variables_or_skip(devices=2, device_bytes=1 << 20)
     start = variables["PYTHONPATH"].partition(":")[0]
     script.write_text(PROGRAM.format(start=start))
-    done = subprocess.run([sys.executable, str(script)], env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""Spans are emitted to those who listen, and exclusive so that every moment of a step belongs to one of them."""
+"""Spans are emitted to those who listen, and exclusive so that every moment of a step belongs to
+one of them."""
 
 import random
 import threading
@@ -43,7 +44,9 @@ def heard() -> Iterator[list[Span]]:
     stop()
 
 
-def test_a_span_is_reported_with_its_begin_and_end(clock: SimpleNamespace, heard: list[Span]) -> None:
+def test_a_span_is_reported_with_its_begin_and_end(
+    clock: SimpleNamespace, heard: list[Span]
+) -> None:
     with span(FORWARD):
         clock.seconds += 2.0
     emit(WAIT_DATA, 90.0, 101.0)
@@ -51,7 +54,9 @@ def test_a_span_is_reported_with_its_begin_and_end(clock: SimpleNamespace, heard
     assert [s.seconds for s in heard] == [2.0, 11.0]
 
 
-def test_inner_spans_are_reported_before_outer_ones_also_where_they_raise(heard: list[Span]) -> None:
+def test_inner_spans_are_reported_before_outer_ones_also_where_they_raise(
+    heard: list[Span],
+) -> None:
     with pytest.raises(KeyError), span(FORWARD), span(WAIT_OUTPUT_DIST):
         raise KeyError
     assert [s.name for s in heard] == [WAIT_OUTPUT_DIST, FORWARD]
@@ -100,7 +105,11 @@ def test_spans_of_other_threads_are_recorded(heard: list[Span]) -> None:
 
 
 def test_a_wait_inside_of_forward_is_cut_out_of_it() -> None:
-    exclusive = exclusive_spans([Span(WAIT_OUTPUT_DIST, 3.0, 5.0), Span(FORWARD, 1.0, 8.0), Span(BACKWARD, 8.0, 9.0)])
+    exclusive = exclusive_spans([
+        Span(WAIT_OUTPUT_DIST, 3.0, 5.0),
+        Span(FORWARD, 1.0, 8.0),
+        Span(BACKWARD, 8.0, 9.0),
+    ])
     assert exclusive == [
         Span(FORWARD, 1.0, 3.0),
         Span(WAIT_OUTPUT_DIST, 3.0, 5.0),
@@ -110,7 +119,8 @@ def test_a_wait_inside_of_forward_is_cut_out_of_it() -> None:
 
 
 def _owner(emitted: list[Span], moment: float) -> str | None:
-    """Return, by trying them all, the name of the span that began last of those that hold `moment`."""
+    """Return, by trying them all, the name of the span that began last of those that hold
+    `moment`."""
     holding = [s for s in emitted if s.begin < moment < s.end]
     return max(holding, key=lambda s: s.begin).name if holding else None
 
@@ -120,14 +130,19 @@ def test_every_moment_belongs_to_the_span_that_began_last(seed: int) -> None:
     draw = random.Random(seed)
     names = [FORWARD, BACKWARD, OPTIMIZER, WAIT_OUTPUT_DIST]
     begins = draw.sample(range(100), 12)
-    emitted = [Span(draw.choice(names), float(begin), float(begin + draw.randint(1, 40))) for begin in begins]
+    emitted = [
+        Span(draw.choice(names), float(begin), float(begin + draw.randint(1, 40)))
+        for begin in begins
+    ]
     exclusive = exclusive_spans(emitted)
     for moment in (0.5 + i for i in range(150)):
         owners = [piece.name for piece in exclusive if piece.begin < moment < piece.end]
         assert owners == [name for name in [_owner(emitted, moment)] if name is not None]
 
 
-def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(clock: SimpleNamespace) -> None:
+def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(
+    clock: SimpleNamespace,
+) -> None:
     steps_of = StepClock()
     steps_of.start()
     clock.seconds = 101.0
@@ -152,6 +167,9 @@ def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(clo
 
 def test_what_began_before_the_step_counts_from_its_begin() -> None:
     step = Step(
-        10.0, 12.0, 2.0, [Span(FORWARD, 8.0, 11.0), Span(WAIT_OUTPUT_DIST, 8.5, 9.0), Span(FORWARD, 11.0, 11.5)]
+        10.0,
+        12.0,
+        2.0,
+        [Span(FORWARD, 8.0, 11.0), Span(WAIT_OUTPUT_DIST, 8.5, 9.0), Span(FORWARD, 11.0, 11.5)],
     )
     assert seconds_by_span(step) == {FORWARD: 1.5, WAIT_OUTPUT_DIST: 0.0}

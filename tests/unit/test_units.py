@@ -7,7 +7,8 @@ from lightning_distrec.units import format_bandwidth, parse_bandwidth, parse_byt
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("80GB", 80 * 10**9), ("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), ("1000", 1000)]
+    ("text", "number"),
+    [("80GB", 80 * 10**9), ("24GiB", 24 * 2**30), ("1.5 tb", 15 * 10**11), ("1000", 1000)],
 )
 def test_sizes_are_understood(text: str, number: int) -> None:
     assert parse_bytes(text, "size") == number
@@ -15,7 +16,9 @@ def test_sizes_are_understood(text: str, number: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "80 G B", "nan", "80 Gbit", "80Gibs"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="^size: .*A size above 0 is needed, such as 80GB, 24GiB or 8000000000."):
+    with pytest.raises(
+        ConfigError, match="^size: .*A size above 0 is needed, such as 80GB, 24GiB or 8000000000."
+    ):
         parse_bytes(text, "size")
 
 

@@ -1,4 +1,5 @@
-"""The version table, the check at import, and what `make install` installs, without touching what is installed."""
+"""The version table, the check at import, and what `make install` installs, without touching what
+is installed."""
 
 import subprocess
 import sys
@@ -24,7 +25,11 @@ from lightning_distrec.versions import (
 
 CPU = Installed(torch="2.13.0+cpu", torch_build="cpu", fbgemm_cpu="1.8.0", torchrec="1.8.0")
 CUDA = Installed(
-    torch="2.13.0+cu130", torch_build="cuda", fbgemm_cuda="1.8.0", torchrec="1.8.0", has_nvidia_driver=True
+    torch="2.13.0+cu130",
+    torch_build="cuda",
+    fbgemm_cuda="1.8.0",
+    torchrec="1.8.0",
+    has_nvidia_driver=True,
 )
 
 
@@ -39,11 +44,17 @@ def changed(installed: Installed, **changes: object) -> Installed:
 @pytest.mark.parametrize("triple", TRIPLES, ids=lambda triple: triple.torch)
 def test_every_triple_of_the_table_is_accepted_in_both_builds(installed, triple):
     name = "fbgemm_cuda" if installed.torch_build == "cuda" else "fbgemm_cpu"
-    versions_of_triple = {"torch": f"{triple.torch}.0", name: triple.fbgemm, "torchrec": triple.torchrec}
+    versions_of_triple = {
+        "torch": f"{triple.torch}.0",
+        name: triple.fbgemm,
+        "torchrec": triple.torchrec,
+    }
     assert problem_with(changed(installed, **versions_of_triple)) is None
 
 
-@pytest.mark.parametrize("torch", ["2.13.0", "2.13.1", "2.13.1+cu130", "2.13.0+cpu", "2.13.0.dev2026", "2.13.0a0+git1"])
+@pytest.mark.parametrize(
+    "torch", ["2.13.0", "2.13.1", "2.13.1+cu130", "2.13.0+cpu", "2.13.0.dev2026", "2.13.0a0+git1"]
+)
 def test_local_suffixes_and_patch_releases_match_by_minor(torch):
     assert problem_with(changed(CPU, torch=torch)) is None
     assert problem_with(changed(CPU, fbgemm_cpu="1.8.3+cpu", torchrec="1.8.1+cpu")) is None
@@ -54,7 +65,10 @@ def test_local_suffixes_and_patch_releases_match_by_minor(torch):
     [
         (Installed(), "no torch, no fbgemm, no torchrec"),
         (changed(CPU, torch=None), "torch must be one of"),
-        (changed(CPU, torch="2.15.0"), "one of: torch 2.11 with fbgemm 1.6 and torchrec 1.6, .* torch 2.14"),
+        (
+            changed(CPU, torch="2.15.0"),
+            "one of: torch 2.11 with fbgemm 1.6 and torchrec 1.6, .* torch 2.14",
+        ),
         (changed(CPU, torch="2.1.3"), "torch must be one of"),
         (changed(CPU, torch="unknown"), "torch must be one of"),
         (changed(CPU, torch_build="rocm"), "CPU and CUDA builds of torch only"),
@@ -105,7 +119,10 @@ def test_fbgemm_without_cuda_kernels_is_an_error_only_where_the_tables_are_on_cu
     ("installed", "line"),
     [
         (Installed(), f"python -m pip install torch=={DEFAULT_TORCH}"),
-        (changed(CPU, torchrec=None), "python -m pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
+        (
+            changed(CPU, torchrec=None),
+            "python -m pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0",
+        ),
         (
             changed(CUDA, torch="2.11.0", fbgemm_cuda="1.8.0"),
             "python -m pip install --no-deps fbgemm-gpu==1.6.0 torchrec==1.6.1",
@@ -158,11 +175,14 @@ def test_minors_are_read_from_any_version():
         ("2.13.0", "", "cpu"),
     ],
 )
-def test_the_build_of_torch_is_read_from_its_version_and_else_from_its_version_file(version, version_file, build):
+def test_the_build_of_torch_is_read_from_its_version_and_else_from_its_version_file(
+    version, version_file, build
+):
     assert build_of(version, version_file) == build
 
 
-# ------------------------------------------------------------------------------------------------- what to install
+# -------------------------------------------------------------------------------------------------
+# what to install
 
 
 def test_torch_is_the_wanted_one_else_the_installed_one_else_the_default():
@@ -182,20 +202,35 @@ def test_torch_is_the_wanted_one_else_the_installed_one_else_the_default():
             "",
             "fbgemm-gpu==1.9.0 torchrec==1.9.0",
         ),
-        (Installed(torch="2.13.0", torch_build="cuda"), "", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),  # no driver
-        (Installed(torch="2.13.0", torch_build="cuda"), "fbgemm-gpu", "fbgemm-gpu==1.8.0 torchrec==1.8.0"),
-        (changed(CUDA, has_nvidia_driver=False), "", "fbgemm-gpu==1.8.0 torchrec==1.8.0"),  # it was chosen before
+        # no driver
+        (
+            Installed(torch="2.13.0", torch_build="cuda"),
+            "",
+            "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0",
+        ),
+        (
+            Installed(torch="2.13.0", torch_build="cuda"),
+            "fbgemm-gpu",
+            "fbgemm-gpu==1.8.0 torchrec==1.8.0",
+        ),
+        # it was chosen before
+        (changed(CUDA, has_nvidia_driver=False), "", "fbgemm-gpu==1.8.0 torchrec==1.8.0"),
         (changed(CUDA, fbgemm_cpu="1.8.0"), "", "fbgemm-gpu==1.8.0 torchrec==1.8.0"),
         (CUDA, "fbgemm-gpu-cpu", "fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"),
     ],
 )
-def test_fbgemm_and_torchrec_are_chosen_by_torch_its_build_and_the_driver(installed, requested, requirements):
+def test_fbgemm_and_torchrec_are_chosen_by_torch_its_build_and_the_driver(
+    installed, requested, requirements
+):
     assert " ".join(matching(installed, requested)) == requirements
 
 
 @pytest.mark.parametrize(
     ("installed", "torch", "because"),
-    [(Installed(), "torch>=2.13", "names no single version"), (Installed(), "torch==2.15.0", "no matching fbgemm")],
+    [
+        (Installed(), "torch>=2.13", "names no single version"),
+        (Installed(), "torch==2.15.0", "no matching fbgemm"),
+    ],
 )
 def test_a_torch_that_cannot_be_installed_is_refused(installed, torch, because):
     with pytest.raises(ValueError, match=because):

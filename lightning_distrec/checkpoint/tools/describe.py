@@ -1,4 +1,5 @@
-"""What a checkpoint holds, who wrote it, whether it is complete: for `lightning-distrec checkpoint inspect`."""
+"""What a checkpoint holds, who wrote it, whether it is complete: for
+`lightning-distrec checkpoint inspect`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ NUM_LISTED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """One of the weights. For a sharded table, with its sharding type, its kernel, and the ranks that held it."""
+    """One of the weights. For a sharded table, with its sharding type, its kernel, and the ranks
+    that held it."""
 
     name: str
     shape: list[int]
@@ -61,7 +63,8 @@ class Description:
     lightning: str | None = None
     base: str | None = None
     changed_rows: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Of a difference to `base`: full name of a table -> rows that it has; other tables are in it in full."""
+    """Of a difference to `base`: full name of a table -> rows that it has; other tables are in it
+    in full."""
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Name of a table -> its sharding type, kernel and ranks."""
     plan_file: bool = False
@@ -75,7 +78,8 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Return what a checkpoint's folder or a plain file holds. Raises CheckpointError: the path does not exist."""
+    """Return what a checkpoint's folder or a plain file holds. Raises CheckpointError: the path
+    does not exist."""
     if not path.exists():
         raise MissingCheckpointError(f"there is no checkpoint {path}.")
     files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
@@ -96,7 +100,11 @@ def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Desc
     tensors = [_tensor(name, lazy, tables.get(name, {})) for name, lazy in weights.items()]
     kind = "safetensors file" if path.suffix == ".safetensors" else "state_dict"
     if contents.marker is not None or "pytorch-lightning_version" in checkpoint:
-        kind = "Lightning checkpoint" if contents.marker is None else "checkpoint of lightning_distrec"
+        kind = (
+            "Lightning checkpoint"
+            if contents.marker is None
+            else ("checkpoint of lightning_distrec")
+        )
     return Description(
         path=str(path),
         kind=kind,
@@ -110,15 +118,21 @@ def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Desc
         changed_rows=mark.changed if mark else {},
         plan=plan,
         plan_file=PLAN_FILE in marker.get("files", {}),
-        tensors=sorted(tensors, key=lambda tensor: (tensor.sharding_type is None, -tensor.num_bytes, tensor.name)),
+        tensors=sorted(
+            tensors,
+            key=lambda tensor: (tensor.sharding_type is None, -tensor.num_bytes, tensor.name),
+        ),
         optimizers=[_optimizer_state(state) for state in checkpoint.get("optimizer_states") or []],
     )
 
 
 def _weight_keys(table: str) -> list[str]:
-    """Return the names that a table's weight may have: of an nn.Embedding, and in torchrec's two collections."""
+    """Return the names that a table's weight may have: of an nn.Embedding, and in torchrec's two
+    collections."""
     collection, _, name = table.rpartition(".")
-    in_collections = [f"{collection}.{kind}.{name}.weight" for kind in ("embedding_bags", "embeddings")]
+    in_collections = [
+        f"{collection}.{kind}.{name}.weight" for kind in ("embedding_bags", "embeddings")
+    ]
     return [f"{table}.weight", *(key.removeprefix(".") for key in in_collections)]
 
 
@@ -134,41 +148,62 @@ def _tensor(name: str, lazy: LazyTensor, table_plan: Mapping[str, Any]) -> Tenso
 
 def _optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
     sizes = [num_bytes(lazy) for lazy in collect_tensors(state.get("state", {})).values()]
-    return OptimizerState(optimizer=state.get("optimizer"), num_tensors=len(sizes), num_bytes=sum(sizes))
+    return OptimizerState(
+        optimizer=state.get("optimizer"), num_tensors=len(sizes), num_bytes=sum(sizes)
+    )
 
 
 def print_description(description: Description, console: Console, show_all: bool) -> None:
     """Print the description. show_all: list all tensors, not only the largest."""
     state = "complete" if description.problem is None else "CANNOT BE LOADED"
     console.print(
-        f"{description.path}: {description.kind}, {state}, {format_bytes(description.bytes_on_disk)} on disk",
+        f"{description.path}: {description.kind}, {state}, "
+        f"{format_bytes(description.bytes_on_disk)} on disk",
         soft_wrap=True,
     )
     if description.problem is not None:
         return
-    versions = [description.versions, description.lightning and f"lightning {description.lightning}"]
+    versions = [
+        description.versions,
+        description.lightning and f"lightning {description.lightning}",
+    ]
     facts = {
         "epoch": description.epoch,
         "step": description.step,
-        "written by": None if description.num_ranks is None else quantity(description.num_ranks, "rank"),
+        "written by": None
+        if description.num_ranks is None
+        else quantity(description.num_ranks, "rank"),
         "with": ", ".join(filter(None, versions)) or None,
-        "plan": f"{PLAN_FILE}, for planning={{'plan_file': {description.path!r}}}" if description.plan_file else None,
+        "plan": f"{PLAN_FILE}, for planning={{'plan_file': {description.path!r}}}"
+        if description.plan_file
+        else None,
     }
     for name, value in facts.items():
         if value is not None:
             console.print(f"{name:<11}{value}", soft_wrap=True)
     if description.base is not None:
-        rows = ", ".join(f"{name} {count:,}" for name, count in description.changed_rows.items()) or "none"
-        console.print(f"difference to {description.base}, which it needs; changed rows: {rows}", soft_wrap=True)
+        rows = (
+            ", ".join(f"{name} {count:,}" for name, count in description.changed_rows.items())
+            or "none"
+        )
+        console.print(
+            f"difference to {description.base}, which it needs; changed rows: {rows}",
+            soft_wrap=True,
+        )
     listed = description.tensors if show_all else description.tensors[:NUM_LISTED]
     console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
     if unlisted := description.tensors[len(listed) :]:
         size = format_bytes(sum(tensor.num_bytes for tensor in unlisted))
-        console.print(f"and {quantity(len(unlisted), 'smaller tensor')}, {size} in all; --all lists them")
+        console.print(
+            f"and {quantity(len(unlisted), 'smaller tensor')}, {size} in all; --all lists them"
+        )
     for number, state_of in enumerate(description.optimizers):
         optimizer = f", {state_of.optimizer}" if state_of.optimizer else ""
         tensors = quantity(state_of.num_tensors, "tensor")
-        console.print(f"optimizer {number}{optimizer}: {tensors}, {format_bytes(state_of.num_bytes)}", soft_wrap=True)
+        console.print(
+            f"optimizer {number}{optimizer}: {tensors}, {format_bytes(state_of.num_bytes)}",
+            soft_wrap=True,
+        )
 
 
 def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:
@@ -180,6 +215,10 @@ def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:
         text.add_column(heading, no_wrap=True)
     for tensor in tensors:
         shape = " x ".join(f"{size:,}" for size in tensor.shape) or "scalar"
-        plan = (tensor.sharding_type or "", tensor.kernel or "", format_ranks(tensor.ranks or [])) if with_plan else ()
+        plan = (
+            (tensor.sharding_type or "", tensor.kernel or "", format_ranks(tensor.ranks or []))
+            if with_plan
+            else ()
+        )
         text.add_row(tensor.name, shape, tensor.dtype, format_bytes(tensor.num_bytes), *plan)
     return text

@@ -1,4 +1,5 @@
-"""Writes a checkpoint as one plain file of safetensors or torch, or a difference and its base as one full checkpoint.
+"""Writes a checkpoint as one plain file of safetensors or torch, or a difference and its base as
+one full checkpoint.
 
 In one process, with a block of a tensor in memory at a time.
 """
@@ -19,7 +20,12 @@ from torch import Tensor
 
 from lightning_distrec.atomic_files import fsync, write_file
 from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, UnfinishedFolder
-from lightning_distrec.checkpoint.contents import check_bytes, open_checkpoint, read_contents, verify
+from lightning_distrec.checkpoint.contents import (
+    check_bytes,
+    open_checkpoint,
+    read_contents,
+    verify,
+)
 from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Difference
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors, read_blocks
 from lightning_distrec.checkpoint.load import SAFETENSORS_TYPES
@@ -37,12 +43,17 @@ from lightning_distrec.chunks import Chunk, ChunkedTensor, LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError
 
 
-def write_safetensors(path: Path, state: Mapping[str, Any], on_progress: Callable[[int], None]) -> None:
-    """Write a state_dict, whose tensors may be handles, byte for byte as the library does. Each name gets its own copy.
+def write_safetensors(
+    path: Path, state: Mapping[str, Any], on_progress: Callable[[int], None]
+) -> None:
+    """Write a state_dict, whose tensors may be handles, byte for byte as the library does. Each
+    name gets its own copy.
 
-    The header's length, 8 bytes, little-endian; the header, JSON, with each tensor's type, shape and place; tensors'
-    bytes, little-endian, without gaps. Source: https://github.com/huggingface/safetensors#format
-    on_progress: called with numbers of bytes. Raises CheckpointError: the format cannot hold a value; OSError.
+    The header's length, 8 bytes, little-endian; the header, JSON, with each tensor's type, shape
+    and place; tensors' bytes, little-endian, without gaps. Source:
+    https://github.com/huggingface/safetensors#format
+    on_progress: called with numbers of bytes. Raises CheckpointError: the format cannot hold a
+    value; OSError.
     """
     tensors = {name: _exportable(name, value) for name, value in state.items()}
     order = list(SAFETENSORS_TYPES)
@@ -58,7 +69,9 @@ def _exportable(name: str, value: Any) -> LazyTensor:
     kind = type(value).__name__ if lazy is None else f"tensor of {lazy.dtype}"
     is_dense = not isinstance(value, Tensor) or value.layout == torch.strided
     if lazy is None or lazy.dtype not in SAFETENSORS_TYPES or not is_dense:
-        problem = f"'{name}' is a {kind}, and safetensors files hold dense tensors of certain types only"
+        problem = (
+            f"'{name}' is a {kind}, and safetensors files hold dense tensors of certain types only"
+        )
         raise CheckpointError(f"{problem}. Export to a .pt file instead.")
     return lazy
 
@@ -81,10 +94,16 @@ def _header(tensors: Mapping[str, LazyTensor]) -> bytes:
 
 
 _ALIGNMENT = 64
-"""A tensor's bytes begin at a multiple of it, as in torch's own files: they are used where they are mapped."""
+"""A tensor's bytes begin at a multiple of it, as in torch's own files: they are used where they are
+mapped."""
 _HEADER_BYTES = 30 + 20
-"""Of a record's header with sizes of 64 bits, without the name. Source: APPNOTE.TXT, 4.3.7 and 4.5.3."""
-SUFFIXES = {".pt": "a state_dict", ".safetensors": "a state_dict", ".ckpt": "a Lightning checkpoint"}
+"""Of a record's header with sizes of 64 bits, without the name. Source: APPNOTE.TXT, 4.3.7 and
+4.5.3."""
+SUFFIXES = {
+    ".pt": "a state_dict",
+    ".safetensors": "a state_dict",
+    ".ckpt": "a Lightning checkpoint",
+}
 """Suffix of the target -> what is written."""
 
 
@@ -96,23 +115,31 @@ def export(
     on_progress: Callable[[int, int], None] | None = None,
     pickles: bool = False,
 ) -> None:
-    """Write the checkpoint `source` as one plain file; tables pass through memory in blocks of 64 MiB.
+    """Write the checkpoint `source` as one plain file; tables pass through memory in blocks of 64
+    MiB.
 
-    source: a checkpoint's folder, a Lightning checkpoint, a state_dict of torch.save, or a safetensors file.
-    target: its suffix decides the format, see SUFFIXES. The state of single ranks, generators and loaders, is left out.
-    on_progress: called with the bytes written, and their total. pickles: whether it may hold any types, whose code is
-    run; not for .ckpt. Raises CheckpointError: the file cannot be written, and nothing is left of it.
+    source: a checkpoint's folder, a Lightning checkpoint, a state_dict of torch.save, or a
+    safetensors file.
+    target: its suffix decides the format, see SUFFIXES. The state of single ranks, generators and
+    loaders, is left out.
+    on_progress: called with the bytes written, and their total. pickles: whether it may hold any
+    types, whose code is run; not for .ckpt. Raises CheckpointError: the file cannot be written, and
+    nothing is left of it.
     """
     if target.suffix not in SUFFIXES:
         names = "*.pt or *.safetensors for a state_dict, *.ckpt for a Lightning checkpoint"
         raise CheckpointError(f"{target}: its suffix decides what to write. Name it {names}.")
     _must_be_free(target, overwrite)
     if pickles and target.suffix == ".ckpt":
-        raise CheckpointError(f"{target}: --pickles reads weights alone. Name it *.safetensors or *.pt.")
+        raise CheckpointError(
+            f"{target}: --pickles reads weights alone. Name it *.safetensors or *.pt."
+        )
     value = _read_content(source, target, pickles)
     total = sum(num_bytes(lazy) for lazy in collect_tensors(value).values())
     if total > (free := shutil.disk_usage(target.parent).free):
-        raise CheckpointError(f"{target} needs {total:,} bytes, and its file system has {free:,} free.")
+        raise CheckpointError(
+            f"{target} needs {total:,} bytes, and its file system has {free:,} free."
+        )
     written = 0
 
     def advance(count: int) -> None:
@@ -127,21 +154,30 @@ def export(
             unfinished = Path(folder, target.name)
             write(unfinished, value, advance)
             fsync(unfinished)
-            # Again, because writing a large file takes long, and another process may have written there.
+            # Again, because writing a large file takes long, and another process may have written
+            # there.
             _must_be_free(target, overwrite)
             os.replace(unfinished, target)
         fsync(target.parent)
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}. No file was left there.") from error
+        raise CheckpointError(
+            f"{target} cannot be written: {error}. No file was left there."
+        ) from error
 
 
 def _must_be_free(target: Path, overwrite: bool) -> None:
     if target.is_dir():
-        raise CheckpointError(f"{target} is a folder, and a file is to be written. Choose another name.")
+        raise CheckpointError(
+            f"{target} is a folder, and a file is to be written. Choose another name."
+        )
     if os.path.lexists(target) and not overwrite:
-        raise CheckpointError(f"{target} exists already. Choose another name, or replace it with --overwrite.")
+        raise CheckpointError(
+            f"{target} exists already. Choose another name, or replace it with --overwrite."
+        )
     if not target.parent.is_dir():
-        raise CheckpointError(f"{target}: the folder {target.parent} does not exist. Create it first.")
+        raise CheckpointError(
+            f"{target}: the folder {target.parent} does not exist. Create it first."
+        )
 
 
 def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
@@ -150,12 +186,16 @@ def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
     checkpoint = read_contents(source, pickles).checkpoint
     if not isinstance(state := checkpoint.get("state_dict"), dict):
         raise CheckpointError(
-            f"{source} holds no state_dict, only {sorted(map(str, checkpoint))}; there is nothing to export."
+            f"{source} holds no state_dict, only {sorted(map(str, checkpoint))}; there is nothing "
+            "to export."
         )
     if target.suffix != ".ckpt":
         return state
     if "pytorch-lightning_version" not in checkpoint:
-        problem = f"{source} is a bare state_dict. {target} would be a Lightning checkpoint, which needs more"
+        problem = (
+            f"{source} is a bare state_dict. {target} would be a Lightning checkpoint, "
+            "which needs more"
+        )
         raise CheckpointError(f"{problem}. Export it to *.pt or *.safetensors.")
     states = checkpoint.get("optimizer_states")
     if states is None:
@@ -166,10 +206,12 @@ def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
 
 
 def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None]) -> None:
-    """Write nested dicts, lists and tuples, whose tensors may be handles, for torch.load(weights_only=True).
+    """Write nested dicts, lists and tuples, whose tensors may be handles, for
+    torch.load(weights_only=True).
 
-    torch.save writes a file with holes in place of the tensors' bytes, each in a storage of its own; its records are
-    copied into another archive, with the bytes. path: in a folder for temporary files.
+    torch.save writes a file with holes in place of the tensors' bytes, each in a storage of its
+    own; its records are copied into another archive, with the bytes. path: in a folder for
+    temporary files.
     Raises CheckpointError: a tensor is not dense, or not in a dict, list or tuple; OSError.
     """
     tensors = collect_tensors(value)
@@ -177,13 +219,20 @@ def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None])
     skeleton = path.with_suffix(".skeleton")
     _write_skeleton(skeleton, value, tensors)
     with zipfile.ZipFile(skeleton) as source, zipfile.ZipFile(path, "w") as target:
-        # torch numbers storages in the order in which it comes to them, and each tensor here has one of its own.
+        # torch numbers storages in the order in which it comes to them, and each tensor here has
+        # one of its own.
         records = {f"{path.stem}/data/{i}": lazy for i, lazy in enumerate(tensors.values())}
-        sizes = {entry.filename: entry.file_size for entry in source.infolist() if "/data/" in entry.filename}
-        # torch.save finds tensors inside of other objects as well; those would stay holes, full of zeros.
+        sizes = {
+            entry.filename: entry.file_size
+            for entry in source.infolist()
+            if "/data/" in entry.filename
+        }
+        # torch.save finds tensors inside of other objects as well; those would stay holes, full of
+        # zeros.
         if sizes != {name: num_bytes(lazy) for name, lazy in records.items()}:
             raise CheckpointError(
-                "a tensor is inside of something other than dicts, lists and tuples. Return those from its state_dict."
+                "a tensor is inside of something other than dicts, lists and tuples. Return those "
+                "from its state_dict."
             )
         for name in source.namelist():
             with target.open(_entry(name, target.start_dir), "w", force_zip64=True) as file:
@@ -194,11 +243,16 @@ def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None])
 
 
 def _write_skeleton(path: Path, value: Any, tensors: Mapping[str, LazyTensor]) -> None:
-    """Let torch.save write all but the tensors' bytes, of tensors in a sparse file, without memory or disk."""
+    """Let torch.save write all but the tensors' bytes, of tensors in a sparse file, without memory
+    or disk."""
     hole = path.with_suffix(".hole")
 
     def put(item: Any, place: str) -> Any:
-        return map_nested(item, place, put) if place not in tensors else _placeholder(hole, place, item, tensors[place])
+        return (
+            map_nested(item, place, put)
+            if place not in tensors
+            else _placeholder(hole, place, item, tensors[place])
+        )
 
     try:
         with torch.serialization.skip_data():
@@ -208,9 +262,12 @@ def _write_skeleton(path: Path, value: Any, tensors: Mapping[str, LazyTensor]) -
 
 
 def _placeholder(hole: Path, place: str, item: Any, lazy: LazyTensor) -> Tensor:
-    """Return a tensor of the same shape and type whose memory is never touched, so that it takes none."""
+    """Return a tensor of the same shape and type whose memory is never touched, so that it takes
+    none."""
     if isinstance(item, Tensor) and (item.layout != torch.strided or item.is_quantized):
-        raise CheckpointError(f"'{place}' has the layout {item.layout}, or is quantized. Make it dense.")
+        raise CheckpointError(
+            f"'{place}' has the layout {item.layout}, or is quantized. Make it dense."
+        )
     if not (size := num_bytes(lazy)):
         return torch.empty(lazy.shape, dtype=lazy.dtype)
     memory = torch.from_file(str(hole), shared=True, size=size, dtype=torch.uint8)
@@ -218,7 +275,8 @@ def _placeholder(hole: Path, place: str, item: Any, lazy: LazyTensor) -> Tensor:
 
 
 def _entry(name: str, begin: int) -> zipfile.ZipInfo:
-    """Return a record whose header begins at `begin` of the file, and whose content is aligned, by an extra field."""
+    """Return a record whose header begins at `begin` of the file, and whose content is aligned, by
+    an extra field."""
     entry = zipfile.ZipInfo(name)
     padding = -(begin + _HEADER_BYTES + len(name.encode()) + 4) % _ALIGNMENT
     entry.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
@@ -226,28 +284,39 @@ def _entry(name: str, begin: int) -> zipfile.ZipInfo:
 
 
 def write_blocks(file: IO[bytes], lazy: LazyTensor, on_progress: Callable[[int], None]) -> None:
-    """Write a tensor's bytes. A function of its own, so that no block of it is held while the next tensor is read."""
+    """Write a tensor's bytes. A function of its own, so that no block of it is held while the next
+    tensor is read."""
     for block in read_blocks(lazy):
         on_progress(file.write(block.reshape(-1).view(torch.uint8).numpy().data))
 
 
 def merge(source: Path, target: Path) -> None:
-    """Write what the difference `source` stands for into the folder `target`, or raise CheckpointError."""
+    """Write what the difference `source` stands for into the folder `target`, or raise
+    CheckpointError."""
     difference = open_checkpoint(source)
     if not isinstance(difference, Difference):
         raise CheckpointError(f"{source} is no difference: there is nothing to merge it with.")
     if target.exists():
         raise CheckpointError(f"{target} exists already. Choose another name.")
-    # Written again, damaged rows would get checksums that match, and nobody could find them any more.
+    # Written again, damaged rows would get checksums that match, and nobody could find them any
+    # more.
     if changed := verify(source):
         raise CheckpointError(f"{source} is damaged: {changed[0]} does not match its checksum.")
     handles = collect_tensors(read_contents(source).checkpoint)
     state, tensors = _full_state(read_plain(source / STATE_FILE), handles)
     marker = difference.marker
     copied = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
-    sizes = {name: [list(full.shape), str(full.dtype).removeprefix("torch.")] for name, full in tensors.items()}
-    # UnfinishedFolder writes these keys for the new folder; without INCREMENTAL it belongs to no series.
-    content = {key: value for key, value in marker.items() if key not in ("format", "name", "files", INCREMENTAL)}
+    sizes = {
+        name: [list(full.shape), str(full.dtype).removeprefix("torch.")]
+        for name, full in tensors.items()
+    }
+    # UnfinishedFolder writes these keys for the new folder; without INCREMENTAL it belongs to no
+    # series.
+    content = {
+        key: value
+        for key, value in marker.items()
+        if key not in ("format", "name", "files", INCREMENTAL)
+    }
     unfinished = None
     try:
         unfinished = UnfinishedFolder(target.absolute())
@@ -257,14 +326,19 @@ def merge(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, unfinished.path / name)
         unfinished.complete(content | {"tensors": sizes, CHECKSUMS: crc32})
     except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error}. No folder was left there.") from error
+        raise CheckpointError(
+            f"{target} cannot be written: {error}. No folder was left there."
+        ) from error
     finally:
         if unfinished is not None:
             unfinished.abandon()
 
 
-def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[str, ChunkedTensor]]:
-    """Return a difference's state as a full one's, and its tensors, read when written. handles: of both, by place."""
+def _full_state(
+    raw: Any, handles: Mapping[str, LazyTensor]
+) -> tuple[Any, dict[str, ChunkedTensor]]:
+    """Return a difference's state as a full one's, and its tensors, read when written. handles: of
+    both, by place."""
     tensors: dict[str, ChunkedTensor] = {}
 
     def put(item: Any, place: str) -> Any:
@@ -272,10 +346,16 @@ def _full_state(raw: Any, handles: Mapping[str, LazyTensor]) -> tuple[Any, dict[
             return map_nested(item, place, put)
         lazy = handles[place]
         shape = tuple(lazy.shape)
-        # The writer slices and detaches what it takes for a tensor, a block at a time: reading happens there.
+        # The writer slices and detaches what it takes for a tensor, a block at a time: reading
+        # happens there.
         later: Any = _LazyRows(lazy, 0, shape)
         tensors[place] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), later)])
-        return {STORED: place, "shape": shape, "dtype": lazy.dtype, CHUNKED: item.get(CHUNKED, True)}
+        return {
+            STORED: place,
+            "shape": shape,
+            "dtype": lazy.dtype,
+            CHUNKED: item.get(CHUNKED, True),
+        }
 
     state = put({key: value for key, value in raw.items() if key != ROW_IDS}, "")
     return state, tensors
@@ -301,7 +381,9 @@ class _LazyRows:
 
     def __getitem__(self, rows: slice) -> "_LazyRows":
         # WritePlanner's slices have a start and a stop, and no step.
-        return _LazyRows(self.lazy, self.first + rows.start, (rows.stop - rows.start, *self.shape[1:]))
+        return _LazyRows(
+            self.lazy, self.first + rows.start, (rows.stop - rows.start, *self.shape[1:])
+        )
 
     def detach(self) -> Tensor:
         tensor = torch.empty(self.shape, dtype=self.lazy.dtype)

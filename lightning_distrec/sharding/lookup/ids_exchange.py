@@ -1,8 +1,8 @@
 """The input dist of several lookups at once: their ids are sent to the ranks that hold the rows.
 
-By torchrec's modules: one exchange of sizes for all lookups, then one of ids. torchrec's train pipelines do the same
-(torchrec/distributed/train_pipeline), and its classes are used here. On the short path: one exchange of lengths and
-ids; sizes are known before.
+By torchrec's modules: one exchange of sizes for all lookups, then one of ids. torchrec's train
+pipelines do the same (torchrec/distributed/train_pipeline), and its classes are used here. On the
+short path: one exchange of lengths and ids; sizes are known before.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,12 @@ from torch import Tensor
 
 from lightning_distrec import spans
 from lightning_distrec._compat.gloo import tables_dist
-from lightning_distrec._compat.torchrec_ids import FusedSplits, defer_ids_exchange, record_stream, weight_routes
+from lightning_distrec._compat.torchrec_ids import (
+    FusedSplits,
+    defer_ids_exchange,
+    record_stream,
+    weight_routes,
+)
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.short_path import ShortIds
 
@@ -28,7 +33,8 @@ Stream: TypeAlias = torch.cuda.Stream | None
 class _Exchange:
     """requests: prepared, with `sizes` known where they count; alike on all ranks.
 
-    stream: on which a GPU does this, and prepared the requests, during the computation; None on a CPU.
+    stream: on which a GPU does this, and prepared the requests, during the computation; None on a
+    CPU.
     """
 
     def __init__(self, requests: list[LookupRequest], stream: Stream) -> None:
@@ -40,14 +46,20 @@ class _Exchange:
 
 
 class IdsExchange(_Exchange):
-    """Collective. Start to exchange the sizes of these lookups' ids: they are in flight until `send_ids`.
+    """Collective. Start to exchange the sizes of these lookups' ids: they are in flight until
+    `send_ids`.
 
     values: numbers that this rank sends along; `values_of_ranks` returns those of all ranks.
-    group: the process group to use; None: that of the tables, on which all collectives must be in one order.
+    group: the process group to use; None: that of the tables, on which all collectives must be in
+    one order.
     """
 
     def __init__(
-        self, requests: list[LookupRequest], values: tuple[int, ...] = (), stream: Stream = None, group: object = None
+        self,
+        requests: list[LookupRequest],
+        values: tuple[int, ...] = (),
+        stream: Stream = None,
+        group: object = None,
     ) -> None:
         super().__init__(requests, stream)
         with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
@@ -58,15 +70,19 @@ class IdsExchange(_Exchange):
                 lookup.pad(request)
                 sharded = lookup.setup.sharded
                 request.context = sharded.create_context()
-                # torchrec would start an exchange of sizes for each module; one serves all of them below.
+                # torchrec would start an exchange of sizes for each module; one serves all of them
+                # below.
                 with defer_ids_exchange(sharded, group):
                     splits.append(sharded.input_dist(request.context, request.padded_features))
             contexts, are_small, learned = zip(*map(ABOUT_LOOKUPS, requests), strict=True)
-            self._sizes: FusedSplits | None = FusedSplits(splits, contexts, values, are_small, learned)
+            self._sizes: FusedSplits | None = FusedSplits(
+                splits, contexts, values, are_small, learned
+            )
         self._ids: list[Callable[[], object]] = []
 
     def values_of_ranks(self) -> list[list[int]] | None:
-        """Collective. Return each rank's values; None: nothing is exchanged, because every rank has all rows."""
+        """Collective. Return each rank's values; None: nothing is exchanged, because every rank has
+        all rows."""
         assert self._sizes is not None
         with self._on_stream(), torch.no_grad(), spans.span(spans.WAIT_INPUT_DIST):
             return self._sizes.wait_for_numbers()
@@ -83,7 +99,8 @@ class IdsExchange(_Exchange):
                     request.weight_routes = weight_routes(awaitable)
 
     def wait(self) -> None:
-        """Wait for the ids of all lookups, and put them into `LookupRequest.ids`, the first time it is called."""
+        """Wait for the ids of all lookups, and put them into `LookupRequest.ids`, the first time it
+        is called."""
         self.send_ids()
         waits, self._ids = self._ids, []
         if not waits:
@@ -93,12 +110,14 @@ class IdsExchange(_Exchange):
                 for request, wait in zip(self._requests, waits, strict=True):
                     request.ids = wait()
             if self._stream is not None:
-                # The step's stream waits for this one, the host does not. What was allocated here is used there:
-                # record_stream keeps the allocator from reusing the memory while the step reads it.
+                # The step's stream waits for this one, the host does not. What was allocated here
+                # is used there: record_stream keeps the allocator from reusing the memory while the
+                # step reads it.
                 current = torch.cuda.current_stream(self._stream.device)
                 current.wait_stream(self._stream)
                 for request in self._requests:
-                    # The features too: pooling of means and padding read their lengths on the stream of the step.
+                    # The features too: pooling of means and padding read their lengths on the
+                    # stream of the step.
                     record_stream(request.ids, request.context, request.features, current)
                     if request.distinct is not None:
                         request.distinct.record_stream(current)
@@ -113,13 +132,15 @@ class IdsExchange(_Exchange):
             self._sizes.wait_for_numbers()
             self._sizes = None
         waits, self._ids = self._ids, []
-        with self._on_stream():  # which owns the buffers: freed, it gives them to what comes after the exchange
+        # which owns the buffers: freed, it gives them to what comes after the exchange
+        with self._on_stream():
             for wait in waits:
                 wait()
 
 
 class ShortExchange(_Exchange):
-    """The ids of several lookups on the short path. Nothing is sent before `send_ids`. group: as of IdsExchange."""
+    """The ids of several lookups on the short path. Nothing is sent before `send_ids`. group: as of
+    IdsExchange."""
 
     def __init__(self, requests: list[LookupRequest], stream: Stream, group: Any) -> None:
         super().__init__(requests, stream)
@@ -138,13 +159,15 @@ class ShortExchange(_Exchange):
             numbers: list[Tensor] = []
             sent, received = [], []
             for request in self._requests:
-                # For each rank: lengths and ids of the first lookup, then those of the second, and so on.
+                # For each rank: lengths and ids of the first lookup, then those of the second, and
+                # so on.
                 ids, counts = _short(request), request.received
                 assert counts is not None
                 lengths = ids.path.num_lengths(ids.examples)
                 numbers += [ids.lengths, ids.ids]
                 sent += [lengths, ids.counts]
-                # All ranks have this number of examples: other batches have left the short path in `start_exchange`.
+                # All ranks have this number of examples: other batches have left the short path in
+                # `start_exchange`.
                 received += [[ids.path.num_features * ids.examples] * len(counts), list(counts)]
             per_rank = list(zip(*received, strict=True))
             self._sizes = list(chain.from_iterable(per_rank))
@@ -160,7 +183,8 @@ class ShortExchange(_Exchange):
             )
 
     def wait(self) -> None:
-        """Wait for the ids of all lookups, and put them into `ShortIds.arrived`, the first time it is called."""
+        """Wait for the ids of all lookups, and put them into `ShortIds.arrived`, the first time it
+        is called."""
         self.send_ids()
         if self._has_arrived:
             return
@@ -168,11 +192,14 @@ class ShortExchange(_Exchange):
         with spans.span(spans.WAIT_INPUT_DIST):
             with self._on_stream(), torch.no_grad():
                 self._work.wait()
-                # Rank by rank there are two parts for each lookup: its lengths and its ids. Most may be empty.
+                # Rank by rank there are two parts for each lookup: its lengths and its ids. Most
+                # may be empty.
                 step = 2 * len(self._requests)
                 parts: list[list[Tensor]] = [[self._received[:0]] for _ in range(step)]
                 places = [place % step for place, size in enumerate(self._sizes) if size]
-                for place, part in zip(places, self._received.split(list(filter(None, self._sizes))), strict=True):
+                for place, part in zip(
+                    places, self._received.split(list(filter(None, self._sizes))), strict=True
+                ):
                     parts[place].append(part)
                 for i, request in enumerate(self._requests):
                     ids = _short(request)
@@ -224,10 +251,13 @@ class BothExchanges:
 def start_exchange(
     requests: list[LookupRequest], stream: Stream, group: Any
 ) -> IdsExchange | ShortExchange | BothExchanges:
-    """Collective. Start to exchange the ids of these lookups, each on its way; arguments are those of IdsExchange."""
+    """Collective. Start to exchange the ids of these lookups, each on its way; arguments are those
+    of IdsExchange."""
     for request in requests:
         # What the ranks know alike: they have agreed on the sizes.
-        if request.short is not None and (request.sizes is None or not request.sizes[0] == request.sizes[1] > 0):
+        if request.short is not None and (
+            request.sizes is None or not request.sizes[0] == request.sizes[1] > 0
+        ):
             request.short = None
     short = [request for request in requests if request.short is not None]
     if not short:
@@ -240,11 +270,17 @@ def start_exchange(
 
 
 def _join_by_rank(tensors: list[Tensor], sizes: list[list[int]]) -> Tensor:
-    """Return what each rank gets of all tensors, rank by rank. sizes: of each tensor, for each rank."""
+    """Return what each rank gets of all tensors, rank by rank. sizes: of each tensor, for each
+    rank."""
     # Ranks without rows get nothing, and take no time of this one: of many ranks that may be most.
-    parts = [iter(tensor.split(list(filter(None, counts)))) for tensor, counts in zip(tensors, sizes, strict=True)]
+    parts = [
+        iter(tensor.split(list(filter(None, counts))))
+        for tensor, counts in zip(tensors, sizes, strict=True)
+    ]
     per_rank = zip(*sizes, strict=True)
-    return torch.cat([next(part) for counts in per_rank for part, size in zip(parts, counts, strict=True) if size])
+    return torch.cat([
+        next(part) for counts in per_rank for part, size in zip(parts, counts, strict=True) if size
+    ])
 
 
 def _short(request: LookupRequest) -> ShortIds:

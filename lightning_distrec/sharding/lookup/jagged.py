@@ -22,7 +22,9 @@ def contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     weights = features.weights_or_none()
     if features.values().is_contiguous() and (weights is None or weights.is_contiguous()):
         return features
-    return _like(features, features.values().contiguous(), None if weights is None else weights.contiguous())
+    return _like(
+        features, features.values().contiguous(), None if weights is None else weights.contiguous()
+    )
 
 
 def with_weights(features: KeyedJaggedTensor, weights: Tensor | None) -> KeyedJaggedTensor:
@@ -30,7 +32,9 @@ def with_weights(features: KeyedJaggedTensor, weights: Tensor | None) -> KeyedJa
     return _like(features, features.values(), weights)
 
 
-def with_inverse_indices(features: KeyedJaggedTensor, inverse: tuple[list[str], Tensor] | None) -> KeyedJaggedTensor:
+def with_inverse_indices(
+    features: KeyedJaggedTensor, inverse: tuple[list[str], Tensor] | None
+) -> KeyedJaggedTensor:
     """Return `features` with other inverse indices, (num_features, num_examples), or none."""
     return _like(features, features.values(), features.weights_or_none(), inverse)
 
@@ -44,7 +48,10 @@ def in_order(features: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:
 
 
 def _like(
-    features: KeyedJaggedTensor, ids: Tensor, weights: Tensor | None, inverse: tuple[list[str], Tensor] | None = None
+    features: KeyedJaggedTensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    inverse: tuple[list[str], Tensor] | None = None,
 ) -> KeyedJaggedTensor:
     variable = features.variable_stride_per_key()
     return KeyedJaggedTensor(
@@ -54,7 +61,8 @@ def _like(
         lengths=features.lengths(),
         stride=None if variable else features.stride(),
         stride_per_key_per_rank=features.stride_per_key_per_rank() if variable else None,
-        # These were computed when the batch was checked; to compute them again, a GPU would be waited for.
+        # These were computed when the batch was checked; to compute them again, a GPU would be
+        # waited for.
         length_per_key=None if variable else features.length_per_key(),
         inverse_indices=inverse or features.inverse_indices_or_none(),
     )
@@ -80,45 +88,65 @@ class Padding:
             stride=self.padded,
         )
 
-    def unpad(self, rows: KeyedTensor | dict[str, JaggedTensor]) -> KeyedTensor | dict[str, JaggedTensor]:
+    def unpad(
+        self, rows: KeyedTensor | dict[str, JaggedTensor]
+    ) -> KeyedTensor | dict[str, JaggedTensor]:
         """Return `rows` without those of the padding: bags, or rows for each id."""
         if isinstance(rows, KeyedTensor):
             return KeyedTensor(rows.keys(), rows.length_per_key(), rows.values()[: self.examples])
         # Padding has looked up no rows.
-        return {n: JaggedTensor(values=r.values(), lengths=r.lengths()[: self.examples]) for n, r in rows.items()}
+        return {
+            n: JaggedTensor(values=r.values(), lengths=r.lengths()[: self.examples])
+            for n, r in rows.items()
+        }
 
 
 class SharedBags:
-    """Bags that features have once, and that several examples share: the batch size is that of the inverse indices.
+    """Bags that features have once, and that several examples share: the batch size is that of the
+    inverse indices.
 
-    features: of one lookup. Raises IdsError: batch sizes are unequal without inverse indices, or these do not fit.
+    features: of one lookup. Raises IdsError: batch sizes are unequal without inverse indices, or
+    these do not fit.
     """
 
     def __init__(self, path: str, features: KeyedJaggedTensor) -> None:
         keys, sizes = features.keys(), features.stride_per_key()
         self._features, self._sizes = features, sizes
-        names, indices = features.inverse_indices_or_none() or ([], features.lengths().new_empty(0, 0))
+        names, indices = features.inverse_indices_or_none() or (
+            [],
+            features.lengths().new_empty(0, 0),
+        )
         # As the unsharded collection, which takes indices of no numbers for none.
         self.indices = dict(zip(names, indices.unbind(), strict=True)) if indices.numel() else {}
         """Feature -> the bag of each example, (num_examples,); empty: example i has bag i."""
         if not self.indices and len(set(sizes)) > 1:
             raise IdsError(
-                f"'{path}' was called with unequal batch sizes per feature, {sizes} for {keys}, and no "
-                "inverse_indices. Give the KeyedJaggedTensor inverse_indices, the number of each example's bag."
+                f"'{path}' was called with unequal batch sizes per feature, {sizes} for {keys}, "
+                "and no "
+                "inverse_indices. Give the KeyedJaggedTensor inverse_indices, the number of each "
+                "example's bag."
             )
         if missing := [key for key in keys if self.indices and key not in self.indices]:
-            raise IdsError(f"'{path}' was called with inverse_indices that lack the features {missing}. Add them.")
+            raise IdsError(
+                f"'{path}' was called with inverse_indices that lack the features "
+                f"{missing}. Add them."
+            )
         if self.indices:
             used = torch.stack([self.indices[key] for key in keys])
-            if bool((used < 0).any()) or bool((used.amax(1) >= torch.tensor(sizes, device=used.device)).any()):
+            if bool((used < 0).any()) or bool(
+                (used.amax(1) >= torch.tensor(sizes, device=used.device)).any()
+            ):
                 raise IdsError(
-                    f"'{path}' was called with inverse_indices beyond the batch sizes {sizes} of {keys}. Each must be "
+                    f"'{path}' was called with inverse_indices beyond the batch sizes {sizes} of "
+                    f"{keys}. Each must be "
                     "the number of a bag of its feature."
                 )
 
     def ordered(self, keys: list[str]) -> KeyedJaggedTensor:
         """Return the features with inverse indices of these features, in this order."""
-        return with_inverse_indices(self._features, (keys, torch.stack([self.indices[key] for key in keys])))
+        return with_inverse_indices(
+            self._features, (keys, torch.stack([self.indices[key] for key in keys]))
+        )
 
     def padded(self) -> KeyedJaggedTensor:
         """Return the features with empty bags, so that all have one batch size."""
@@ -129,16 +157,24 @@ class SharedBags:
             keys=features.keys(),
             values=features.values(),
             weights=features.weights_or_none(),
-            lengths=torch.cat([torch.nn.functional.pad(part, (0, size - length)) for part, length in lengths]),
+            lengths=torch.cat([
+                torch.nn.functional.pad(part, (0, size - length)) for part, length in lengths
+            ]),
             stride=size,
             length_per_key=features.length_per_key(),
         )
 
-    def expand(self, columns: dict[str, Tensor], feature_of: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return columns of all examples, of those of the bags. feature_of: output -> its feature."""
+    def expand(
+        self, columns: dict[str, Tensor], feature_of: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        """Return columns of all examples, of those of the bags. feature_of: output -> its
+        feature."""
         if not self.indices:
             return columns
-        return {name: rows.index_select(0, self.indices[feature_of[name]]) for name, rows in columns.items()}
+        return {
+            name: rows.index_select(0, self.indices[feature_of[name]])
+            for name, rows in columns.items()
+        }
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keep the allocator from reusing the memory before `stream` has read it."""
@@ -147,17 +183,22 @@ class SharedBags:
 
 
 class DistinctIds:
-    """Ids of a lookup of rows, each sent once however often a batch repeats it; its row comes back once, too.
+    """Ids of a lookup of rows, each sent once however often a batch repeats it; its row comes back
+    once, too.
 
-    The rows are repeated where they arrive, and gradients of one id are summed there before they leave. A rank decides
-    for itself: others see fewer ids. Not run on a GPU yet, where the host waits for the numbers of different ids.
+    The rows are repeated where they arrive, and gradients of one id are summed there before they
+    leave. A rank decides for itself: others see fewer ids. Not run on a GPU yet, where the host
+    waits for the numbers of different ids.
 
-    features: of one lookup, every id in range. num_rows: of those whose ids are sent once; others are as they were.
+    features: of one lookup, every id in range. num_rows: of those whose ids are sent once; others
+    are as they were.
     """
 
     def __init__(self, features: KeyedJaggedTensor, num_rows: Mapping[str, int]) -> None:
         keys = features.keys()
-        self._lengths = dict(zip(keys, features.lengths().split(features.stride_per_key()), strict=True))
+        self._lengths = dict(
+            zip(keys, features.lengths().split(features.stride_per_key()), strict=True)
+        )
         self._ids = dict(zip(keys, features.values().split(features.length_per_key()), strict=True))
         self._places: dict[str, Tensor] = {}
         sent = dict(self._ids)
@@ -165,10 +206,15 @@ class DistinctIds:
         if once:
             # All features in one: the host waits for the number of different ids.
             ends = tuple(accumulate(num_rows[key] for key in once))
-            shifted = [self._ids[key].long() + (end - num_rows[key]) for key, end in zip(once, ends, strict=True)]
+            shifted = [
+                self._ids[key].long() + (end - num_rows[key])
+                for key, end in zip(once, ends, strict=True)
+            ]
             distinct, places = torch.unique(torch.cat(shifted), return_inverse=True)
             first = 0
-            place_ends = torch.searchsorted(distinct, kept_on_device(ends, distinct.device)).tolist()
+            place_ends = torch.searchsorted(
+                distinct, kept_on_device(ends, distinct.device)
+            ).tolist()
             parts = places.split([len(self._ids[key]) for key in once])
             for key, end, part, place_end in zip(once, ends, parts, place_ends, strict=True):
                 self._places[key] = part - first
@@ -184,7 +230,9 @@ class DistinctIds:
         )
         """One bag for each feature."""
 
-    def expand(self, rows: dict[str, JaggedTensor], feature_of: Mapping[str, str]) -> dict[str, JaggedTensor]:
+    def expand(
+        self, rows: dict[str, JaggedTensor], feature_of: Mapping[str, str]
+    ) -> dict[str, JaggedTensor]:
         """Return rows of what was sent as rows of all ids. feature_of: output -> its feature."""
         expanded = {}
         for name, distinct in rows.items():
@@ -194,7 +242,9 @@ class DistinctIds:
                 values = values.index_select(0, self._places[feature])
             # torchrec returns ids as weights where a collection has need_indices=True.
             weights = None if distinct.weights_or_none() is None else self._ids[feature]
-            expanded[name] = JaggedTensor(values=values, lengths=self._lengths[feature], weights=weights)
+            expanded[name] = JaggedTensor(
+                values=values, lengths=self._lengths[feature], weights=weights
+            )
         return expanded
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:

@@ -1,11 +1,14 @@
-"""What lookups do in backward: the order in which gradients are exchanged, and the refusal of second gradients.
+"""What lookups do in backward: the order in which gradients are exchanged, and the refusal of
+second gradients.
 
-Lazy outputs are awaited on first access, and their autograd nodes are made then. A rank may access rows earlier than
-others, for example to log their norm. Autograd runs the youngest node that is ready, so that ranks would exchange
-gradients in different orders: of one lookup with those of another, or with DDP's averages. Hence these nodes get
-sequence numbers that depend on the lookup alone, and are above all others: gradients are sent as early as possible.
+Lazy outputs are awaited on first access, and their autograd nodes are made then. A rank may access
+rows earlier than others, for example to log their norm. Autograd runs the youngest node that is
+ready, so that ranks would exchange gradients in different orders: of one lookup with those of
+another, or with DDP's averages. Hence these nodes get sequence numbers that depend on the lookup
+alone, and are above all others: gradients are sent as early as possible.
 
-Gradients of two lookups in a step are refused where two updates inside of backward are not one with their sum.
+Gradients of two lookups in a step are refused where two updates inside of backward are not one with
+their sum.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +44,8 @@ class BackwardOrder:
 
     @contextmanager
     def number(self, outputs: Callable[[], list[Tensor]]) -> Iterator[None]:
-        """Number the nodes made inside of the context that lead to `outputs`; later ones come first in backward."""
+        """Number the nodes made inside of the context that lead to `outputs`; later ones come first
+        in backward."""
         # `outputs` is a function since it is called at the end of the context, when they exist.
         since = next_backward_number()
         yield
@@ -49,7 +53,8 @@ class BackwardOrder:
 
 
 class SecondGradients:
-    """The gradients of one collection's lookups. tables: full names of those that are updated once for each lookup."""
+    """The gradients of one collection's lookups. tables: full names of those that are updated once
+    for each lookup."""
 
     def __init__(self, path: str, tables: list[str]) -> None:
         self._path = path
@@ -57,7 +62,8 @@ class SecondGradients:
         self._lookups: set[object] = set()
         self._num_made = 0
         self.on_second: Callable[[], None] | None = None
-        """Called when a second lookup is made in a step, where it is not too late to sum the gradients of all."""
+        """Called when a second lookup is made in a step, where it is not too late to sum the
+        gradients of all."""
 
     def refuse(self, tables: Iterable[str]) -> None:
         """Refuse second gradients of these tables too, from now on."""
@@ -71,7 +77,8 @@ class SecondGradients:
         """Return what to call with each gradient of the lookup that is made now."""
         if not torch.is_grad_enabled():
             return []
-        # A checkpoint that recomputes its activations looks up again in backward, for the same gradients.
+        # A checkpoint that recomputes its activations looks up again in backward, for the same
+        # gradients.
         self._num_made += not in_backward()
         if self._num_made == 2 and self.on_second is not None:
             self.on_second()
@@ -88,8 +95,10 @@ class SecondGradients:
             self._lookups.add(lookup)
             if len(self._lookups) > 1 and self._tables:
                 raise OptimizerError(
-                    f"gradients came to more than one lookup of '{self._path}' in a step, and table "
-                    f"'{self._tables[0]}' is updated inside of backward once for each. Set embedding_update='sparse' "
+                    f"gradients came to more than one lookup of '{self._path}' in a step, and "
+                    "table "
+                    f"'{self._tables[0]}' is updated inside of backward once for each. Set "
+                    "embedding_update='sparse' "
                     "('dense' for RowWiseAdagrad), or look all ids up at once."
                 )
 
@@ -104,8 +113,9 @@ class SecondGradients:
 class LazyOutput:
     """The rows of one lookup.
 
-    wait: waits for the exchange and returns the rows, in the unsharded order and types. It runs once, on first access,
-    in the grad mode of the lookup: rows that are first accessed under no_grad may get a gradient later.
+    wait: waits for the exchange and returns the rows, in the unsharded order and types. It runs
+    once, on first access, in the grad mode of the lookup: rows that are first accessed under
+    no_grad may get a gradient later.
     """
 
     def __init__(self, wait: Callable[[], Any]) -> None:
@@ -127,10 +137,13 @@ class LazyOutput:
 
 
 class PooledEmbeddings:
-    """Pooled embeddings by output, and all of them concatenated; each is made of the other on first access.
+    """Pooled embeddings by output, and all of them concatenated; each is made of the other on first
+    access.
 
-    torchrec groups columns by sharding type, so that concatenating costs a copy, in forward and in backward.
-    order: of backward. columns: output -> (batch_size, width), in order. values: (batch_size, sum(widths)).
+    torchrec groups columns by sharding type, so that concatenating costs a copy, in forward and in
+    backward.
+    order: of backward. columns: output -> (batch_size, width), in order. values: (batch_size,
+    sum(widths)).
     """
 
     def __init__(
@@ -149,7 +162,8 @@ class PooledEmbeddings:
     def values(self) -> Tensor:
         """All of them concatenated, in the unsharded order."""
         if self._values is None:
-            # In grad mode, as LazyOutput: code that first looks at them under no_grad may use them in its loss later.
+            # In grad mode, as LazyOutput: code that first looks at them under no_grad may use them
+            # in its loss later.
             with torch.enable_grad(), self._order.number(lambda: [values]):
                 values = torch.cat(list(self.columns.values()), dim=1)
             self._values = values
@@ -169,7 +183,8 @@ class PooledEmbeddings:
 class LazyKeyedTensor(KeyedTensor):
     """A KeyedTensor that becomes an ordinary one when its values are first accessed.
 
-    output: of PooledEmbeddings. Access by key returns a table's columns without concatenating all of them.
+    output: of PooledEmbeddings. Access by key returns a table's columns without concatenating all
+    of them.
     """
 
     def __init__(self, keys: list[str], length_per_key: list[int], output: LazyOutput) -> None:
@@ -191,9 +206,10 @@ class LazyKeyedTensor(KeyedTensor):
         return dict(self.output.get().columns)
 
 
-# KeyedTensor keeps its values in one attribute, which its methods read. A property of that name in the subclass sees
-# the first read of any method. It then makes the object a plain KeyedTensor: the property is gone, so that later reads
-# cost nothing, and what asks for the exact type (torch.compile, pytrees) finds it.
+# KeyedTensor keeps its values in one attribute, which its methods read. A property of that name in
+# the subclass sees the first read of any method. It then makes the object a plain KeyedTensor: the
+# property is gone, so that later reads cost nothing, and what asks for the exact type
+# (torch.compile, pytrees) finds it.
 def _access_values(lazy: LazyKeyedTensor) -> Tensor:
     values: Tensor = lazy.output.get().values
     lazy.__class__ = KeyedTensor  # type: ignore[assignment]
@@ -220,7 +236,8 @@ class LazyJaggedTensor(JaggedTensor):
     def materialize(self) -> None:
         """Become an ordinary JaggedTensor."""
         rows: JaggedTensor = self.output.get()[self.name]
-        # As above: a plain object of the exact type, with all attributes that torchrec made, and none of ours.
+        # As above: a plain object of the exact type, with all attributes that torchrec made, and
+        # none of ours.
         self.__class__ = JaggedTensor  # type: ignore[assignment]
         self.__dict__.clear()
         self.__dict__.update(vars(rows))
@@ -242,7 +259,8 @@ def _access_field(name: str) -> property:
 for _name in JAGGED_TENSOR_FIELDS:
     setattr(LazyJaggedTensor, _name, _access_field(_name))
 
-# torch's pytree goes by exact type: without this, code that flattens outputs would find a leaf, and no tensors.
+# torch's pytree goes by exact type: without this, code that flattens outputs would find a leaf, and
+# no tensors.
 register_container(
     LazyKeyedTensor,
     lambda lazy: ([lazy.values()], (lazy.keys(), lazy.length_per_key())),

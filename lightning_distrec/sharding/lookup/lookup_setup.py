@@ -32,7 +32,8 @@ class TableUse:
     deduplicated: bool = False
     """Whether repeated ids are sent once."""
     takes_unequal_batches: bool = True
-    """Whether FBGEMM updates it by gradients of bags whose features have batch sizes of their own."""
+    """Whether FBGEMM updates it by gradients of bags whose features have batch sizes of their
+    own."""
 
     @property
     def is_replicated(self) -> bool:
@@ -50,8 +51,8 @@ class LookupSetup:
     uses: dict[str, TableUse]
     """Name of a table -> how it is sharded and updated; the first step may change that."""
     known_keys: dict[str, list[str]]
-    """Collection -> the features in the order of its first call, which adds it. torchrec's module remembers that order
-    for its life, which may be longer than one run."""
+    """Collection -> the features in the order of its first call, which adds it. torchrec's module
+    remembers that order for its life, which may be longer than one run."""
     check_ids: CheckIds
     ranks: Ranks
     """Those that agree on lookups: all."""
@@ -61,14 +62,15 @@ class LookupSetup:
     output_dtype: torch.dtype | None = None
     """The type of what is returned; None for the kernels' own."""
     compare_examples: Callable[[int, int, int], None] | None = None
-    """Called with this rank's number of examples, of ids for an nn.Embedding, and the minimum and maximum over ranks;
+    """Called with this rank's number of examples, of ids for an nn.Embedding, and the minimum and
+    maximum over ranks;
     None: ranks are not compared."""
     note_used_tables: Callable[[set[str] | None], None] | None = None
-    """Called before a lookup of an EmbeddingCollection with the set that its backward fills with the names of the
-    tables that get gradients."""
+    """Called before a lookup of an EmbeddingCollection with the set that its backward fills with
+    the names of the tables that get gradients."""
     note_gradients: Callable[[str | None], None] | None = None
-    """Called in backward with a table that gets gradients, or with None: all tables of a collection of bags do. None:
-    this rank has rows of all tables."""
+    """Called in backward with a table that gets gradients, or with None: all tables of a collection
+    of bags do. None: this rank has rows of all tables."""
     groups: ShardingGroups | None = None
     """The ranks among which ids are exchanged; they are agreed on among all. None: all ranks."""
     mapped: MappedIds | None = None
@@ -102,7 +104,8 @@ class LookupSetup:
     @cached_property
     def needs_equal_batches(self) -> bool:
         """Whether smaller batches are padded."""
-        # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py, ReduceScatterV_Wait).
+        # gloo cannot gather the gradients of unequal batches (torchrec/distributed/comm_ops.py,
+        # ReduceScatterV_Wait).
         has_rows = any(use.sharding_type in ROW_TYPES for use in self.uses.values())
         return self.pooled and has_rows and dist.get_backend() == "gloo"
 
@@ -111,7 +114,9 @@ class LookupSetup:
         """Whether torchrec's module looks up features of unequal batch sizes exactly."""
         # Not of rows: means would be divided by other bags' sizes.
         types = ("table_wise", "column_wise")
-        takes = (use.takes_unequal_batches and use.sharding_type in types for use in self.uses.values())
+        takes = (
+            use.takes_unequal_batches and use.sharding_type in types for use in self.uses.values()
+        )
         # On a CPU FBGEMM refuses them where a rank has several kernels.
         return self.device.type != "cpu" and all(takes)
 
@@ -119,14 +124,24 @@ class LookupSetup:
     def summed_means(self) -> dict[str, str]:
         """Output -> feature, of those that arrive as sums over ranks and are to become means."""
 
-        # Each rank looks up a part of a bag in its rows: only the sum over ranks is divided by the size of the bag.
+        # Each rank looks up a part of a bag in its rows: only the sum over ranks is divided by the
+        # size of the bag.
         def is_summed(table: Table) -> bool:
-            return table.config.pooling == PoolingType.MEAN and self.uses[table.name].sharding_type in ROW_TYPES
+            return (
+                table.config.pooling == PoolingType.MEAN
+                and self.uses[table.name].sharding_type in ROW_TYPES
+            )
 
         return self.features_of_outputs(is_summed) if self.pooled else {}
 
-    def features_of_outputs(self, selects: Callable[[Table], bool] = lambda _: True) -> dict[str, str]:
+    def features_of_outputs(
+        self, selects: Callable[[Table], bool] = lambda _: True
+    ) -> dict[str, str]:
         """Return output -> its feature, for the tables that are selected."""
         outputs = iter(output_names(self.tables))
-        triples = [(table, feature, next(outputs)) for table in self.tables for feature in table.config.feature_names]
+        triples = [
+            (table, feature, next(outputs))
+            for table in self.tables
+            for feature in table.config.feature_names
+        ]
         return {output: feature for table, feature, output in triples if selects(table)}

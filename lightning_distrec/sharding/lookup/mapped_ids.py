@@ -1,6 +1,8 @@
-"""Maps the ids of a lookup to rows, on the rank that owns the rows, between the input dist and the kernel.
+"""Maps the ids of a lookup to rows, on the rank that owns the rows, between the input dist and the
+kernel.
 
-Ids are sent ahead of their step, and mapped in it: in the order of the steps, after the updates of those before.
+Ids are sent ahead of their step, and mapped in it: in the order of the steps, after the updates of
+those before.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,15 +27,18 @@ States = Callable[[], list[tuple[Tensor, float]]]
 
 
 class RowReset:
-    """Resets rows that another id gets, each to one of `initial_rows`, (num, columns), that the id chooses."""
+    """Resets rows that another id gets, each to one of `initial_rows`, (num, columns), that the id
+    chooses."""
 
     def __init__(self, shard: LocalShard, initial_rows: Tensor, states: States) -> None:
         self._shard, self._initial_rows, self._states = shard, initial_rows, states
 
     @without_guards
     def __call__(self, rows: Tensor, ids: Tensor) -> None:
-        """Reset `rows`, (num_rows,), -1 for none. ids: those that all rows of the shard have now."""
-        # Where it is none, another of the rows is reset once more to the same; without any, row 0 keeps what it has.
+        """Reset `rows`, (num_rows,), -1 for none. ids: those that all rows of the shard have
+        now."""
+        # Where it is none, another of the rows is reset once more to the same; without any, row 0
+        # keeps what it has.
         is_row = rows >= 0
         is_any = is_row.any()
         rows = torch.where(is_row, rows, rows[is_row.byte().argmax(0, keepdim=True)]).clamp(min=0)
@@ -41,7 +46,8 @@ class RowReset:
         def write(values: Tensor, initial: Tensor | float) -> None:
             values[rows] = torch.where(is_any, initial, values[rows])
 
-        # By .data: lookups of this step may have saved the weight for their backward, and use none of these rows.
+        # By .data: lookups of this step may have saved the weight for their backward, and use none
+        # of these rows.
         weight = self._shard.weight.data
         write(weight, self._initial_rows[ids[rows] % len(self._initial_rows)].to(weight.dtype))
         for state, value in self._states():
@@ -53,8 +59,9 @@ class RowReset:
 class MappedIds:
     """The mappings of one collection.
 
-    sharded: torchrec's module, not called yet. mappings, num_rows, resets: by name of a table; in row-wise tables
-    without a mapping, an id is the number of its row. learns: whether new ids of the table with this name get rows now.
+    sharded: torchrec's module, not called yet. mappings, num_rows, resets: by name of a table; in
+    row-wise tables without a mapping, an id is the number of its row. learns: whether new ids of
+    the table with this name get rows now.
     """
 
     def __init__(
@@ -69,8 +76,11 @@ class MappedIds:
         num_ranks, rank = dist.get_world_size(), dist.get_rank()
         self._mappings, self._resets, self._learns = mappings, resets, learns
         self._place, sharding = row_wise_sharding(sharded)
-        self._tables = tables = [(table.name, len(table.feature_names)) for table in sharding.embedding_tables()]
-        # torchrec gives ranks blocks of this size, rounded up; the last ones may have fewer rows, or none.
+        self._tables = tables = [
+            (table.name, len(table.feature_names)) for table in sharding.embedding_tables()
+        ]
+        # torchrec gives ranks blocks of this size, rounded up; the last ones may have fewer rows,
+        # or none.
         self._first_rows = {name: rank * -(-num_rows[name] // num_ranks) for name, _ in tables}
         # Tables without a mapping keep torchrec's blocks: as buckets, one for each rank.
         buckets = {
@@ -88,7 +98,8 @@ class MappedIds:
         }
 
     def sent(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return features with their ids as they are sent. Raises IdsError: a user's hash function is wrong."""
+        """Return features with their ids as they are sent. Raises IdsError: a user's hash function
+        is wrong."""
         if not self._sent:
             return features
         keys, ids = features.keys(), features.values().long()
@@ -98,11 +109,14 @@ class MappedIds:
 
     @torch.no_grad()
     def map(self, arrived: Any) -> None:
-        """Replace ids that have arrived by this rank's rows. Raises ShardingError: in an activation checkpoint."""
+        """Replace ids that have arrived by this rank's rows. Raises ShardingError: in an activation
+        checkpoint."""
         if saved_tensors_are_hooked() or in_backward():
             raise ShardingError(
-                f"table '{next(iter(self._mappings))}' maps ids to rows, and is looked up inside of an activation "
-                "checkpoint, which looks up again in backward, where an id may have another row. Look it up outside."
+                f"table '{next(iter(self._mappings))}' maps ids to rows, and is looked up inside "
+                "of an activation "
+                "checkpoint, which looks up again in backward, where an id may have another row. "
+                "Look it up outside."
             )
         features = arrived[self._place]
         ids_per_feature = features.values().long().split(features.length_per_key())
@@ -110,10 +124,17 @@ class MappedIds:
         for name, num_features in self._tables:
             parts[name] = torch.cat(ids_per_feature[feature : feature + num_features])
             feature += num_features
-        self._learn({name: ids for name, ids in parts.items() if name in self._mappings and self._learns(name)})
-        # Ids of other tables arrive as they are: it is torchrec's own input dist that subtracts the first row.
+        self._learn({
+            name: ids
+            for name, ids in parts.items()
+            if name in self._mappings and self._learns(name)
+        })
+        # Ids of other tables arrive as they are: it is torchrec's own input dist that subtracts the
+        # first row.
         rows = [
-            self._mappings[name].find(ids) if name in self._mappings else ids - self._first_rows[name]
+            self._mappings[name].find(ids)
+            if name in self._mappings
+            else ids - self._first_rows[name]
             for name, ids in parts.items()
         ]
         arrived[self._place] = with_ids(features, torch.cat(rows))
@@ -134,6 +155,7 @@ class MappedIds:
             mapping, first, end = self._mappings[name], end, end + count
             evicted = mapping.learn(numbers[first:end])
             evicted = evicted[flagged(evicted >= 0)]
-            # Before the kernel reads them: an id must not start with another's row and optimizer state.
+            # Before the kernel reads them: an id must not start with another's row and optimizer
+            # state.
             if evicted.numel():
                 self._resets[name](evicted, mapping.ids.view(-1))

@@ -1,7 +1,7 @@
 """One lookup in flight, from the features that user code gives to the ids whose rows this rank has.
 
-Before ids are sent ranks agree that all can send them, in one form. That travels along with the sizes of the ids, or in
-one small all-reduce where these must be known before.
+Before ids are sent ranks agree that all can send them, in one form. That travels along with the
+sizes of the ids, or in one small all-reduce where these must be known before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
     from lightning_distrec.sharding.lookup.short_path import ShortIds
 
-_TYPES = (None, torch.int64, torch.int32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_TYPES = (
+    None,
+    torch.int64,
+    torch.int32,
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+)
 _LEARNED = "any type that need a gradient"
 _FORMS = list(product(_TYPES, _TYPES, (*_TYPES, _LEARNED), (False, True)))
 """Type of ids, of lengths, of weights, whether batch sizes are unequal."""
@@ -37,12 +45,14 @@ class LookupRequest:
 
     lookup: ShardedLookup
     features: KeyedJaggedTensor
-    """In the order that torchrec knows, every id in range; with places for weights that come late."""
+    """In the order that torchrec knows, every id in range; with places for weights that come
+    late."""
     problem: Exception | None = None
     """What is wrong with the lookup on this rank, for all ranks to raise."""
     form: int = NO_FORM
     late_weights: Tensor | None = None
-    """Weights that follow the ids, in the order of the call, or what stands for them; see weights_exchange.py."""
+    """Weights that follow the ids, in the order of the call, or what stands for them; see
+    weights_exchange.py."""
     learns: bool = False
     """Whether these need a gradient; known once it was looked up."""
     weight_routes: list[WeightRoute | None] = field(default_factory=list)
@@ -50,7 +60,8 @@ class LookupRequest:
     distinct: DistinctIds | None = None
     """What is sent of them, where repeated ids are sent once."""
     bags: SharedBags | None = None
-    """How bags are expanded to examples here; None: each example has its own, or torchrec's module does it."""
+    """How bags are expanded to examples here; None: each example has its own, or torchrec's module
+    does it."""
     sizes: tuple[int, int] | None = None
     """The minimum and maximum number of examples over ranks, where they are compared."""
     short: ShortIds | None = None
@@ -67,9 +78,12 @@ class LookupRequest:
 
     def __post_init__(self) -> None:
         features = self.features
-        # nn.Embedding has one bag for a call of any shape: its ids are counted in place of examples.
+        # nn.Embedding has one bag for a call of any shape: its ids are counted in place of
+        # examples.
         is_variable = features.variable_stride_per_key()
-        self.num_examples = 0 if is_variable and features.inverse_indices_or_none() is None else features.stride()
+        self.num_examples = (
+            0 if is_variable and features.inverse_indices_or_none() is None else features.stride()
+        )
         if self.lookup.setup.counts_ids:
             self.num_examples = features.values().numel()
 
@@ -93,13 +107,20 @@ class LookupRequest:
 
 
 def form_of(features: KeyedJaggedTensor, learns_weights: bool = False) -> int:
-    """Return a number for what must be alike on all ranks: types of ids, lengths and weights, and equal batch sizes.
+    """Return a number for what must be alike on all ranks: types of ids, lengths and weights, and
+    equal batch sizes.
 
-    learns_weights: whether the weights need a gradient; their type does not count then, float32 is sent.
+    learns_weights: whether the weights need a gradient; their type does not count then, float32 is
+    sent.
     """
     weights = features.weights_or_none()
     weights_type: Any = _LEARNED if learns_weights else None if weights is None else weights.dtype
-    parts = (features.values().dtype, features.lengths().dtype, weights_type, features.variable_stride_per_key())
+    parts = (
+        features.values().dtype,
+        features.lengths().dtype,
+        weights_type,
+        features.variable_stride_per_key(),
+    )
     return _number_form(parts)
 
 
@@ -110,7 +131,11 @@ def _number_form(parts: Any) -> int:
 
 def _describe_form(form: int) -> str:
     ids, lengths, weights, is_unequal = _FORMS[form]
-    words = [f"ids of {ids}", f"lengths of {lengths}", "no weights" if weights is None else f"weights of {weights}"]
+    words = [
+        f"ids of {ids}",
+        f"lengths of {lengths}",
+        "no weights" if weights is None else f"weights of {weights}",
+    ]
     return ", ".join(words + (["a batch size for each feature"] if is_unequal else []))
 
 
@@ -121,7 +146,8 @@ class LookupConsensus:
         self._path, self._ranks = path, ranks
 
     def agree(self, request: LookupRequest) -> tuple[int, int]:
-        """Collective. Return the minimum and maximum of examples over ranks. All ranks raise what is wrong on one."""
+        """Collective. Return the minimum and maximum of examples over ranks. All ranks raise what
+        is wrong on one."""
         # A separate all-reduce, for lookups whose sizes must be known before ids are sent.
         fine, examples, form = self._values(request)
         # The minima of a form and of its negative are opposite only where all ranks have one form.
@@ -136,7 +162,8 @@ class LookupConsensus:
         return self._ranks.with_flags(*self._values(request))
 
     def agree_on(self, gathered: list[list[int]] | None, request: LookupRequest) -> tuple[int, int]:
-        """Return as `agree` does, given every rank's values; None: nothing was exchanged, and ranks agree now."""
+        """Return as `agree` does, given every rank's values; None: nothing was exchanged, and ranks
+        agree now."""
         if gathered is None:
             return self.agree(request)
         fine, examples, forms = zip(*self._ranks.take_flags(gathered), strict=True)
@@ -150,7 +177,8 @@ class LookupConsensus:
     def _raise(self, request: LookupRequest) -> None:
         # Every rank comes here: it has decided by what all have exchanged.
         problem = request.problem
-        # Name and text, no pickle: an exception of the user's may not be picklable, or not be made from a text.
+        # Name and text, no pickle: an exception of the user's may not be picklable, or not be made
+        # from a text.
         described = None if problem is None else (type(problem).__name__, str(problem))
         per_rank = self._ranks.all_gather((described, request.form))
         for rank, (error, _) in enumerate(per_rank):
@@ -162,10 +190,15 @@ class LookupConsensus:
             name, text = error
             kind = getattr(errors, name, None)
             if kind is None:
-                raise errors.RankError(f"rank {rank} failed in a lookup of '{self._path}': {name}: {text}")
+                raise errors.RankError(
+                    f"rank {rank} failed in a lookup of '{self._path}': {name}: {text}"
+                )
             raise kind(text if kind is errors.IdsError else f"rank {rank}: {text}")
-        forms = "; ".join(f"rank {rank}: {_describe_form(form)}" for rank, (_, form) in enumerate(per_rank))
+        forms = "; ".join(
+            f"rank {rank}: {_describe_form(form)}" for rank, (_, form) in enumerate(per_rank)
+        )
         raise errors.IdsError(
-            f"ranks called '{self._path}' with ids that cannot be exchanged with each other: {forms}. Give all "
+            f"ranks called '{self._path}' with ids that cannot be exchanged with each other: "
+            f"{forms}. Give all "
             "ranks the same types, for example by .long() in the collate function."
         )

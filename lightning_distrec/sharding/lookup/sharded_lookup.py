@@ -1,10 +1,13 @@
-"""What a sharded collection does when the user's code calls it, in steps that can be taken before the call.
+"""What a sharded collection does when the user's code calls it, in steps that can be taken before
+the call.
 
-prepare    the features get the form that torchrec takes, and their ids are checked; nothing leaves the rank
-exchange   the ids are sent to the ranks that have their rows (ids_exchange.py sends those of several lookups at once)
-look up    rows are looked up and sent back, with the learning rate of this step; they are awaited on first access
+prepare    the features get the form that torchrec takes, and their ids are checked; nothing leaves
+the rank exchange   the ids are sent to the ranks that have their rows (ids_exchange.py sends those
+of several lookups at once) look up    rows are looked up and sent back, with the learning rate of
+this step; they are awaited on first access
 
-It does the work of torchrec's forward, and returns the types, keys and column order of the unsharded collection.
+It does the work of torchrec's forward, and returns the types, keys and column order of the
+unsharded collection.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +21,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserve_fbgemm_iterations
 from lightning_distrec._compat.torch import reached_leaves, saved_tensors_are_hooked
-from lightning_distrec._compat.torchrec_modules import disable_mean_pooling_divisor, prepare_unequal_batches
+from lightning_distrec._compat.torchrec_modules import (
+    disable_mean_pooling_divisor,
+    prepare_unequal_batches,
+)
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
@@ -31,7 +37,11 @@ from lightning_distrec.sharding.lookup.lazy_outputs import (
     PooledEmbeddings,
     SecondGradients,
 )
-from lightning_distrec.sharding.lookup.lookup_formats import BegunFeatures, LookupInputs, LookupOutputs
+from lightning_distrec.sharding.lookup.lookup_formats import (
+    BegunFeatures,
+    LookupInputs,
+    LookupOutputs,
+)
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupConsensus, LookupRequest, form_of
 from lightning_distrec.sharding.lookup.short_path import short_path_of
@@ -46,18 +56,25 @@ class ShardedLookup:
     def __init__(self, setup: LookupSetup) -> None:
         self.setup, self.path = setup, setup.path
         self.on_rows_arrived: Callable[[LookupRequest], None] | None = None
-        """Called when the rows of a lookup have arrived; prefetching sets it for the time of its run."""
+        """Called when the rows of a lookup have arrived; prefetching sets it for the time of its
+        run."""
         self.meet_ranks: Callable[[str], None] | None = None
         """Called before a call that is outside of a run, which other ranks may not make."""
         self.update_watch: Any = None
-        """Watches steps of tables that are updated inside of backward, under manual optimization; or None."""
+        """Watches steps of tables that are updated inside of backward, under manual optimization;
+        or None."""
         self.sums_gradients = False
-        """Whether gradients are left on shards of tables that were fused at the start; see `sum_gradients`."""
+        """Whether gradients are left on shards of tables that were fused at the start; see
+        `sum_gradients`."""
         tables, uses = setup.tables, setup.uses
         self.outputs = LookupOutputs(setup)
-        self.second_gradients = SecondGradients(setup.path, [t.full_name for t in tables if not uses[t.name].adds_up])
+        self.second_gradients = SecondGradients(
+            setup.path, [t.full_name for t in tables if not uses[t.name].adds_up]
+        )
         self.inputs = LookupInputs(setup)
-        self._agrees_first = setup.needs_equal_batches or (setup.groups is not None and setup.groups.num_replicas > 1)
+        self._agrees_first = setup.needs_equal_batches or (
+            setup.groups is not None and setup.groups.num_replicas > 1
+        )
         self._weights_exchange = WeightsExchange(setup, self.second_gradients)
         self._deduplicated: dict[str, int] = {}
         """Feature whose ids are sent once -> number of rows."""
@@ -72,25 +89,32 @@ class ShardedLookup:
             disable_mean_pooling_divisor(setup.sharded)
         calls = [KernelCall(kernel) for kernel in self._kernels]
         self.short_path = None
-        """Where lookups that are prefetched go, if they may go the short path; alike on all ranks."""
+        """Where lookups that are prefetched go, if they may go the short path; alike on all
+        ranks."""
         if setup.mapped is None and setup.has_small_ids:
-            self.short_path = short_path_of(setup.sharded, calls, setup.ranks.num_ranks, setup.device)
+            self.short_path = short_path_of(
+                setup.sharded, calls, setup.ranks.num_ranks, setup.device
+            )
 
     def __call__(self, make_features: Callable[[], Any]) -> LookedUp:
-        """Collective. Look up the features that are made; returns what the unsharded collection would have returned.
+        """Collective. Look up the features that are made; returns what the unsharded collection
+        would have returned.
 
-        Raises on every rank what one rank cannot look up: ShardingError where a feature is missing, or a frozen table
-        passes weights no gradient; IdsError where an id is out of its table's range, or lengths, weights, inverse
-        indices or types do not fit; or what `make_features` raises. Outside of runs ShardingError where not all call.
+        Raises on every rank what one rank cannot look up: ShardingError where a feature is missing,
+        or a frozen table passes weights no gradient; IdsError where an id is out of its table's
+        range, or lengths, weights, inverse indices or types do not fit; or what `make_features`
+        raises. Outside of runs ShardingError where not all call.
         """
         if self.meet_ranks is not None:
             self.meet_ranks(self.path)
         with LIBRARY_OPERATIONS:
             try:
                 request = self.prepare(self.inputs.begin(make_features()))
-            except Exception as problem:  # the others are on their way into the exchange, and must learn of it there
+            # the others are on their way into the exchange, and must learn of it there
+            except Exception as problem:
                 request = LookupRequest(lookup=self, features=self.inputs.empty(), problem=problem)
-            if self._agrees_first:  # sizes must be known before ids are sent, or the exchange does not reach all ranks
+            # sizes must be known before ids are sent, or the exchange does not reach all ranks
+            if self._agrees_first:
                 request.sizes = self._consensus.agree(request)
             exchange = IdsExchange([request], self._consensus.values_to_send(request))
             values = exchange.values_of_ranks()
@@ -101,10 +125,11 @@ class ShardedLookup:
             return self.look_up(request)
 
     def prepare(self, begun: BegunFeatures, is_ahead: bool = False) -> LookupRequest:
-        """Return the lookup of features, of which nothing has left this rank. Raises ShardingError as a call does.
+        """Return the lookup of features, of which nothing has left this rank. Raises ShardingError
+        as a call does.
 
-        is_ahead: of a step. It goes the short path where it can: a control message brings the numbers of ids before
-        they are sent.
+        is_ahead: of a step. It goes the short path where it can: a control message brings the
+        numbers of ids before they are sent.
         """
         try:
             features, late_weights, problem = self.inputs.prepare(begun)
@@ -112,12 +137,15 @@ class ShardedLookup:
                 features = self.setup.mapped.sent(features)
             bags = distinct = None
             is_variable = features.variable_stride_per_key()
-            if self.setup.pooled and (is_variable or features.inverse_indices_or_none() is not None):
+            if self.setup.pooled and (
+                is_variable or features.inverse_indices_or_none() is not None
+            ):
                 features, bags = self._share_bags(features)
         except IdsError as error:
             return LookupRequest(lookup=self, features=self.inputs.empty(), problem=error)
-        # Batch sizes per feature do not leave the rank where each id gets a row: unsharded, the rows of a feature are
-        # those of its own bags, while torchrec's sharded module spreads them by inverse_indices.
+        # Batch sizes per feature do not leave the rank where each id gets a row: unsharded, the
+        # rows of a feature are those of its own bags, while torchrec's sharded module spreads them
+        # by inverse_indices.
         if self._deduplicated or (is_variable and not self.setup.pooled):
             distinct = DistinctIds(features, self._deduplicated)
         form = form_of(features if distinct is None else distinct.sent, late_weights is not None)
@@ -130,13 +158,22 @@ class ShardedLookup:
             distinct=distinct,
             bags=bags,
         )
-        # Whether features have weights, or unequal batch sizes, is a part of the form that ranks agree on (request.py).
-        if is_ahead and self.short_path is not None and features.weights_or_none() is None and not is_variable:
+        # Whether features have weights, or unequal batch sizes, is a part of the form that ranks
+        # agree on (request.py).
+        if (
+            is_ahead
+            and self.short_path is not None
+            and features.weights_or_none() is None
+            and not is_variable
+        ):
             request.short = self.short_path.prepare(features)
         return request
 
-    def _share_bags(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, SharedBags | None]:
-        """Return features as their bags are sent, and what expands these to examples; None: torchrec's module does."""
+    def _share_bags(
+        self, features: KeyedJaggedTensor
+    ) -> tuple[KeyedJaggedTensor, SharedBags | None]:
+        """Return features as their bags are sent, and what expands these to examples; None:
+        torchrec's module does."""
         bags = SharedBags(self.path, features)
         may_sum = self.sums_gradients or self.second_gradients.on_second is not None
         takes_unequal = self.setup.takes_unequal_batches and not may_sum
@@ -146,7 +183,8 @@ class ShardedLookup:
         return bags.padded(), bags
 
     def pad(self, request: LookupRequest) -> None:
-        """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is known then."""
+        """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is
+        known then."""
         features, sizes = request.features, request.sizes
         if not self.setup.pooled:
             # torchrec cannot reshape the rows of no examples.
@@ -164,7 +202,8 @@ class ShardedLookup:
             self.update_watch.note_call()
 
     def look_up(self, request: LookupRequest) -> LookedUp:
-        """Collective. Look up the ids that have arrived and send the rows back; returns lazy outputs."""
+        """Collective. Look up the ids that have arrived and send the rows back; returns lazy
+        outputs."""
         setup, outputs, late = self.setup, self.outputs, request.late_weights
         request.learns = late is not None and late.requires_grad and torch.is_grad_enabled()
         # What is frozen passes a gradient to weights that learn.
@@ -186,33 +225,40 @@ class ShardedLookup:
         return {name: LazyJaggedTensor(name, output) for name in outputs.names}
 
     def check_gradients(self, tensors: list[Tensor], frozen: set[str]) -> None:
-        """Raise ShardingError, at the first lookup that learns, where no gradient of its rows would reach a table.
+        """Raise ShardingError, at the first lookup that learns, where no gradient of its rows would
+        reach a table.
 
-        An operation without a form for backward on this device makes such a gap, and the table would stay as it is.
+        An operation without a form for backward on this device makes such a gap, and the table
+        would stay as it is.
         """
         if not torch.is_grad_enabled() or len(frozen) == len(self.outputs.names):
             return
         self.has_checked_gradients = True
         leaves = reached_leaves(tensors)
         reached = [
-            any(id(p) in leaves for p in kernel.parameters())  # fused; where gradients are kept, shards get them
+            # fused; where gradients are kept, shards get them
+            any(id(p) in leaves for p in kernel.parameters())
             or any(id(self.setup.uses[name].weight) in leaves for name in kernel.table_names)
             for kernel in self._kernels
         ]
         if not leaves or not (frozen or all(reached)):
             raise ShardingError(
                 f"'{self.path}' was looked up for training, and no gradient of its rows reaches "
-                f"{'its tables' if not any(reached) else 'some of its tables'}: they would stay as they are. Set "
-                "another sharding type for them (tables={...: {'sharding_types': [...]}}), and please report this."
+                f"{'its tables' if not any(reached) else 'some of its tables'}: they would stay "
+                "as they are. Set "
+                "another sharding type for them (tables={...: {'sharding_types': [...]}}), and "
+                "please report this."
             )
 
     def state(self) -> Any:
         """Return what a lookup depends on besides its ids, rows and learning rates."""
-        # Inside of an activation checkpoint, what a lookup saves for backward must be saved inside too.
+        # Inside of an activation checkpoint, what a lookup saves for backward must be saved inside
+        # too.
         return frozenset(self.outputs.frozen()), torch.is_grad_enabled(), saved_tensors_are_hooked()
 
     def sum_gradients(self) -> None:
-        """Take several lookups in a step from now on: tables that were updated once for each are not in backward."""
+        """Take several lookups in a step from now on: tables that were updated once for each are
+        not in backward."""
         self.sums_gradients = True
         for table in self.setup.tables:
             use = self.setup.uses[table.name]
@@ -229,7 +275,8 @@ class ShardedLookup:
     def begin_step(self) -> None:
         """Forget the step before."""
         self.second_gradients.forget()
-        # An exchange of rows that no code has accessed is waited for here, and does not outlive its step.
+        # An exchange of rows that no code has accessed is waited for here, and does not outlive its
+        # step.
         lazy_outputs, self._lazy_outputs = self._lazy_outputs, []
         for output in lazy_outputs:
             output.get()
@@ -240,7 +287,8 @@ class ShardedLookup:
         return len(self._lazy_outputs)
 
     def learning_rows(self) -> list[list[Tensor]]:
-        """Return what came back from each exchange of rows in this step, tensors that require a gradient."""
+        """Return what came back from each exchange of rows in this step, tensors that require a
+        gradient."""
         rows = []
         for output in self._lazy_outputs:
             output.get()
@@ -249,7 +297,8 @@ class ShardedLookup:
 
     @contextmanager
     def _gradients(self, frozen: set[str]) -> Iterator[None]:
-        """Let gradients flow where a table learns, and leave the kernels' step counters alone where none does."""
+        """Let gradients flow where a table learns, and leave the kernels' step counters alone where
+        none does."""
         if not torch.is_grad_enabled() or len(frozen) == len(self.outputs.names):
             with torch.no_grad(), preserve_fbgemm_iterations(self._kernels):
                 yield
@@ -259,7 +308,8 @@ class ShardedLookup:
 
 
 class PendingRows:
-    """The rows of one lookup, until user code accesses them. frozen: outputs that pass no gradient back."""
+    """The rows of one lookup, until user code accesses them. frozen: outputs that pass no gradient
+    back."""
 
     def __init__(self, lookup: ShardedLookup, request: LookupRequest, frozen: set[str]) -> None:
         self._lookup, self._request = lookup, request
@@ -305,7 +355,8 @@ class PendingRows:
             for tensor in tensors:
                 for hook in self._hooks if tensor.requires_grad else ():
                     tensor.register_hook(hook)
-        # Operations above are ours, which a recorder of the step leaves out; the rows are what the step continues with.
+        # Operations above are ours, which a recorder of the step leaves out; the rows are what the
+        # step continues with.
         if LIBRARY_OPERATIONS.note_rows is not None:
             LIBRARY_OPERATIONS.note_rows(lookup.path, tensors)
         if lookup.setup.pooled:

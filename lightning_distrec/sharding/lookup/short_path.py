@@ -1,9 +1,11 @@
-"""The short path of a lookup: what most lookups are, at a part of the host's time and in fewer exchanges.
+"""The short path of a lookup: what most lookups are, at a part of the host's time and in fewer
+exchanges.
 
-It serves unweighted bags of one collection whose tables are all table-wise or all row-wise, with equal batch sizes on
-all ranks. The control message of an earlier step has how many ids each rank gets, so that no exchange of sizes
-is left; lengths and ids are sent together, as 32-bit numbers (ids_exchange.py); rows and their gradients are exchanged
-by torch's own collectives. Ids, their order, and all arithmetic are those of torchrec's modules, and so are the bits.
+It serves unweighted bags of one collection whose tables are all table-wise or all row-wise, with
+equal batch sizes on all ranks. The control message of an earlier step has how many ids each rank
+gets, so that no exchange of sizes is left; lengths and ids are sent together, as 32-bit numbers
+(ids_exchange.py); rows and their gradients are exchanged by torch's own collectives. Ids, their
+order, and all arithmetic are those of torchrec's modules, and so are the bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +26,12 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 
 
 class ShortPath:
-    """The short path of one collection. kernel: looks up ids (num_ids,) with offsets; None: this rank has no rows."""
+    """The short path of one collection. kernel: looks up ids (num_ids,) with offsets; None: this
+    rank has no rows."""
 
-    def __init__(self, sharding: PooledSharding, kernel: Kernel | None, device: torch.device) -> None:
+    def __init__(
+        self, sharding: PooledSharding, kernel: Kernel | None, device: torch.device
+    ) -> None:
         self.sharding, self._kernel, self._device = sharding, kernel, device
         self.num_ranks = sharding.group.size()
         local_features = sharding.features[sharding.group.rank()]
@@ -35,13 +40,26 @@ class ShortPath:
         self._order: list[int] = []
         self._order_on_device: Tensor | None = None
         # The last ranks may have fewer rows: torchrec rounds blocks up too.
-        blocks = None if sharding.num_rows is None else [-(-rows // self.num_ranks) for rows in sharding.num_rows]
-        self._blocks = None if blocks is None else torch.tensor(blocks, dtype=torch.int32, device=device)
-        # Row-wise, every rank gets every feature; they are multiplied where the ids are divided among the ranks.
-        self._sent = list(chain.from_iterable(sharding.features)) if blocks is None else local_features
+        blocks = (
+            None
+            if sharding.num_rows is None
+            else [-(-rows // self.num_ranks) for rows in sharding.num_rows]
+        )
+        self._blocks = (
+            None if blocks is None else torch.tensor(blocks, dtype=torch.int32, device=device)
+        )
+        # Row-wise, every rank gets every feature; they are multiplied where the ids are divided
+        # among the ranks.
+        self._sent = (
+            list(chain.from_iterable(sharding.features)) if blocks is None else local_features
+        )
         self._ends = [0, *accumulate(map(len, sharding.features))]
         # Ids arrive rank by rank, and the kernel takes them feature by feature.
-        order = [r * self.num_features + f for f in range(self.num_features) for r in range(self.num_ranks)]
+        order = [
+            r * self.num_features + f
+            for f in range(self.num_features)
+            for r in range(self.num_ranks)
+        ]
         self._feature_order = None
         if self.num_features > 1:
             self._feature_order = torch.tensor(order, dtype=torch.int32, device=device)
@@ -65,19 +83,25 @@ class ShortPath:
         lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
             lengths.view(-1), ids, False, False, self._blocks, self.num_ranks, None
         )
-        return ShortIds(self, examples, lengths, ids, gpu.HostCopy(lengths.view(self.num_ranks, -1).sum(1)))
+        return ShortIds(
+            self, examples, lengths, ids, gpu.HostCopy(lengths.view(self.num_ranks, -1).sum(1))
+        )
 
     def _set_keys(self, keys: list[str]) -> None:
         self._keys, self._order = list(keys), [keys.index(name) for name in self._sent]
         self._order_on_device = None
         if self._order != list(range(len(keys))):
-            self._order_on_device = torch.tensor(self._order, dtype=torch.int32, device=self._device)
+            self._order_on_device = torch.tensor(
+                self._order, dtype=torch.int32, device=self._device
+            )
 
     def num_lengths(self, examples: int) -> list[int]:
         """Return how many lengths each rank gets."""
         return [(end - first) * examples for first, end in pairwise(self._ends)]
 
-    def arrange(self, lengths: list[Tensor], ids: list[Tensor], examples: int) -> tuple[Tensor, Tensor]:
+    def arrange(
+        self, lengths: list[Tensor], ids: list[Tensor], examples: int
+    ) -> tuple[Tensor, Tensor]:
         """Return ids and offsets as the kernel takes them, given what every rank has sent."""
         all_lengths, all_ids = torch.cat(lengths), torch.cat(ids)
         if self._feature_order is not None:
@@ -89,9 +113,12 @@ class ShortPath:
     def look_up(self, ids: "ShortIds") -> "RowsExchange":
         """Collective. Look up ids that have arrived and send the rows back."""
         if self._kernel is None:
-            # A rank without rows takes part in both exchanges: by this leaf, backward reaches the second one.
+            # A rank without rows takes part in both exchanges: by this leaf, backward reaches the
+            # second one.
             grad = torch.is_grad_enabled()
-            rows = torch.empty(ids.examples * self.num_ranks, 0, device=self._device, requires_grad=grad)
+            rows = torch.empty(
+                ids.examples * self.num_ranks, 0, device=self._device, requires_grad=grad
+            )
         else:
             rows = self._kernel(*ids.arrived)
         return RowsExchange(self.sharding, rows, ids.examples)
@@ -101,9 +128,20 @@ class ShortIds:
     """The ids of one lookup, on their way to the ranks that have their rows."""
 
     def __init__(
-        self, path: ShortPath, examples: int, lengths: Tensor, ids: Tensor, counts: list[int] | gpu.HostCopy
+        self,
+        path: ShortPath,
+        examples: int,
+        lengths: Tensor,
+        ids: Tensor,
+        counts: list[int] | gpu.HostCopy,
     ) -> None:
-        self.path, self.examples, self.lengths, self.ids, self._counts = path, examples, lengths, ids, counts
+        self.path, self.examples, self.lengths, self.ids, self._counts = (
+            path,
+            examples,
+            lengths,
+            ids,
+            counts,
+        )
         self.arrived: tuple[Tensor, Tensor]
         """What this rank looks up, once it has arrived: ids and offsets."""
 
@@ -115,20 +153,30 @@ class ShortIds:
         return self._counts
 
 
-def short_path_of(sharded: object, kernels: Sequence[Kernel], num_ranks: int, device: torch.device) -> ShortPath | None:
-    """Return the short path of a sharded collection with small ids, None: it has none; alike on all ranks."""
+def short_path_of(
+    sharded: object, kernels: Sequence[Kernel], num_ranks: int, device: torch.device
+) -> ShortPath | None:
+    """Return the short path of a sharded collection with small ids, None: it has none; alike on all
+    ranks."""
     sharding = pooled_sharding(sharded)
-    if sharding is None or not 1 < num_ranks <= MAX_PACKED_RANKS or sharding.group.size() != num_ranks:
+    if (
+        sharding is None
+        or not 1 < num_ranks <= MAX_PACKED_RANKS
+        or sharding.group.size() != num_ranks
+    ):
         return None
     return ShortPath(sharding, kernels[0] if kernels else None, device)
 
 
 class RowsExchange:
-    """Collective. The rows of one lookup on their way to the ranks that have the examples; in backward, gradients.
+    """Collective. The rows of one lookup on their way to the ranks that have the examples; in
+    backward, gradients.
 
-    rows: (num_ranks * examples, width) that this rank has looked up. torchrec's PooledEmbeddingsAllToAll and
-    PooledEmbeddingsReduceScatter send the same numbers (torchrec/distributed/comm_ops.py), by the same collectives but
-    for `PooledSharding.single_holder`; there all columns are concatenated in forward, and split in backward.
+    rows: (num_ranks * examples, width) that this rank has looked up. torchrec's
+    PooledEmbeddingsAllToAll and PooledEmbeddingsReduceScatter send the same numbers
+    (torchrec/distributed/comm_ops.py), by the same collectives but for
+    `PooledSharding.single_holder`; there all columns are concatenated in forward, and split in
+    backward.
     """
 
     def __init__(self, sharding: PooledSharding, rows: Tensor, examples: int) -> None:
@@ -152,14 +200,17 @@ class RowsExchange:
 
     def wait(self) -> dict[str, Tensor]:
         """Wait for the rows; return output -> (examples, width)."""
-        out, self._out = self._out, None  # its node refers to this object, in a cycle that would keep the graph
+        # its node refers to this object, in a cycle that would keep the graph
+        out, self._out = self._out, None
         return dict(zip(self._sharding.names, _ReceiveRows.apply(self, out), strict=True))
 
     def send_rows(self, rows: Tensor) -> None:
         """Collective. Send the rows to the ranks that have the examples."""
         if self._sharding.num_rows is not None:
             self._buffer = rows.new_empty(self._examples, self._shape[1])
-            self._work = dist.reduce_scatter_tensor(self._buffer, rows, group=self._group, async_op=True)
+            self._work = dist.reduce_scatter_tensor(
+                self._buffer, rows, group=self._group, async_op=True
+            )
         elif self._holder is not None:
             self._buffer = rows.new_empty(sum(self._per_holder))
             self._work = dist.scatter(
@@ -172,7 +223,12 @@ class RowsExchange:
         else:
             self._buffer = rows.new_empty(sum(self._per_holder))
             self._work = tables_dist.all_to_all_single(
-                self._buffer, rows.view(-1), self._per_holder, self._per_rank, self._group, async_op=True
+                self._buffer,
+                rows.view(-1),
+                self._per_holder,
+                self._per_rank,
+                self._group,
+                async_op=True,
             )
         self._sent = rows  # until it has been sent
 
@@ -182,18 +238,23 @@ class RowsExchange:
         if self._sharding.num_rows is not None:
             return list(self._buffer.split(self._sharding.widths[0], dim=1))
         columns: list[Tensor] = []
-        for part, widths in zip(self._buffer.split(self._sizes), self._sharding.held_widths, strict=True):
+        for part, widths in zip(
+            self._buffer.split(self._sizes), self._sharding.held_widths, strict=True
+        ):
             columns += part.view(self._examples, -1).split(widths, dim=1)
         return columns
 
     def send_gradients(self, gradients: tuple[Tensor, ...]) -> None:
-        """Collective. Send the gradients of the outputs to the ranks that have looked up their rows."""
+        """Collective. Send the gradients of the outputs to the ranks that have looked up their
+        rows."""
         for call in self.on_gradient:
             call(gradients[0])
         if self._sharding.num_rows is not None:
             sent = torch.cat(gradients, dim=1)
             self._buffer = sent.new_empty(self._shape)
-            self._work = dist.all_gather_into_tensor(self._buffer, sent, group=self._group, async_op=True)
+            self._work = dist.all_gather_into_tensor(
+                self._buffer, sent, group=self._group, async_op=True
+            )
         else:
             sent = self._buffer.new_empty(sum(self._per_holder))
             ends = [0, *accumulate(map(len, self._sharding.held_widths))]
@@ -211,12 +272,18 @@ class RowsExchange:
                 )
             else:
                 self._work = tables_dist.all_to_all_single(
-                    self._buffer.view(-1), sent, self._per_rank, self._per_holder, self._group, async_op=True
+                    self._buffer.view(-1),
+                    sent,
+                    self._per_rank,
+                    self._per_holder,
+                    self._group,
+                    async_op=True,
                 )
         self._sent = sent
 
     def receive_gradients(self) -> Tensor:
-        """Wait for the gradients of the rows that this rank has looked up, and return their mean over ranks' losses."""
+        """Wait for the gradients of the rows that this rank has looked up, and return their mean
+        over ranks' losses."""
         self._wait()
         gradient, self._buffer = self._buffer, self._buffer[:0]
         return gradient.div_(self._sharding.divisor) if self._sharding.divisor != 1 else gradient
@@ -233,7 +300,8 @@ class _SendRows(torch.autograd.Function):
     def forward(ctx: Any, exchange: RowsExchange, rows: Tensor) -> Tensor:
         ctx.exchange = exchange
         exchange.send_rows(rows)
-        # No values, a link between the two nodes: backward then runs the other one first, which sends.
+        # No values, a link between the two nodes: backward then runs the other one first, which
+        # sends.
         return rows.new_empty(0)
 
     @staticmethod
@@ -243,7 +311,8 @@ class _SendRows(torch.autograd.Function):
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Waits for the rows; its backward sends their gradients. They are apart, so that backward goes on meanwhile."""
+    """Waits for the rows; its backward sends their gradients. They are apart, so that backward goes
+    on meanwhile."""
 
     @staticmethod
     def forward(ctx: Any, exchange: RowsExchange, out: Tensor) -> Any:

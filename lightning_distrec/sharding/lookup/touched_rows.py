@@ -1,9 +1,11 @@
-"""Notes which rows get a gradient, from the ids with which FBGEMM's kernels are called: a flag for each row of a shard.
+"""Notes which rows get a gradient, from the ids with which FBGEMM's kernels are called: a flag for
+each row of a shard.
 
 Rows that begin again, because other ids have them now, are noted too.
 
-It is noted when the gradient arrives, before rows are updated by it; nothing waits for a device. On the host, rows'
-numbers are gathered first and many flags are written together: they are in no cache, and together they wait for memory.
+It is noted when the gradient arrives, before rows are updated by it; nothing waits for a device. On
+the host, rows' numbers are gathered first and many flags are written together: they are in no
+cache, and together they wait for memory.
 """
 
 from functools import partial
@@ -21,18 +23,24 @@ PENDING = 2**17
 
 
 class TouchedRows:
-    """This rank's rows that got gradients, or were reset, since `clear`. kernels: FBGEMM's, with their shards."""
+    """This rank's rows that got gradients, or were reset, since `clear`. kernels: FBGEMM's, with
+    their shards."""
 
     def __init__(self, kernels: list[tuple[Any, list[LocalShard]]]) -> None:
         self._kernels = [_KernelRows(kernel, shards) for kernel, shards in kernels]
-        flags_by_shard = [shard_and_flags for rows in self._kernels for shard_and_flags in rows.flags_by_shard()]
+        flags_by_shard = [
+            shard_and_flags for rows in self._kernels for shard_and_flags in rows.flags_by_shard()
+        ]
         self._flags = {id(shard): flags for shard, flags in flags_by_shard}
-        self._resets = [(shard, partial(flags.index_fill_, 0, value=True)) for shard, flags in flags_by_shard]
+        self._resets = [
+            (shard, partial(flags.index_fill_, 0, value=True)) for shard, flags in flags_by_shard
+        ]
         for shard, note in self._resets:
             shard.on_reset.append(note)
 
     def ids_of(self, shard: LocalShard) -> Tensor:
-        """Return the rows of a shard that were touched, ascending, counted from the shard's first."""
+        """Return the rows of a shard that were touched, ascending, counted from the shard's
+        first."""
         for rows in self._kernels:
             rows.write()
         flags = self._flags.get(id(shard))
@@ -44,7 +52,8 @@ class TouchedRows:
         for rows in self._kernels:
             rows.forget()
             for shard, flags in rows.flags_by_shard():
-                # Gradients that accumulate will change their rows after this, and belong to the next difference.
+                # Gradients that accumulate will change their rows after this, and belong to the
+                # next difference.
                 gradient = shard.weight.grad
                 if gradient is not None and gradient.is_sparse:
                     flags.index_fill_(0, gradient.coalesce().indices()[0], True)
@@ -94,8 +103,11 @@ class _KernelRows:
             # Not noted in the forward: rows of a lookup without a backward do not change.
             output.register_hook(partial(self._note, ids, offsets, sizes))
 
-    def _note(self, ids: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None, _: Tensor) -> None:
-        """ids: (num_ids,), feature by feature. offsets: (num_features * batch_size + 1,), where bags begin in `ids`.
+    def _note(
+        self, ids: Tensor, offsets: Tensor, batch_sizes: list[list[int]] | None, _: Tensor
+    ) -> None:
+        """ids: (num_ids,), feature by feature. offsets: (num_features * batch_size + 1,), where
+        bags begin in `ids`.
 
         batch_sizes: feature -> rank -> bags, where features have unequal batch sizes.
         """
@@ -106,7 +118,10 @@ class _KernelRows:
                 # A slice: a GPU would wait for numbers of the host.
                 ends = offsets[:: max(1, (len(offsets) - 1) // num_features)]
             else:
-                bags = torch.tensor([0, *(sum(bags_per_rank) for bags_per_rank in batch_sizes)]).cumsum(0)
+                bags = torch.tensor([
+                    0,
+                    *(sum(bags_per_rank) for bags_per_rank in batch_sizes),
+                ]).cumsum(0)
                 ends = offsets[bags.to(offsets.device, non_blocking=True)]
             if len(ends) == 1:
                 return  # no bags

@@ -1,8 +1,10 @@
-"""Weights of ids that follow their ids: those that learn, and those that are computed after the ids were prefetched.
+"""Weights of ids that follow their ids: those that learn, and those that are computed after the ids
+were prefetched.
 
-torchrec sends weights with their ids, and no gradient back. Here the input dist permutes, repeats and divides the
-places of the weights, in place of the weights. At the call these follow their ids, by an exchange of their own, and
-their gradients come back by the same places, with all sharding types.
+torchrec sends weights with their ids, and no gradient back. Here the input dist permutes, repeats
+and divides the places of the weights, in place of the weights. At the call these follow their ids,
+by an exchange of their own, and their gradients come back by the same places, with all sharding
+types.
 """
 
 from typing import Any
@@ -29,22 +31,26 @@ _hooked: WeakSet[nn.Module] = WeakSet()
 
 
 def with_places(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return `features` with the place of each weight, an int32, as the bits of a float32, which is what is copied."""
+    """Return `features` with the place of each weight, an int32, as the bits of a float32, which is
+    what is copied."""
     weights = features.weights()
     places = torch.arange(weights.numel(), dtype=torch.int32, device=weights.device)
-    # torchrec permutes, repeats and sends weights of float32, and computes nothing from them: any bits survive.
+    # torchrec permutes, repeats and sends weights of float32, and computes nothing from them: any
+    # bits survive.
     return with_weights(features, places.view(torch.float32))
 
 
 class WeightsExchange:
-    """The exchanges of the weights of one collection's calls. second_gradients: refuses those of a second lookup."""
+    """The exchanges of the weights of one collection's calls. second_gradients: refuses those of a
+    second lookup."""
 
     def __init__(self, setup: LookupSetup, second_gradients: SecondGradients) -> None:
         self._sharded = setup.sharded
         self._setup = setup
         self._second_gradients = second_gradients
         self._group = None if setup.groups is None else setup.groups.sharding
-        # torchrec divides the gradients of weights as those of rows, and multiplies them again if it knows of weights.
+        # torchrec divides the gradients of weights as those of rows, and multiplies them again if
+        # it knows of weights.
         self._scale = 1 if setup.is_weighted else dist.get_world_size(self._group)
         self._reaches_weights = False
 
@@ -54,18 +60,24 @@ class WeightsExchange:
 
     @without_guards
     def _refuse_frozen(self) -> None:
-        """Raise ShardingError where a table is frozen now, and its kernel cannot leave it alone in a backward."""
+        """Raise ShardingError where a table is frozen now, and its kernel cannot leave it alone in
+        a backward."""
         for name, use in self._uses():
             if not use.weight.requires_grad and (use.in_backward or use.is_replicated):
-                update = "is data_parallel" if use.is_replicated else "is updated inside of backward"
+                update = (
+                    "is data_parallel" if use.is_replicated else ("is updated inside of backward")
+                )
                 raise ShardingError(
-                    f"table '{name}' is frozen, and was called with ids whose weights need a gradient. A table that "
-                    f"{update} cannot pass it on and rest. Freeze it before the fit begins, set embedding_update="
+                    f"table '{name}' is frozen, and was called with ids whose weights need a "
+                    "gradient. A table that "
+                    f"{update} cannot pass it on and rest. Freeze it before the fit begins, set "
+                    "embedding_update="
                     "'sparse' or 'dense' and no data_parallel for it, or detach the weights."
                 )
 
     def bring(self, request: LookupRequest, weights: Tensor) -> KJTList:
-        """Collective. Return the ids that have arrived with the weights of all ranks' calls. Raises ShardingError."""
+        """Collective. Return the ids that have arrived with the weights of all ranks' calls. Raises
+        ShardingError."""
         if request.learns:
             self._refuse_frozen()
             # Gradients of weights that learn would see an update by another lookup.
@@ -76,11 +88,14 @@ class WeightsExchange:
                 if lookup not in _hooked:  # by an earlier run
                     _hooked.add(lookup)
                     lookup.register_forward_hook(_reach_weights)
-        weights = weights.as_subclass(Tensor).float()  # what stands for weights has a class of its own
+        # what stands for weights has a class of its own
+        weights = weights.as_subclass(Tensor).float()
         pairs = zip(request.ids, request.weight_routes, strict=True)
         return KJTList([self._bring(ids, route, weights) for ids, route in pairs])
 
-    def _bring(self, ids: KeyedJaggedTensor, route: WeightRoute | None, weights: Tensor) -> KeyedJaggedTensor:
+    def _bring(
+        self, ids: KeyedJaggedTensor, route: WeightRoute | None, weights: Tensor
+    ) -> KeyedJaggedTensor:
         """route: None where ids stay on their rank."""
         if route is not None:
             sent = weights.index_select(0, _places(route.sent_places))
@@ -93,10 +108,13 @@ def _places(bits: Tensor) -> Tensor:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Collective. Sends chunks to the ranks, and their gradients back, in the same order of exchanges on all ranks."""
+    """Collective. Sends chunks to the ranks, and their gradients back, in the same order of
+    exchanges on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, sent: list[int], received: list[int], scale: int, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, weights: Tensor, sent: list[int], received: list[int], scale: int, group: Any
+    ) -> Tensor:
         ctx.exchange = sent, received, scale, group
         return _exchange(weights, sent, received, group)
 
@@ -115,7 +133,8 @@ def _exchange(numbers: Tensor, sent: list[int], received: list[int], group: Any)
 
 
 def _reach_weights(_: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor | None:
-    """Let backward reach the weights where no id has arrived, as on a rank without rows: the others wait for it."""
+    """Let backward reach the weights where no id has arrived, as on a rank without rows: the others
+    wait for it."""
     weights = arguments[0].weights_or_none()
     if weights is None or not weights.requires_grad or weights.numel():
         return None

@@ -1,9 +1,11 @@
 """The rows that torchrec's MCHManagedCollisionModule gives to ids, bucket by bucket, on one rank.
 
-Each bucket is a module of its own, so that the outcome does not depend on the number of ranks. Torchrec's code decides
-which ids have rows, once in an eviction interval. Between these times ids are noted only, and their rows are found.
+Each bucket is a module of its own, so that the outcome does not depend on the number of ranks.
+Torchrec's code decides which ids have rows, once in an eviction interval. Between these times ids
+are noted only, and their rows are found.
 
-Not run on a GPU yet: there, an update waits for the numbers of ids of the buckets, and torchrec's code does for each.
+Not run on a GPU yet: there, an update waits for the numbers of ids of the buckets, and torchrec's
+code does for each.
 """
 
 import zlib
@@ -32,30 +34,41 @@ _SEGMENTS = 1025
 
 
 class MchMapping(RowsOfIds):
-    """The buckets of one rank; ids without a row share the last one of their bucket. module: torchrec's."""
+    """The buckets of one rank; ids without a row share the last one of their bucket. module:
+    torchrec's."""
 
     no_id = ANY_ID
 
-    def __init__(self, spec: MchSpec, first_bucket: int, num_buckets: int, device: torch.device, module: Any) -> None:
+    def __init__(
+        self, spec: MchSpec, first_bucket: int, num_buckets: int, device: torch.device, module: Any
+    ) -> None:
         super().__init__(spec, first_bucket, num_buckets, device)
         settings = mch_settings(module)
-        self._module, self._interval, self._policy = module, settings["interval"], settings["policy"]
+        self._module, self._interval, self._policy = (
+            module,
+            settings["interval"],
+            settings["policy"],
+        )
         self._draws, self._hash = settings["filters"], settings["hash_function"]
         self.ids = torch.full((self.num_rows, 1), ANY_ID, device=device)
         size = spec.bucket_rows
         self._state = {name: self.ids.new_zeros(num_buckets, size) for name in mch_state(module)}
-        """(num_buckets, bucket_rows): ids, rows and what the policy keeps of them, as torchrec has them, sorted by id.
+        """(num_buckets, bucket_rows): ids, rows and what the policy keeps of them, as torchrec has
+        them, sorted by id.
 
         Not by row, since torchrec's code would sort them again, before an update and after.
         """
-        # One for all buckets, which lends its code: its constructor copies numbers to the device, each a wait.
+        # One for all buckets, which lends its code: its constructor copies numbers to the device,
+        # each a wait.
         self._bucket = module.rebuild_with_output_id_range((0, size), [0, size], device)
         self._free(self._bucket)
         self._history: list[tuple[int, Tensor]] = []
         """Of each lookup since the last update: its number, and the ids, ascending."""
         self._noted: tuple[Tensor, ...] = ()
-        """Of an update: the ids of the history by buckets, their places there, and where each bucket ends."""
-        # Due: an eviction interval has ended. Wait: rows were looked up, and no optimizer has stepped since.
+        """Of an update: the ids of the history by buckets, their places there, and where each
+        bucket ends."""
+        # Due: an eviction interval has ended. Wait: rows were looked up, and no optimizer has
+        # stepped since.
         self._is_due, self._rows_wait = False, False
         self._set_rows({})
 
@@ -65,15 +78,18 @@ class MchMapping(RowsOfIds):
         return self._hash is not None
 
     def sent(self, ids: Tensor) -> Tensor:
-        """Return ids as they are sent: by the user's hash function. Raises IdsError: it returns others than it may."""
+        """Return ids as they are sent: by the user's hash function. Raises IdsError: it returns
+        others than it may."""
         if self._hash is None:
             return ids
         size = self.spec.num_ids or ANY_ID
         hashed: Tensor = self._hash(ids, size)
         if hashed.shape != ids.shape or bool(((hashed < 0) | (hashed >= size)).any()):
             raise IdsError(
-                f"input_hash_func has returned {len(hashed)} numbers for {len(ids)} ids, or some that are not in the "
-                f"range from 0 to input_hash_size - 1 = {size - 1}. Return one in that range for each id."
+                f"input_hash_func has returned {len(hashed)} numbers for {len(ids)} ids, or some "
+                "that are not in the "
+                f"range from 0 to input_hash_size - 1 = {size - 1}. Return one in that range for "
+                "each id."
             )
         return hashed
 
@@ -90,11 +106,13 @@ class MchMapping(RowsOfIds):
 
     @torch.no_grad()
     def note_lookup(self, ids: Tensor) -> Tensor:
-        """Note the ids of a lookup in training. Return where the buckets of an update end, or nothing."""
+        """Note the ids of a lookup in training. Return where the buckets of an update end, or
+        nothing."""
         self.num_lookups += 1
         self._history.append((self.num_lookups, ids.sort().values))
         self._is_due |= self.num_lookups % self._interval == 0
-        # A second lookup of a step would evict rows that the first one has looked up: it leaves that to a later one.
+        # A second lookup of a step would evict rows that the first one has looked up: it leaves
+        # that to a later one.
         if not self._is_due or self._rows_wait:
             return ids.new_empty(0)
         ids = torch.cat([ids for _, ids in self._history])
@@ -105,7 +123,8 @@ class MchMapping(RowsOfIds):
 
     @torch.no_grad()
     def learn(self, numbers: Sequence[int]) -> Tensor:
-        """Once in an interval, let ids have rows. Return rows that an id was evicted from, and -1s."""
+        """Once in an interval, let ids have rows. Return rows that an id was evicted from, and
+        -1s."""
         ids = self._history[-1][1]
         evicted = ids.new_empty(0)
         if len(numbers):
@@ -118,36 +137,53 @@ class MchMapping(RowsOfIds):
         return evicted
 
     def state(self) -> dict[str, ChunkedTensor | Tensor]:
-        """Return what is saved of this rank's part, under torchrec's names; it sorts by id what is here by row."""
+        """Return what is saved of this rank's part, under torchrec's names; it sorts by id what is
+        here by row."""
         rows = self._state[MCH_ROWS]
         rows_state = {
-            name: values.new_empty(values.shape).scatter_(1, rows, values) for name, values in self._state.items()
+            name: values.new_empty(values.shape).scatter_(1, rows, values)
+            for name, values in self._state.items()
         }
-        rows_state = {name: values.view(-1) for name, values in rows_state.items()} | {MCH_ROWS: self._rows()}
+        rows_state = {name: values.view(-1) for name, values in rows_state.items()} | {
+            MCH_ROWS: self._rows()
+        }
         ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
         segments = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
         return {
-            name: ChunkedTensor((self.spec.num_rows,), value.dtype, [Chunk((self.first_row,), value)])
+            name: ChunkedTensor(
+                (self.spec.num_rows,), value.dtype, [Chunk((self.first_row,), value)]
+            )
             for name, value in rows_state.items()
         } | {MCH_SEGMENTS: segments, MCH_LOOKUPS: torch.tensor([self.num_lookups])}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> str:
-        """Load this rank's part of a state, of full tensors or such in a file; return what is wrong, or ""."""
+        """Load this rank's part of a state, of full tensors or such in a file; return what is
+        wrong, or ""."""
         if tuple(state[MCH_IDS].shape) != (self.spec.num_rows,):
-            return f"the table maps ids to {self.spec.num_rows} rows, but there are {tuple(state[MCH_IDS].shape)}."
+            return (
+                f"the table maps ids to {self.spec.num_rows} rows, but there are "
+                f"{tuple(state[MCH_IDS].shape)}."
+            )
         local = {name: self._local_part(state[name], state[MCH_ROWS]) for name in self._state}
-        # An unsharded module sorts its ids over all rows; only a sharded one keeps each id at its row.
+        # An unsharded module sorts its ids over all rows; only a sharded one keeps each id at its
+        # row.
         if not torch.equal(local.pop(MCH_ROWS), self._rows()):
-            return "its ids are in their own order. Load it into an unsharded module, and start from that."
+            return (
+                "its ids are in their own order. Load it into an unsharded module, and start "
+                "from that."
+            )
         self.ids.view(-1).copy_(local.pop(MCH_IDS))
         self._set_rows(local)
         num_lookups = state[MCH_LOOKUPS]
-        self.num_lookups = int(num_lookups if isinstance(num_lookups, Tensor) else num_lookups.read())
+        self.num_lookups = int(
+            num_lookups if isinstance(num_lookups, Tensor) else num_lookups.read()
+        )
         ids, buckets = self.ids.view(-1), (self._rows() - self.first_row) // self.spec.bucket_rows
         if not torch.equal(torch.where(ids == ANY_ID, buckets, self._bucket_of(ids)), buckets):
             return (
-                f"some ids have rows outside of the bucket that they have with buckets={self.spec.num_buckets} and "
+                "some ids have rows outside of the bucket that they have with "
+                f"buckets={self.spec.num_buckets} and "
                 f"input_hash_size={self.spec.num_ids or ANY_ID}. Use what it was trained with."
             )
         return ""
@@ -164,7 +200,8 @@ class MchMapping(RowsOfIds):
         self._history = [(int(number), ids.to(device)) for number, ids in noted_lookups]
 
     def begin(self) -> str:
-        """Take this rank's part of what the unsharded module has learned, and free it; return what is wrong, or ""."""
+        """Take this rank's part of what the unsharded module has learned, and free it; return what
+        is wrong, or ""."""
         learned = mch_state(self._module)
         if learned[MCH_IDS].is_meta or not len(learned[MCH_IDS]):
             return ""
@@ -180,7 +217,8 @@ class MchMapping(RowsOfIds):
         return torch.arange(self.first_row, self.first_row + self.num_rows, device=self.ids.device)
 
     def _local_part(self, value: Any, rows: Any) -> Tensor:
-        """Return what this rank has of a tensor that is in the order of `rows`; in files it is that of the rows."""
+        """Return what this rank has of a tensor that is in the order of `rows`; in files it is that
+        of the rows."""
         if isinstance(value, Tensor) and isinstance(rows, Tensor):
             part = value[torch.argsort(rows)][self.first_row : self.first_row + self.num_rows]
             return part.to(self.ids.device)
@@ -189,7 +227,8 @@ class MchMapping(RowsOfIds):
         return part.to(self.ids.device)
 
     def _set_rows(self, metadata: Mapping[str, Tensor]) -> None:
-        """Set what the policy keeps of each row, (num_rows,) by name, and sort it and the ids; free rows come last."""
+        """Set what the policy keeps of each row, (num_rows,) by name, and sort it and the ids; free
+        rows come last."""
         ids, rows = self.ids.view_as(self._state[MCH_IDS]).sort(dim=1, stable=True)
         self._state[MCH_IDS].copy_(ids)
         self._state[MCH_ROWS].copy_(rows)
@@ -203,14 +242,16 @@ class MchMapping(RowsOfIds):
         self._sorted_ids = self._search_keys = ids.view(-1)
         if len(ids) > 1:
             buckets = torch.arange(len(ids), device=ids.device).unsqueeze(1)
-            # Rows without an id come last in their bucket, as behind the largest id that it may have.
+            # Rows without an id come last in their bucket, as behind the largest id that it may
+            # have.
             last = self._keys(ids, buckets, are_last=True)
             self._search_keys = torch.where(ids == ANY_ID, last, self._keys(ids, buckets)).view(-1)
             rows = rows + buckets * self.spec.bucket_rows
         self._rows_of_sorted = rows.view(-1)
 
     def _keys(self, ids: Tensor, buckets: Tensor, are_last: bool = False) -> Tensor:
-        """Return numbers that ascend by the bucket, counted from this rank's first one, and within it by the id."""
+        """Return numbers that ascend by the bucket, counted from this rank's first one, and within
+        it by the id."""
         spec = self.spec
         if spec.num_ids:
             span = -(-spec.num_ids // spec.num_buckets)
@@ -228,14 +269,19 @@ class MchMapping(RowsOfIds):
         return self._rows_of_sorted[places], self._sorted_ids[places] == ids
 
     def _update(self, ends: Sequence[int]) -> Tensor:
-        """Let the module choose the ids of each bucket; return rows that an id was evicted from, and -1s."""
+        """Let the module choose the ids of each bucket; return rows that an id was evicted from,
+        and -1s."""
         (ids, order), self._noted = self._noted, ()
         kinds = self._policy.metadata_info
-        recorded = {kind.metadata_name: torch.zeros_like(ids) for kind in kinds if kind.is_history_metadata}
+        recorded = {
+            kind.metadata_name: torch.zeros_like(ids) for kind in kinds if kind.is_history_metadata
+        }
         first = 0
         for number, lookup_ids in self._history:
             part = slice(first, first + len(lookup_ids))
-            self._policy.record_history_metadata(number, lookup_ids, {k: v[part] for k, v in recorded.items()})
+            self._policy.record_history_metadata(
+                number, lookup_ids, {k: v[part] for k, v in recorded.items()}
+            )
             first = part.stop
         self._history = self._history[:0]
         ids, recorded = ids[order], {name: values[order] for name, values in recorded.items()}
@@ -247,7 +293,9 @@ class MchMapping(RowsOfIds):
         self._free(self._bucket)
         rows = torch.cat(changed)
         evicted = torch.where(self.ids.view(-1)[rows] != ANY_ID, rows, -1)
-        self.ids.view_as(self._state[MCH_IDS]).scatter_(1, self._state[MCH_ROWS], self._state[MCH_IDS])
+        self.ids.view_as(self._state[MCH_IDS]).scatter_(
+            1, self._state[MCH_ROWS], self._state[MCH_IDS]
+        )
         self._index()
         return evicted
 
@@ -255,13 +303,17 @@ class MchMapping(RowsOfIds):
         """Let the module choose the ids of one bucket; return the rows that have another id now."""
         module, first_row = self._bucket, number * self.spec.bucket_rows
         state = {name: values[number] for name, values in self._state.items()}
-        # A policy that draws does so alike on any number of ranks, and leaves the draws of the run alone.
+        # A policy that draws does so alike on any number of ranks, and leaves the draws of the run
+        # alone.
         with torch.random.fork_rng([ids.device] if ids.is_cuda else [], enabled=self._draws):
             if self._draws:
-                torch.manual_seed(zlib.crc32(f"{self.num_lookups} {self.first_row + first_row}".encode()))
+                torch.manual_seed(
+                    zlib.crc32(f"{self.num_lookups} {self.first_row + first_row}".encode())
+                )
             update_mch(module, state, ids, recorded, self.num_lookups)
         for name, learned in mch_state(module).items():
-            # torchrec's code writes to what it has; a user's policy may have put another tensor in its place.
+            # torchrec's code writes to what it has; a user's policy may have put another tensor in
+            # its place.
             if learned is not state[name]:
                 state[name].copy_(learned)
         changed: Tensor = module.evict()

@@ -1,7 +1,9 @@
-"""Which ids a table without a fixed range of ids gives rows: its buckets, how it probes, and what it evicts.
+"""Which ids a table without a fixed range of ids gives rows: its buckets, how it probes, and what
+it evicts.
 
-An id belongs to a bucket, a bucket owns a block of rows, and a rank owns whole buckets. The number of buckets does not
-depend on the number of ranks, and ids compete for rows within their bucket only: the mapping is that of one process.
+An id belongs to a bucket, a bucket owns a block of rows, and a rank owns whole buckets. The number
+of buckets does not depend on the number of ranks, and ids compete for rows within their bucket
+only: the mapping is that of one process.
 """
 
 import math
@@ -39,14 +41,17 @@ class MappingSpec:
     num_rows: int
     num_buckets: int
     num_ids: int = 0
-    """Ids are below it, and a bucket has a block of them; 0: any ids, and an id's bucket is its remainder."""
+    """Ids are below it, and a bucket has a block of them; 0: any ids, and an id's bucket is its
+    remainder."""
     max_probe: int = 128
     """How many rows of its bucket an id may have."""
     num_reserved: int = 0
-    """The last rows of a bucket, which ids without a row of their own share. 0: they share the others' rows."""
+    """The last rows of a bucket, which ids without a row of their own share. 0: they share the
+    others' rows."""
     policy: Policy = "none"
-    """lru, lfu: the least recently, or least often, used row goes to a new id. ttl: a row that was not used for
-    `ttl_hours`, the first in probing order; ttl_lru: the one that was used longest ago."""
+    """lru, lfu: the least recently, or least often, used row goes to a new id. ttl: a row that was
+    not used for `ttl_hours`, the first in probing order; ttl_lru: the one that was used longest
+    ago."""
     ttl_hours: int = 0
     min_sights: int = 1
     """How often an id is looked up in training until it gets a row of its own."""
@@ -79,7 +84,9 @@ class MappingSpec:
     @property
     def buckets_option(self) -> str:
         """What sets the number of buckets."""
-        return "total_num_buckets of its HashZchManagedCollisionModule" if self.managed else "buckets"
+        return (
+            "total_num_buckets of its HashZchManagedCollisionModule" if self.managed else "buckets"
+        )
 
     def buckets_obstacle(self, num_ranks: int) -> str:
         """Return why this number of ranks cannot own whole buckets; "" if they can."""
@@ -87,14 +94,16 @@ class MappingSpec:
             return ""
         buckets = f"{self.num_buckets} buckets" if self.num_buckets > 1 else "one bucket"
         return (
-            f"its ids have {buckets}, which {num_ranks} ranks cannot share evenly. Set {self.buckets_option} to a "
+            f"its ids have {buckets}, which {num_ranks} ranks cannot share evenly. Set "
+            f"{self.buckets_option} to a "
             f"multiple of {num_ranks}, for good: the mapping depends on it"
         )
 
 
 @dataclass(frozen=True)
 class MchSpec(MappingSpec):
-    """The same of torchrec's MCHManagedCollisionModule, which has the rest: its eviction policy and interval."""
+    """The same of torchrec's MCHManagedCollisionModule, which has the rest: its eviction policy and
+    interval."""
 
     hashes: bool = False
     """Whether a function of the user maps any id to one below `num_ids`."""
@@ -115,13 +124,18 @@ _BUCKETS = (20_160, 5_040, 720, 120, 12)
 # As many rows as an id may probe (MappingSpec.max_probe).
 _MIN_BUCKET_ROWS = 128
 _RESERVED = 64
-"""One of this number of rows of a bucket is shared by ids without a row of their own, and at least one."""
+"""One of this number of rows of a bucket is shared by ids without a row of their own, and at least
+one."""
 
 
 def dynamic_spec(rows: int, buckets: int | None, policy: Policy, min_sights: int) -> MappingSpec:
-    """Return the spec of a table of at least `rows` rows. buckets: None chooses a number by `rows` only."""
+    """Return the spec of a table of at least `rows` rows. buckets: None chooses a number by `rows`
+    only."""
     if buckets is None:
-        buckets = next((number for number in _BUCKETS if rows >= number * _MIN_BUCKET_ROWS), min(12, -(-rows // 2)))
+        buckets = next(
+            (number for number in _BUCKETS if rows >= number * _MIN_BUCKET_ROWS),
+            min(12, -(-rows // 2)),
+        )
     # One row for an id, and one that is shared.
     bucket_rows = max(2, -(-rows // buckets))
     return MappingSpec(
@@ -134,8 +148,10 @@ def dynamic_spec(rows: int, buckets: int | None, policy: Policy, min_sights: int
 
 
 def spec_of(module: Any, name: str) -> MappingSpec | str:
-    """Return the spec of one of torchrec's managed collision modules, or why it is not sharded. name: its table's."""
-    # By exact type: a subclass may map ids in another way, which buckets on several ranks would not reproduce.
+    """Return the spec of one of torchrec's managed collision modules, or why it is not sharded.
+    name: its table's."""
+    # By exact type: a subclass may map ids in another way, which buckets on several ranks would not
+    # reproduce.
     if type(module) is MCHManagedCollisionModule:
         return _spec_of_mch(module)
     if type(module) is not HashZchManagedCollisionModule:
@@ -163,15 +179,27 @@ def _spec_of_mch(module: MCHManagedCollisionModule) -> MchSpec | str:
         return f"MCHManagedCollisionModule with {reason} is not sharded"
     # Buckets of equal size, and in each a row for ids beside the one that is shared.
     if rows % buckets or rows < 2 * buckets:
-        return f"zch_size={rows} must be a multiple of buckets={buckets}, and at least twice as much"
+        return (
+            f"zch_size={rows} must be a multiple of buckets={buckets}, and at least twice as much"
+        )
     num_ids = 0 if module.input_size() == ANY_ID else module.input_size()
-    return MchSpec(rows, buckets, num_ids, managed=True, hashes=mch_settings(module)["hash_function"] is not None)
+    return MchSpec(
+        rows,
+        buckets,
+        num_ids,
+        managed=True,
+        hashes=mch_settings(module)["hash_function"] is not None,
+    )
 
 
 def specs_of(managed: nn.Module) -> dict[str, MappingSpec] | str:
-    """Return the specs of a ManagedCollisionEmbedding(Bag)Collection by table, or why it stays unsharded."""
+    """Return the specs of a ManagedCollisionEmbedding(Bag)Collection by table, or why it stays
+    unsharded."""
     if returns_remapped_features(managed):
-        return "return_remapped_features=True asks for rows' numbers, which the ranks that look up do not have"
+        return (
+            "return_remapped_features=True asks for rows' numbers, which the ranks that look "
+            "up do not have"
+        )
     collisions = managed.get_submodule(COLLISIONS)
     if type(collisions) is not ManagedCollisionCollection:
         return f"{type(collisions).__name__} may map ids in another way"
@@ -197,7 +225,8 @@ class MappingCounts:
 
 
 class RowsOfIds(ABC):
-    """The buckets of one rank. In training, ids are noted, numbers of them are read, and then they get rows.
+    """The buckets of one rank. In training, ids are noted, numbers of them are read, and then they
+    get rows.
 
     Between the two the host waits for the device: once, whatever the number of tables.
     """
@@ -207,9 +236,14 @@ class RowsOfIds(ABC):
     no_id: int
     """In `ids` where a row has none."""
 
-    def __init__(self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device
+    ) -> None:
         self.spec = spec
-        self.first_row, self.num_rows = first_bucket * spec.bucket_rows, num_buckets * spec.bucket_rows
+        self.first_row, self.num_rows = (
+            first_bucket * spec.bucket_rows,
+            num_buckets * spec.bucket_rows,
+        )
         self.initial_rows = torch.empty(0, 0)
         """What a row starts from when an id gets another's, alike on all ranks."""
         self.num_lookups = 0
@@ -228,7 +262,8 @@ class RowsOfIds(ABC):
 
     @abstractmethod
     def learn(self, numbers: Sequence[int]) -> Tensor:
-        """Let new ids have rows, and note the use of the others. Return rows that an id was evicted from, and -1s."""
+        """Let new ids have rows, and note the use of the others. Return rows that an id was evicted
+        from, and -1s."""
 
     @abstractmethod
     def find(self, ids: Tensor) -> Tensor:
@@ -269,5 +304,6 @@ def first_flags(values: Tensor) -> Tensor:
 
 def bucket_of(spec: MappingSpec, ids: Tensor) -> Tensor:
     """Return the buckets of ids, (num_ids,) each."""
-    # As torchrec's input dist sends them: by blocks of ids, rounded up, or by remainders where there is no range.
+    # As torchrec's input dist sends them: by blocks of ids, rounded up, or by remainders where
+    # there is no range.
     return ids // -(-spec.num_ids // spec.num_buckets) if spec.num_ids else ids % spec.num_buckets

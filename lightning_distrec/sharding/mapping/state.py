@@ -1,7 +1,9 @@
-"""The mapping of ids to rows in a module's state_dict: by rows, as the table itself, and readable by torchrec's own.
+"""The mapping of ids to rows in a module's state_dict: by rows, as the table itself, and readable
+by torchrec's own.
 
-Unsharded modules find the rows of ids that sharded ones have given by it: for serving, and for calls after a run. Ids
-without a row of their own share one, as outside of training; none gets a row.
+Unsharded modules find the rows of ids that sharded ones have given by it: for serving, and for
+calls after a run. Ids without a row of their own share one, as outside of training; none gets a
+row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +44,9 @@ def state_of(mapping: AnyMapping) -> dict[str, ChunkedTensor | Tensor]:
         return mapping.state()
     spec = mapping.spec
     state: dict[str, ChunkedTensor | Tensor] = {
-        _name(mapping, name): ChunkedTensor((spec.num_rows, 1), rows.dtype, [Chunk((mapping.first_row, 0), rows)])
+        _name(mapping, name): ChunkedTensor(
+            (spec.num_rows, 1), rows.dtype, [Chunk((mapping.first_row, 0), rows)]
+        )
         for name, rows in mapping.tensors.items()
     }
     if spec.managed:
@@ -53,15 +57,20 @@ def state_of(mapping: AnyMapping) -> dict[str, ChunkedTensor | Tensor]:
 
 @torch.no_grad()
 def load_into(mapping: IdMapping, name: str, value: Any) -> str:
-    """Load this rank's part of an entry, of a full tensor or one in a file, and return what is wrong, or ""."""
+    """Load this rank's part of an entry, of a full tensor or one in a file, and return what is
+    wrong, or ""."""
     spec = mapping.spec
     if name in (BUCKETS, MADE_FOR):
-        # torchrec's entry has the number of buckets alone; in ours, the number of lookups comes first.
+        # torchrec's entry has the number of buckets alone; in ours, the number of lookups comes
+        # first.
         numbers = (value if isinstance(value, Tensor) else value.read()).flatten().tolist()
         saved = numbers[-1 if spec.managed else 1 :]
         expected = [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])]
         if saved != expected:
-            return f"the ids were mapped for {saved} buckets and reserved rows of each, and here they are {expected}."
+            return (
+                f"the ids were mapped for {saved} buckets and reserved rows of each, and here "
+                f"they are {expected}."
+            )
         if not spec.managed:
             mapping.num_lookups = int(numbers[0])
             # No row waits for an optimizer in what was loaded.
@@ -70,12 +79,18 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     if name == INITIAL:
         initial = value if isinstance(value, Tensor) else value.read()
         if initial.shape != mapping.initial_rows.shape:
-            return f"rows start from {tuple(mapping.initial_rows.shape)}, but there are {tuple(initial.shape)} to load."
+            return (
+                f"rows start from {tuple(mapping.initial_rows.shape)}, but there are "
+                f"{tuple(initial.shape)} to load."
+            )
         mapping.initial_rows.copy_(initial)
         return ""
     rows = next(rows for key, rows in mapping.tensors.items() if _name(mapping, key) == name)
     if tuple(value.shape) != (spec.num_rows, 1):
-        return f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} to load."
+        return (
+            f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} "
+            "to load."
+        )
     if isinstance(value, Tensor):
         rows.copy_(value[mapping.first_row : mapping.first_row + mapping.num_rows])
     else:
@@ -97,36 +112,50 @@ class HoldsMappings(nn.Module):
     def put_mappings(self, destination: dict[str, Any], prefix: str) -> None:
         """Add the state of the mappings to a state_dict."""
         for table, mapping in self.mappings.items():
-            destination |= {f"{prefix}{table}{name}": value for name, value in state_of(mapping).items()}
+            destination |= {
+                f"{prefix}{table}{name}": value for name, value in state_of(mapping).items()
+            }
 
-    def load_mappings(self, state: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]) -> None:
+    def load_mappings(
+        self, state: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]
+    ) -> None:
         """Load the mappings from a state_dict; note what it lacks, and what does not fit."""
         for table, mapping in self.mappings.items():
             keys = {name: f"{prefix}{table}{name}" for name in state_of(mapping)}
             missing += [key for key in keys.values() if key not in state]
             entries = {name: state[key] for name, key in keys.items() if key in state}
             if not isinstance(mapping, MchMapping):
-                problems = {keys[name]: load_into(mapping, name, value) for name, value in entries.items()}
+                problems = {
+                    keys[name]: load_into(mapping, name, value) for name, value in entries.items()
+                }
             else:
-                problems = {f"{prefix}{table}": mapping.load(entries) if len(entries) == len(keys) else ""}
+                problems = {
+                    f"{prefix}{table}": mapping.load(entries) if len(entries) == len(keys) else ""
+                }
             errors += [f"{key}: {problem}" for key, problem in problems.items() if problem]
 
 
 def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], list[str]]:
-    """Load the mappings of all modules below `root` that are in a state_dict. Return their keys, and what is wrong."""
+    """Load the mappings of all modules below `root` that are in a state_dict. Return their keys,
+    and what is wrong."""
     loaded: set[str] = set()
     errors: list[str] = []
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, HoldsMappings):
             missing: list[str] = []
             module.load_mappings(state, f"{path}.", missing, errors)
-            keys = {f"{path}.{table}{name}" for table, mapping in module.mappings.items() for name in state_of(mapping)}
+            keys = {
+                f"{path}.{table}{name}"
+                for table, mapping in module.mappings.items()
+                for name in state_of(mapping)
+            }
             loaded |= keys - set(missing)
     return loaded, errors
 
 
 def resized_mappings(root: nn.Module, state: Mapping[str, Any]) -> set[tuple[int, int]]:
-    """Return the rows that mappings below `root` have, and other numbers of rows that they have in a state_dict."""
+    """Return the rows that mappings below `root` have, and other numbers of rows that they have in
+    a state_dict."""
     sizes = set()
     for path, module in root.named_modules(remove_duplicate=False):
         for table, mapping in module.mappings.items() if isinstance(module, HoldsMappings) else ():
@@ -138,7 +167,8 @@ def resized_mappings(root: nn.Module, state: Mapping[str, Any]) -> set[tuple[int
 
 
 class ShardedCollisions(HoldsMappings):
-    """Stands for torchrec's ManagedCollisionCollection while it is sharded; ids are mapped where their rows are."""
+    """Stands for torchrec's ManagedCollisionCollection while it is sharded; ids are mapped where
+    their rows are."""
 
     def __init__(self, mappings: Mapping[str, AnyMapping]) -> None:
         super().__init__()
@@ -152,13 +182,17 @@ class ShardedCollisions(HoldsMappings):
         """Return no rows: the ranks that own them have reset those that were evicted."""
         return {}
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """Return the mappings under the names that they have unsharded."""
         destination = {} if destination is None else destination
         self.put_mappings(destination, prefix)
         return destination
 
-    def _load_from_state_dict(self, state: Any, prefix: str, _: Any, __: bool, missing: list[str], *lists: Any) -> None:
+    def _load_from_state_dict(
+        self, state: Any, prefix: str, _: Any, __: bool, missing: list[str], *lists: Any
+    ) -> None:
         self.load_mappings(state, prefix, missing, lists[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCollisions":
@@ -176,25 +210,34 @@ def finds_rows(lookup: nn.Module) -> bool:
 
 
 def attach_mapping(lookup: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Let a lookup take ids of any range. state: what checkpoints hold of its mapping, by its names there."""
+    """Let a lookup take ids of any range. state: what checkpoints hold of its mapping, by its names
+    there."""
     _, num_buckets, num_reserved = state[MADE_FOR].tolist()
     for name, value in state.items():
         lookup.register_buffer(name, value)
     spec = MappingSpec(len(state["ids"]), num_buckets, num_reserved=num_reserved)
-    # Past __setattr__, since the user's class may have one. Neither spec nor hook is a closure: both can be pickled.
+    # Past __setattr__, since the user's class may have one. Neither spec nor hook is a closure:
+    # both can be pickled.
     lookup.__dict__[_ATTRIBUTE] = spec
     lookup.register_forward_pre_hook(_find, with_kwargs=True)
 
 
 def mapping_state_of(lookup: nn.Module) -> dict[str, Tensor]:
     """Return the state that `attach_mapping` was given."""
-    return {name: value for name, value in lookup.named_buffers(recurse=False) if name in SAVED_NAMES}
+    return {
+        name: value for name, value in lookup.named_buffers(recurse=False) if name in SAVED_NAMES
+    }
 
 
-def lookups_with_mappings(root: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-    """Yield the lookups below `root` whose mappings are in a state_dict, each with its part of that."""
+def lookups_with_mappings(
+    root: nn.Module, state: Mapping[str, Any]
+) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """Yield the lookups below `root` whose mappings are in a state_dict, each with its part of
+    that."""
     for path in [key.removesuffix(f".{MADE_FOR}") for key in state if key.endswith(f".{MADE_FOR}")]:
-        lookup_state = {name: state[f"{path}.{name}"] for name in SAVED_NAMES if f"{path}.{name}" in state}
+        lookup_state = {
+            name: state[f"{path}.{name}"] for name in SAVED_NAMES if f"{path}.{name}" in state
+        }
         yield root.get_submodule(path), lookup_state
 
 
@@ -207,7 +250,8 @@ def restore_mch(module: Any, state: Mapping[str, Tensor]) -> None:
 def share_rows_of_buckets(module: Any, segments: Tensor) -> None:
     """Let ids without a row share the last one of their bucket; unsharded, torchrec has no buckets.
 
-    module: an unsharded MCHManagedCollisionModule. segments: where its buckets ended when it was sharded, -1 behind.
+    module: an unsharded MCHManagedCollisionModule. segments: where its buckets ended when it was
+    sharded, -1 behind.
     """
     buckets = int((segments >= 0).sum()) - 1
     # With one bucket, torchrec's last row is that bucket's. A second hook would do the same again.
@@ -218,20 +262,29 @@ def share_rows_of_buckets(module: Any, segments: Tensor) -> None:
 
 
 def mch_modules_of(root: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield the MCHManagedCollisionModules below `root` that are in a state_dict, each with its segments there."""
+    """Yield the MCHManagedCollisionModules below `root` that are in a state_dict, each with its
+    segments there."""
     for path, module in root.named_modules():
-        if type(module) is MCHManagedCollisionModule and (segments := state.get(f"{path}.{MCH_SEGMENTS}")) is not None:
+        if (
+            type(module) is MCHManagedCollisionModule
+            and (segments := state.get(f"{path}.{MCH_SEGMENTS}")) is not None
+        ):
             yield module, segments
 
 
-def _share(spec: MappingSpec, module: Any, arguments: tuple[Any, ...], mapped: dict[str, JaggedTensor]) -> Any:
+def _share(
+    spec: MappingSpec, module: Any, arguments: tuple[Any, ...], mapped: dict[str, JaggedTensor]
+) -> Any:
     ids, shared = module.preprocess(arguments[0]), {}
     for name, rows in mapped.items():
         # Unsharded, torchrec gives all ids without a row the last row of the table.
         last = (bucket_of(spec, ids[name].values()) + 1) * spec.bucket_rows - 1
         rows_or_last = torch.where(rows.values() == spec.num_rows - 1, last, rows.values())
         shared[name] = JaggedTensor(
-            rows_or_last, lengths=rows.lengths(), offsets=rows.offsets(), weights=rows.weights_or_none()
+            rows_or_last,
+            lengths=rows.lengths(),
+            offsets=rows.offsets(),
+            weights=rows.weights_or_none(),
         )
     return shared
 
@@ -243,5 +296,6 @@ def _find(
     input_ids: Tensor = arguments[0] if arguments else options["input"]
     # As in training: ids were spread over the buckets before they were sent.
     ids = mixed(input_ids.flatten().long())
-    result = probe(spec, ids, lookup.ids, bucket_of(spec, ids), spec.max_probe).view(input_ids.shape)  # type: ignore[arg-type]
+    places: Any = lookup.ids
+    result = probe(spec, ids, places, bucket_of(spec, ids), spec.max_probe).view(input_ids.shape)
     return ((result, *arguments[1:]), options) if arguments else ((), {**options, "input": result})

@@ -21,8 +21,8 @@ VARIABLES = {"intra_node": "INTRA_NODE_BANDWIDTH", "cross_node": "CROSS_NODE_BAN
 MILLISECONDS = 1000
 """torchrec counts bytes per millisecond, we count bytes per second."""
 SLOWEST = {"intra_node": 1e9, "cross_node": 100e6}
-"""Less is no bandwidth of nodes that train together: a variable without a unit is per millisecond then, as TorchEasyRec
-reads it, whose usual numbers are 644e6 and 13e6."""
+"""Less is no bandwidth of nodes that train together: a variable without a unit is per millisecond
+then, as TorchEasyRec reads it, whose usual numbers are 644e6 and 13e6."""
 DEFAULTS = {
     "intra_node": constants.INTRA_NODE_BANDWIDTH * MILLISECONDS,
     "cross_node": constants.CROSS_NODE_BANDWIDTH * MILLISECONDS,
@@ -45,7 +45,8 @@ COPIED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidths:
-    """How fast bytes move: "25GB/s", "200Gbit/s", a number of bytes per second, or "measure"; None: see the docs."""
+    """How fast bytes move: "25GB/s", "200Gbit/s", a number of bytes per second, or "measure"; None:
+    see the docs."""
 
     intra_node: str | float | None = None
     """What one rank sends to the others on its node, all ranks sending at once."""
@@ -66,7 +67,8 @@ class Bandwidths:
         plain_fields(self)
         for name in NAMES:
             value = getattr(self, name)
-            # Parsed for its errors only, so that a wrong value fails when the strategy is made and not on the ranks.
+            # Parsed for its errors only, so that a wrong value fails when the strategy is made and
+            # not on the ranks.
             if value not in (None, MEASURE):
                 parse_bandwidth(value, f"planning.bandwidths.{name}={value!r}")
 
@@ -105,7 +107,9 @@ class AssumedBandwidths:
             bandwidth: Bandwidth = getattr(self, name)
             text = f"{name} {format_bandwidth(bandwidth.bytes_per_second)}"
             texts_by_origin.setdefault(bandwidth.origin, []).append(text)
-        return ", ".join(f"{', '.join(texts)} ({origin})" for origin, texts in texts_by_origin.items())
+        return ", ".join(
+            f"{', '.join(texts)} ({origin})" for origin, texts in texts_by_origin.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -116,9 +120,14 @@ class BandwidthRequest:
     to_measure: tuple[str, ...] = ()
 
     def with_measured(self, measured: Mapping[str, Bandwidth]) -> AssumedBandwidths:
-        """Return the bandwidths to plan with; torchrec's defaults where none is configured or could be measured."""
-        defaults = {name: Bandwidth(bytes_per_second=DEFAULTS[name], origin="torchrec's default") for name in NAMES}
-        # The later of these dicts wins: configured values over measured ones, and those over the defaults.
+        """Return the bandwidths to plan with; torchrec's defaults where none is configured or could
+        be measured."""
+        defaults = {
+            name: Bandwidth(bytes_per_second=DEFAULTS[name], origin="torchrec's default")
+            for name in NAMES
+        }
+        # The later of these dicts wins: configured values over measured ones, and those over the
+        # defaults.
         return AssumedBandwidths(**(defaults | dict(measured) | dict(self.configured)))
 
 
@@ -155,18 +164,20 @@ def _read_variable(name: str, variable: str, text: str) -> Bandwidth:
 
 
 def as_bandwidths(option: BandwidthOption) -> Bandwidths:
-    """Return the bandwidths that the argument names one by one. Raises ConfigError: these cannot be bandwidths."""
+    """Return the bandwidths that the argument names one by one. Raises ConfigError: these cannot be
+    bandwidths."""
     if option is None or option == MEASURE:
         return Bandwidths()
     if isinstance(option, str):
         near = did_you_mean(option, (MEASURE,))
         raise ConfigError(
-            f"planning.bandwidths={option!r} is not known{near} Set 'measure', or some of {', '.join(NAMES)}."
+            f"planning.bandwidths={option!r} is not known{near} Set 'measure', or some of "
+            f"{', '.join(NAMES)}."
         )
     return as_options("planning.bandwidths", Bandwidths, option)
 
 
-# --------------------------------------------------------------------------------------------------------- measurement
+# -------------------------------------------------------------------------------------- measurement
 
 
 def measured_bandwidths(
@@ -176,11 +187,13 @@ def measured_bandwidths(
 
     Left out: cross_node on one node, intra_node where no node has two ranks, a GPU's memory on CPU.
     """
-    # The layout and the kind of device are equal on all ranks, so that all of them return here or none:
+    # The layout and the kind of device are equal on all ranks, so that all of them return here or
+    # none:
     # what follows is collective.
     names = [name for name in names if name in _measurable(layout, device)]
     return {
-        name: Bandwidth(bytes_per_second=_measure(name, layout, device, ranks), origin="measured") for name in names
+        name: Bandwidth(bytes_per_second=_measure(name, layout, device, ranks), origin="measured")
+        for name in names
     }
 
 
@@ -198,27 +211,36 @@ def _measurable(layout: NodeLayout, device: torch.device) -> set[str]:
 def _measure(name: str, layout: NodeLayout, device: torch.device, ranks: Ranks) -> float:
     """Collective. Return the bytes per second of one of them."""
     if name in ("intra_node", "cross_node"):
-        peers_of = layout.ranks_on_same_node if name == "intra_node" else layout.ranks_on_other_nodes
-        return _measure_exchange([peers_of(rank) for rank in range(layout.num_ranks)], device, ranks)
+        peers_of = (
+            layout.ranks_on_same_node if name == "intra_node" else layout.ranks_on_other_nodes
+        )
+        return _measure_exchange(
+            [peers_of(rank) for rank in range(layout.num_ranks)], device, ranks
+        )
     # A barrier: ranks of a node share its memory, so that they must copy at the same time.
     ranks.all_gather(None)
     seconds, moved = ranks.all_or_none("measuring memory", partial(_measure_copies, name, device))
-    # One number describes all ranks. The slowest rank's is taken, because exchanges of the plan wait for it.
+    # One number describes all ranks. The slowest rank's is taken, because exchanges of the plan
+    # wait for it.
     return moved / max(ranks.all_gather(seconds))
 
 
 def _measure_exchange(peers_by_rank: list[list[int]], device: torch.device, ranks: Ranks) -> float:
-    """Collective. Return what the rank with most peers sends in a second, all ranks sending as much to each peer."""
+    """Collective. Return what the rank with most peers sends in a second, all ranks sending as much
+    to each peer."""
     max_peers = max(map(len, peers_by_rank))
     peers = peers_by_rank[ranks.rank]
     total = MIN_BYTES
-    # `_timed` returns the same seconds on all ranks, so that all leave this loop after the same round:
+    # `_timed` returns the same seconds on all ranks, so that all leave this loop after the same
+    # round:
     # its calls are collective.
     while True:
         bytes_per_peer = max(1, total // max_peers)
         # The buffers are allocated before the exchange: where one rank has no memory for them,
         # the others would wait in it.
-        exchange = ranks.all_or_none("measuring exchanges", partial(_exchange, bytes_per_peer, peers, device, ranks))
+        exchange = ranks.all_or_none(
+            "measuring exchanges", partial(_exchange, bytes_per_peer, peers, device, ranks)
+        )
         # Not counted: the first exchange makes the connections.
         _timed(exchange, device, ranks)
         seconds = _timed(exchange, device, ranks)
@@ -232,10 +254,12 @@ def _measure_exchange(peers_by_rank: list[list[int]], device: torch.device, rank
     return bytes_per_peer * max_peers / min(times)
 
 
-def _exchange(bytes_per_peer: int, peers: list[int], device: torch.device, ranks: Ranks) -> Callable[[], object]:
+def _exchange(
+    bytes_per_peer: int, peers: list[int], device: torch.device, ranks: Ranks
+) -> Callable[[], object]:
     """Return a function that sends `bytes_per_peer` bytes to each peer, and receives as many."""
-    # all_to_all_single takes sizes for all ranks, and ranks that are no peers get nothing: one group does for both
-    # kinds of links.
+    # all_to_all_single takes sizes for all ranks, and ranks that are no peers get nothing: one
+    # group does for both kinds of links.
     sizes = [bytes_per_peer if rank in peers else 0 for rank in range(ranks.num_ranks)]
     sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     return partial(tables_dist.all_to_all_single, torch.empty_like(sent), sent, sizes, sizes)
@@ -245,20 +269,23 @@ def _timed(exchange: Callable[[], object], device: torch.device, ranks: Ranks) -
     """Collective. Return how many seconds the slowest rank needs; equal on all."""
     ranks.all_gather(None)
     began = time.perf_counter()
-    # Between a barrier and the largest time: a rank that comes late would be counted as a slow link.
+    # Between a barrier and the largest time: a rank that comes late would be counted as a slow
+    # link.
     exchange()
     _wait_for(device)
     return float(max(ranks.all_gather(time.perf_counter() - began)))
 
 
 def _measure_copies(name: str, device: torch.device) -> tuple[float, int]:
-    """Return the least seconds of a copy, and the bytes that it moves: those read and those written."""
+    """Return the least seconds of a copy, and the bytes that it moves: those read and those
+    written."""
     host = torch.device("cpu")
     source_device = device if name == "device_memory" else host
     target_device = host if name == "host_memory" else device
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=source_device)
     if name == "host_to_device":
-        # CUDA copies pageable memory through a buffer of its own, which would measure the host and not the link.
+        # CUDA copies pageable memory through a buffer of its own, which would measure the host and
+        # not the link.
         source = source.pin_memory()
     target = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=target_device)
     times: list[float] = []

@@ -1,4 +1,5 @@
-"""Checks that plans have memory, suit a run, and have shards that cover their tables as torchrec expects."""
+"""Checks that plans have memory, suit a run, and have shards that cover their tables as torchrec
+expects."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -10,7 +11,12 @@ from lightning_distrec.sharding.planning.constraints import TableConstraints, al
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, Reservation
-from lightning_distrec.sharding.sharders import COLUMN_TYPES, HOST_KERNELS, ONE_NODE_TYPES, ROW_TYPES
+from lightning_distrec.sharding.sharders import (
+    COLUMN_TYPES,
+    HOST_KERNELS,
+    ONE_NODE_TYPES,
+    ROW_TYPES,
+)
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.units import format_bytes, quantity
@@ -20,16 +26,21 @@ NUM_LISTED = 10
 
 
 def check_memory(plan: ShardingPlan, memory: RankMemory, reservation: Reservation) -> None:
-    """Raise InfeasiblePlanError where a rank would hold more for its tables than it has: a plan of a file may."""
-    # Without the exchange and without caches, whose sizes a file does not have: what is refused here cannot fit.
+    """Raise InfeasiblePlanError where a rank would hold more for its tables than it has: a plan of
+    a file may."""
+    # Without the exchange and without caches, whose sizes a file does not have: what is refused
+    # here cannot fit.
     usable = memory.less(reservation).device_bytes
     needed = plan.table_bytes()
     worst = int((needed - np.asarray(usable)).argmax())
     if needed[worst] > usable[worst]:
         raise InfeasiblePlanError(
-            f"rank {worst} would hold {format_bytes(needed[worst])} for its tables (rows, gradients, optimizer state), "
-            f"but has {format_bytes(usable[worst])} (memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
-            f"{reservation.in_words}). Use more ranks, or an optimizer with a fused update (SGD, Adagrad, "
+            f"rank {worst} would hold {format_bytes(needed[worst])} for its tables (rows, "
+            "gradients, optimizer state), "
+            f"but has {format_bytes(usable[worst])} "
+            f"(memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
+            f"{reservation.in_words}). Use more ranks, or an optimizer with a fused update (SGD, "
+            "Adagrad, "
             "RowWiseAdagrad), which keeps no gradient."
         )
 
@@ -46,9 +57,11 @@ def plan_for_run(
 ) -> ShardingPlan:
     """Return a file's plan for these tables, in their order, on the ranks of this run.
 
-    description: the plan, for messages. frozen: full names of tables that nothing updates in this run; those that the
-    plan has data_parallel, which only the user's optimizer needs, become table_wise.
-    Raises PlanError: the plan is for other tables or ranks, or a table cannot be sharded as it says; all differences.
+    description: the plan, for messages. frozen: full names of tables that nothing updates in this
+    run; those that the plan has data_parallel, which only the user's optimizer needs, become
+    table_wise.
+    Raises PlanError: the plan is for other tables or ranks, or a table cannot be sharded as it
+    says; all differences.
     """
     wrong = []
     if plan.num_ranks != layout.num_ranks:
@@ -57,11 +70,16 @@ def plan_for_run(
     sizes = {}
     for table in tables:
         config = table.config
-        sizes[table.full_name] = f"{config.num_embeddings:,} x {config.embedding_dim:,} {config.data_type.value}"
+        sizes[table.full_name] = (
+            f"{config.num_embeddings:,} x {config.embedding_dim:,} {config.data_type.value}"
+        )
     wrong += _size_differences({name: table.size for name, table in plan.tables.items()}, sizes)
-    # Tables can be compared one by one only where the plan has the same tables, for the same number of ranks.
+    # Tables can be compared one by one only where the plan has the same tables, for the same number
+    # of ranks.
     if not wrong:
-        plan = _unreplicated(plan, [name for name in frozen if "table_wise" in constraints[name].sharding_types])
+        plan = _unreplicated(
+            plan, [name for name in frozen if "table_wise" in constraints[name].sharding_types]
+        )
         for table in tables:
             in_plan = plan.tables[table.full_name]
             reason = _table_misfit(table, in_plan, constraints[table.full_name], layout, device)
@@ -71,7 +89,8 @@ def plan_for_run(
         remainder = [f"and {len(wrong) - NUM_LISTED} more"] if len(wrong) > NUM_LISTED else []
         lines = "".join(f"\n  - {line}" for line in [*wrong[:NUM_LISTED], *remainder])
         raise PlanError(
-            f"{description} does not suit this run:{lines}\nName the plan of a run like this one, change the file, or "
+            f"{description} does not suit this run:{lines}\nName the plan of a run like this one, "
+            "change the file, or "
             "leave plan_file out."
         )
     ordered = {table.full_name: plan.tables[table.full_name] for table in tables}
@@ -79,10 +98,15 @@ def plan_for_run(
 
 
 def _size_differences(planned: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
-    """Return which tables are on one side only, with near matches on the other, and which differ in size."""
+    """Return which tables are on one side only, with near matches on the other, and which differ in
+    size."""
     lines = []
-    for sizes, other_sizes, side in ((planned, actual, "the plan"), (actual, planned, "the module")):
-        # Near matches come from names that only the other side has: a table that both have was not renamed.
+    for sizes, other_sizes, side in (
+        (planned, actual, "the plan"),
+        (actual, planned, "the module"),
+    ):
+        # Near matches come from names that only the other side has: a table that both have was not
+        # renamed.
         new = [name for name in other_sizes if name not in sizes]
         for name in (name for name in sizes if name not in other_sizes):
             lines.append(f"table '{name}' is in {side} only{did_you_mean(name, new).rstrip('.')}")
@@ -93,7 +117,11 @@ def _size_differences(planned: Mapping[str, str], actual: Mapping[str, str]) -> 
 
 
 def _table_misfit(
-    table: Table, planned: PlannedTable, constraints: TableConstraints, layout: NodeLayout, device: str
+    table: Table,
+    planned: PlannedTable,
+    constraints: TableConstraints,
+    layout: NodeLayout,
+    device: str,
 ) -> str:
     sharding_type, kernel = planned.sharding_type, planned.compute_kernel
     user_types = constraints.options.sharding_types
@@ -107,22 +135,34 @@ def _table_misfit(
     if sharding_type != "data_parallel":
         try:
             # min_partition is about widths, which the plan itself has
-            options = replace(constraints.options, sharding_types=[sharding_type], min_partition=None)
+            options = replace(
+                constraints.options, sharding_types=[sharding_type], min_partition=None
+            )
             allowed_types(table, options, layout, constraints.unsplit_rows_for)
         except PlanError as error:
             reason = str(error).removeprefix(f"table '{table.full_name}': ").rstrip(".")
             return f"cannot be sharded {reason}"
     if reason := placement_error(planned, layout.num_ranks, layout.ranks_per_node):
-        return f"cannot have these shards on {quantity(layout.ranks_per_node, 'rank')} per node: {reason}"
+        return (
+            f"cannot have these shards on {quantity(layout.ranks_per_node, 'rank')} per node: "
+            f"{reason}"
+        )
     if kernel in HOST_KERNELS and constraints.kept_gradient:
-        return f"has the kernel {kernel}, with which the user's own optimizer gets no gradient; use fused"
+        return (
+            f"has the kernel {kernel}, with which the user's own optimizer gets no gradient; "
+            "use fused"
+        )
     if kernel in HOST_KERNELS and device == "cpu":
-        return f"has the kernel {kernel}, by which a GPU reads its host's memory, and the ranks have no GPU; use fused"
+        return (
+            f"has the kernel {kernel}, by which a GPU reads its host's memory, and the ranks "
+            "have no GPU; use fused"
+        )
     return ""
 
 
 def _unreplicated(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
-    """Return the plan with the data_parallel tables among `names` table_wise, on the ranks with the fewest elements."""
+    """Return the plan with the data_parallel tables among `names` table_wise, on the ranks with the
+    fewest elements."""
     elements = [0] * plan.num_ranks
     for table in plan.tables.values():
         for shard in table.shards:
@@ -134,20 +174,27 @@ def _unreplicated(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
             # So that several such tables are not all put on the same rank.
             elements[rank] += table.num_rows * table.dim
             shard = PlannedShard(rank, (0, 0), (table.num_rows, table.dim))
-            # dense is the kernel of data_parallel alone. Of a frozen table no kernel updates anything.
-            tables[name] = replace(table, sharding_type="table_wise", compute_kernel="fused", shards=(shard,))
+            # dense is the kernel of data_parallel alone. Of a frozen table no kernel updates
+            # anything.
+            tables[name] = replace(
+                table, sharding_type="table_wise", compute_kernel="fused", shards=(shard,)
+            )
     return replace(plan, tables=tables)
 
 
 def _unequal_widths(tables: list[Table], plan: ShardingPlan) -> list[str]:
-    """Return a line for each EmbeddingCollection with column-wise shards of several widths; torchrec needs one."""
+    """Return a line for each EmbeddingCollection with column-wise shards of several widths;
+    torchrec needs one."""
     widths_by_collection: dict[str, set[int]] = {}
     for table in tables:
         planned = plan.tables[table.full_name]
         if not table.pooled and planned.sharding_type == "column_wise":
-            widths_by_collection.setdefault(table.collection, set()).update(shard.sizes[1] for shard in planned.shards)
+            widths_by_collection.setdefault(table.collection, set()).update(
+                shard.sizes[1] for shard in planned.shards
+            )
     return [
-        f"tables of the EmbeddingCollection '{path}' have column_wise shards of {sorted(widths)} columns, and "
+        f"tables of the EmbeddingCollection '{path}' have column_wise shards of {sorted(widths)} "
+        "columns, and "
         "torchrec needs one width for all of them"
         for path, widths in widths_by_collection.items()
         if len(widths) > 1
@@ -159,11 +206,15 @@ def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) ->
     kind, rows, dim = table.sharding_type, table.num_rows, table.dim
     if kind == "data_parallel":
         if any((shard.offsets, shard.sizes) != ((0, 0), (rows, dim)) for shard in table.shards):
-            return "data_parallel: each rank holds all of the table, and a shard has only some of it"
+            return (
+                "data_parallel: each rank holds all of the table, and a shard has only some of it"
+            )
         once = [shard.rank for shard in table.shards] == list(range(num_ranks))
         return "" if once else f"data_parallel: each of {num_ranks} ranks must hold the table once"
     strips: dict[tuple[int, int], list[PlannedShard]] = {}
-    for shard in sorted(table.shards, key=lambda shard: (shard.offsets[1], shard.sizes[1], shard.offsets[0])):
+    for shard in sorted(
+        table.shards, key=lambda shard: (shard.offsets[1], shard.sizes[1], shard.offsets[0])
+    ):
         strips.setdefault((shard.offsets[1], shard.sizes[1]), []).append(shard)
     if reason := _gap_or_overlap(list(strips), dim, "columns", ""):
         return reason
@@ -189,7 +240,8 @@ def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) ->
 
 
 def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str, strip_text: str) -> str:
-    """Return why blocks (first, size), sorted, do not cover 0 to `end` exactly once; "" if they do."""
+    """Return why blocks (first, size), sorted, do not cover 0 to `end` exactly once; "" if they
+    do."""
     position = 0
     # The empty block at the end shows a gap before it.
     for first, size in [*blocks, (end, 0)]:
@@ -201,29 +253,42 @@ def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str, strip_te
     return ""
 
 
-def _row_block_error(strip: list[PlannedShard], table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
-    """Return why the shards of some columns, by their first row, are not the blocks of rows that torchrec has."""
+def _row_block_error(
+    strip: list[PlannedShard], table: PlannedTable, num_ranks: int, ranks_per_node: int
+) -> str:
+    """Return why the shards of some columns, by their first row, are not the blocks of rows that
+    torchrec has."""
     kind = table.sharding_type
     is_row_wise = kind == "row_wise"
     first = 0 if is_row_wise else strip[0].rank // ranks_per_node * ranks_per_node
     num_blocks = num_ranks if is_row_wise else ranks_per_node
     if [shard.rank for shard in strip] != list(range(first, first + num_blocks)):
         return (
-            f"{kind} gives each of the ranks {first} to {first + num_blocks - 1} one block of rows, in the order of "
+            f"{kind} gives each of the ranks {first} to {first + num_blocks - 1} one block of "
+            "rows, in the order of "
             "the ranks"
         )
-    # torchrec finds a row's rank by dividing by this number, so that blocks of other sizes would be looked up wrongly.
+    # torchrec finds a row's rank by dividing by this number, so that blocks of other sizes would be
+    # looked up wrongly.
     block = -(-table.num_rows // num_blocks)
     if any(shard.sizes[0] != block for shard in strip[:-1]):
-        return f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of {block}; the last is smaller"
+        return (
+            f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of "
+            f"{block}; the last is smaller"
+        )
     return ""
 
 
 def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> str:
     """Return why a shard cannot be one of a table of this size; "" where it can."""
-    for axis, offset, size, end in zip(("row", "column"), shard.offsets, shard.sizes, (rows, dim), strict=True):
+    for axis, offset, size, end in zip(
+        ("row", "column"), shard.offsets, shard.sizes, (rows, dim), strict=True
+    ):
         if offset + size > end:
-            return f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one is {end - 1}"
+            return (
+                f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one "
+                f"is {end - 1}"
+            )
     if shard.rank >= num_ranks:
         return f"is on rank {shard.rank}, and the last one is {num_ranks - 1}"
     return ""

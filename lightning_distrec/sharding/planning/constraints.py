@@ -1,4 +1,5 @@
-"""What the planner may do with each table: its sharding types, its kernels, and what its update keeps in memory."""
+"""What the planner may do with each table: its sharding types, its kernels, and what its update
+keeps in memory."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,14 +28,16 @@ class TableConstraints:
     sharding_types: tuple[str, ...]
     """Allowed sharding types."""
     kept_gradient: bool
-    """Whether the user's own optimizer updates it with a gradient that is kept, which needs rows in plain memory."""
+    """Whether the user's own optimizer updates it with a gradient that is kept, which needs rows in
+    plain memory."""
     options: TableOptions
     bytes_per_element: float = 0.0
     """What its update keeps for each element: a gradient, optimizer state."""
     bytes_per_row: float = 0.0
     """What its update keeps for each row."""
     unsplit_rows_for: str = ""
-    """The optimizer that keeps one number for each row, so that a row must stay on one rank; "" for none."""
+    """The optimizer that keeps one number for each row, so that a row must stay on one rank; "" for
+    none."""
     compute_kernels: tuple[str, ...] = KERNELS
     """Allowed kernels; torchrec leaves out those that are not possible."""
     pooling_factors: tuple[float, ...] | None = None
@@ -51,62 +54,87 @@ class TableConstraints:
 
 def default_types(num_nodes: int) -> tuple[str, ...]:
     """Return the sharding types that are tried where the user names none."""
-    # data_parallel is planned on request only, because every rank then holds all of the table. The two-level types need
-    # several nodes: on one node they are row_wise and column_wise with more steps.
+    # data_parallel is planned on request only, because every rank then holds all of the table. The
+    # two-level types need several nodes: on one node they are row_wise and column_wise with more
+    # steps.
     types = ("table_wise", "row_wise", "column_wise")
     return types if num_nodes == 1 else (*types, "table_row_wise", "table_column_wise")
 
 
-def allowed_types(table: Table, options: TableOptions, layout: NodeLayout, unsplit_rows_for: str) -> tuple[str, ...]:
-    """Return the sharding types that `table` may have. Raises PlanError: none that the user allowed is possible."""
+def allowed_types(
+    table: Table, options: TableOptions, layout: NodeLayout, unsplit_rows_for: str
+) -> tuple[str, ...]:
+    """Return the sharding types that `table` may have. Raises PlanError: none that the user allowed
+    is possible."""
     possible = POOLED_TYPES if table.pooled else SEQUENCE_TYPES
     # Defaults that an EmbeddingCollection cannot have are left out silently;
     # types that the user named get a reason below.
-    requested = tuple(options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible))
+    requested = tuple(
+        options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible)
+    )
     reasons = {
-        kind: _type_obstacle(table, kind, layout, unsplit_rows_for) or _width_obstacle(table, kind, options)
+        kind: _type_obstacle(table, kind, layout, unsplit_rows_for)
+        or _width_obstacle(table, kind, options)
         for kind in requested
     }
     types = tuple(kind for kind, reason in reasons.items() if not reason)
     if not types:
         raise PlanError(
-            f"table '{table.full_name}': {'; '.join(f'{kind}: {reason}' for kind, reason in reasons.items())}."
+            f"table '{table.full_name}': "
+            f"{'; '.join(f'{kind}: {reason}' for kind, reason in reasons.items())}."
         )
     return types
 
 
-def _type_obstacle(table: Table, sharding_type: str, layout: NodeLayout, unsplit_rows_for: str) -> str:
+def _type_obstacle(
+    table: Table, sharding_type: str, layout: NodeLayout, unsplit_rows_for: str
+) -> str:
     if not table.pooled and sharding_type not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be {', '.join(SEQUENCE_TYPES)}"
     if layout.num_replicas > 1 and sharding_type in (*TWO_LEVEL_TYPES, "data_parallel"):
         # torchrec makes both over the nodes, and over the ranks, of the whole job.
-        return "it is not possible within sharding_groups; allow table_wise, row_wise or column_wise"
+        return (
+            "it is not possible within sharding_groups; allow table_wise, row_wise or column_wise"
+        )
     if not layout.alike and sharding_type in TWO_LEVEL_TYPES:
         return (
-            "the nodes have unequal numbers of ranks, or ranks that are not numbered consecutively; allow table_wise, "
+            "the nodes have unequal numbers of ranks, or ranks that are not numbered "
+            "consecutively; allow table_wise, "
             "row_wise or column_wise"
         )
     if unsplit_rows_for and "column" in sharding_type:
         return (
-            f"{unsplit_rows_for} keeps one number for each row, so that a row must stay on one rank; allow table_wise "
+            f"{unsplit_rows_for} keeps one number for each row, so that a row must stay on one "
+            "rank; allow table_wise "
             "or row_wise"
         )
     # torchrec gives each rank ceil(rows / ranks) rows, so that the last ranks may get none:
     # 5 rows on 4 ranks are 2, 2, 1 and 0.
-    ranks = {"row_wise": layout.num_ranks, "table_row_wise": layout.ranks_on_node}.get(sharding_type, 1)
+    ranks = {"row_wise": layout.num_ranks, "table_row_wise": layout.ranks_on_node}.get(
+        sharding_type, 1
+    )
     rows = table.config.num_embeddings
     if -(-rows // -(-rows // ranks)) < ranks:
         # FBGEMM's kernels fail on a shard without rows, or read past their tables' sizes.
-        return f"{rows} rows in equal blocks leave one of {ranks} ranks without any; allow table_wise"
+        return (
+            f"{rows} rows in equal blocks leave one of {ranks} ranks without any; allow table_wise"
+        )
     return ""
 
 
 def _width_obstacle(table: Table, sharding_type: str, options: TableOptions) -> str:
     width, dim = options.min_partition, table.config.embedding_dim
-    if table.pooled or sharding_type != "column_wise" or width is None or dim <= width or dim % width == 0:
+    if (
+        table.pooled
+        or sharding_type != "column_wise"
+        or width is None
+        or dim <= width
+        or dim % width == 0
+    ):
         return ""
     return (
-        f"min_partition={width} divides {dim} columns into unequal shards, and torchrec needs one width for all of an "
+        f"min_partition={width} divides {dim} columns into unequal shards, and torchrec needs one "
+        "width for all of an "
         f"EmbeddingCollection; choose a divisor of {dim}"
     )
 
@@ -116,11 +144,14 @@ def allowed_kernels(
 ) -> tuple[str, ...]:
     """Return the kernels that may look up `table` if it has one of the sharding types `types`.
 
-    Raises PlanError: none that the user allowed is possible; a cache for a table that cannot have one.
+    Raises PlanError: none that the user allowed is possible; a cache for a table that cannot have
+    one.
     """
     types = list(types)
     requested = options.compute_kernels or KERNELS
-    reasons = {kernel: _kernel_obstacle(kernel, types, kept_gradient, device) for kernel in requested}
+    reasons = {
+        kernel: _kernel_obstacle(kernel, types, kept_gradient, device) for kernel in requested
+    }
     kernels = tuple(kernel for kernel, reason in reasons.items() if not reason)
     if not kernels:
         raise PlanError(
@@ -129,8 +160,10 @@ def allowed_kernels(
         )
     if options.cache_load_factor is not None and "fused_uvm_caching" not in kernels:
         raise PlanError(
-            f"table '{table.full_name}': cache_load_factor={options.cache_load_factor} is for a fused_uvm_caching "
-            f"table, which this one cannot be: {_kernel_obstacle('fused_uvm_caching', types, kept_gradient, device)}. "
+            f"table '{table.full_name}': cache_load_factor={options.cache_load_factor} is for a "
+            "fused_uvm_caching "
+            "table, which this one cannot be: "
+            f"{_kernel_obstacle('fused_uvm_caching', types, kept_gradient, device)}. "
             "Leave cache_load_factor out."
         )
     return kernels
@@ -138,18 +171,26 @@ def allowed_kernels(
 
 def _kernel_obstacle(kernel: str, types: list[str], kept_gradient: bool, device: str) -> str:
     if kernel == "dense":
-        return "" if "data_parallel" in types else "is for tables whose sharding_types are data_parallel; allow fused"
+        return (
+            ""
+            if "data_parallel" in types
+            else ("is for tables whose sharding_types are data_parallel; allow fused")
+        )
     if types == ["data_parallel"]:
         return "a data_parallel table has the dense kernel; allow dense"
     if kernel in HOST_KERNELS and device != "cuda":
         return f"on {device} rows are in the host's memory already; allow fused"
     if kernel in HOST_KERNELS and kept_gradient:
-        return "the optimizer steps on the rows itself, which needs them in the device's memory; allow fused"
+        return (
+            "the optimizer steps on the rows itself, which needs them in the device's memory; "
+            "allow fused"
+        )
     return ""
 
 
 def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableConstraints]) -> None:
-    """Raise PlanError where column-wise tables of one EmbeddingCollection would have shards of unequal width."""
+    """Raise PlanError where column-wise tables of one EmbeddingCollection would have shards of
+    unequal width."""
     for collection in dict.fromkeys(table.collection for table in tables if not table.pooled):
         widths = {}
         for table in tables:
@@ -159,8 +200,10 @@ def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableCo
                 widths[table.full_name] = min(min_partition, table.config.embedding_dim)
         if len(set(widths.values())) > 1:
             raise PlanError(
-                f"tables of '{collection}' may be column_wise with unequal min_partition ({widths}), and torchrec "
-                "needs one width for all of an EmbeddingCollection. Set the same min_partition for them, or leave "
+                f"tables of '{collection}' may be column_wise with unequal min_partition "
+                f"({widths}), and torchrec "
+                "needs one width for all of an EmbeddingCollection. Set the same min_partition "
+                "for them, or leave "
                 "column_wise out of their sharding_types."
             )
 
@@ -177,7 +220,8 @@ def torchrec_constraint(table: Table, constraints: TableConstraints) -> Paramete
         compute_kernels=list(constraints.compute_kernels),
         min_partition=options.min_partition,
         pooling_factors=list(factors),
-        # Only an EmbeddingBagCollection has is_weighted; an EmbeddingCollection sums nothing that weights could scale.
+        # Only an EmbeddingBagCollection has is_weighted; an EmbeddingCollection sums nothing that
+        # weights could scale.
         is_weighted=bool(getattr(table.module, "is_weighted", lambda: False)()),
         cache_params=None if share is None else CacheParams(load_factor=share),
     )

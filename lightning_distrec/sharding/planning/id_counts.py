@@ -1,4 +1,5 @@
-"""Counts ids in batches for the planner: how many per example, and what share of a batch's ids is different."""
+"""Counts ids in batches for the planner: how many per example, and what share of a batch's ids is
+different."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,8 @@ from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.tables import Table
 
 MIN_FACTOR = 0.01
-"""The planner gets at least this for a feature that hardly any example has, because it divides by these numbers."""
+"""The planner gets at least this for a feature that hardly any example has, because it divides by
+these numbers."""
 
 
 @dataclass
@@ -46,8 +48,10 @@ class IdCounts:
     """Name of a tensor of integers: a key of a dict, or a field of a dataclass or a named tuple."""
 
     def look_at(self, *batches: Any) -> None:
-        """Count the ids in what a batch consists of, each object once: containers and dataclasses at any depth."""
-        # What sparse_inputs(batch) returns often is a part of the batch, whose ids would otherwise count twice.
+        """Count the ids in what a batch consists of, each object once: containers and dataclasses
+        at any depth."""
+        # What sparse_inputs(batch) returns often is a part of the batch, whose ids would otherwise
+        # count twice.
         seen: set[int] = set()
         for batch in batches:
             for name, leaf in named_leaves(batch, seen=seen):
@@ -55,17 +59,27 @@ class IdCounts:
 
     def _count(self, name: str, leaf: Any) -> None:
         if isinstance(leaf, KeyedJaggedTensor):
-            # Values lie key after key, so that a split by their lengths gives each key's ids without a copy.
+            # Values lie key after key, so that a split by their lengths gives each key's ids
+            # without a copy.
             ids_by_key = leaf.values().split(leaf.length_per_key())
-            for key, ids, examples in zip(leaf.keys(), ids_by_key, leaf.stride_per_key(), strict=True):
+            for key, ids, examples in zip(
+                leaf.keys(), ids_by_key, leaf.stride_per_key(), strict=True
+            ):
                 self.features.setdefault(key, IdCount()).add(len(ids), examples, len(ids.unique()))
         elif isinstance(leaf, JaggedTensor):
             self.features.setdefault(name, IdCount()).add(
                 leaf.values().shape[0], leaf.lengths().shape[0], len(leaf.values().unique())
             )
-        # Any tensor of integers may hold ids of an nn.Embedding: all are counted, and `factors` picks by name.
-        elif isinstance(leaf, Tensor) and leaf.ndim and not (leaf.is_floating_point() or leaf.is_complex()):
-            self.tensors.setdefault(name, IdCount()).add(leaf.numel(), leaf.shape[0], len(leaf.unique()))
+        # Any tensor of integers may hold ids of an nn.Embedding: all are counted, and `factors`
+        # picks by name.
+        elif (
+            isinstance(leaf, Tensor)
+            and leaf.ndim
+            and not (leaf.is_floating_point() or leaf.is_complex())
+        ):
+            self.tensors.setdefault(name, IdCount()).add(
+                leaf.numel(), leaf.shape[0], len(leaf.unique())
+            )
 
     def add(self, counts: "IdCounts") -> None:
         """Take in what another rank has counted."""
@@ -74,15 +88,22 @@ class IdCounts:
                 local.setdefault(name, IdCount()).add(count.ids, count.examples, count.distinct)
 
     def factors(self, table: Table) -> tuple[float, ...] | None:
-        """Return ids per example of each feature of `table`; None where the batches do not show those of all.
+        """Return ids per example of each feature of `table`; None where the batches do not show
+        those of all.
 
-        An nn.Embedding's or nn.EmbeddingBag's are those of the tensor with its path's name, or the last part of that.
+        An nn.Embedding's or nn.EmbeddingBag's are those of the tensor with its path's name, or the
+        last part of that.
         """
-        factors = [count.factor for count in self._feature_counts(table) if count is not None and count.examples]
+        factors = [
+            count.factor
+            for count in self._feature_counts(table)
+            if count is not None and count.examples
+        ]
         return tuple(factors) if len(factors) == len(self._feature_counts(table)) else None
 
     def distinct_share(self, table: Table) -> float | None:
-        """Return different ids over ids of a batch, of all features of `table`; None where that is not known."""
+        """Return different ids over ids of a batch, of all features of `table`; None where that is
+        not known."""
         counts = [count for count in self._feature_counts(table) if count is not None]
         ids = sum(count.ids for count in counts)
         return sum(count.distinct for count in counts) / ids if ids else None
@@ -96,12 +117,18 @@ class IdCounts:
     def add_to(
         self, constraints: Mapping[str, TableConstraints], tables: Iterable[Table]
     ) -> dict[str, TableConstraints]:
-        """Return the constraints by full name with what was counted; a pooling_factor that the user set stays."""
+        """Return the constraints by full name with what was counted; a pooling_factor that the user
+        set stays."""
         counted = dict(constraints)
         for table in tables:
             table_constraints = constraints[table.full_name]
-            # Counts in pooling_factors come before torchrec's default, but must not replace a number that the user set.
-            factors = self.factors(table) if table_constraints.options.pooling_factor is None else None
+            # Counts in pooling_factors come before torchrec's default, but must not replace a
+            # number that the user set.
+            factors = (
+                self.factors(table) if table_constraints.options.pooling_factor is None else None
+            )
             share = self.distinct_share(table)
-            counted[table.full_name] = replace(table_constraints, pooling_factors=factors, distinct_share=share)
+            counted[table.full_name] = replace(
+                table_constraints, pooling_factors=factors, distinct_share=share
+            )
         return counted

@@ -1,4 +1,5 @@
-"""Tables on ranks during the search: options, time and memory of every rank; and why tables do not fit."""
+"""Tables on ranks during the search: options, time and memory of every rank; and why tables do not
+fit."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -44,7 +45,8 @@ class PartialPlan:
         self.compute = np.zeros(budget.num_ranks)
         """(R,): milliseconds of each rank's shards, without exchanges."""
         self.exchange = np.zeros((3, self.num_links))
-        """(3, links): of each exchange, over a rank's link on one node, over a node's on several."""
+        """(3, links): of each exchange, over a rank's link on one node, over a node's on
+        several."""
         self.device_left = budget.device_bytes.copy()
         """(R,): what is left of the budget."""
         self.host_left = budget.host_bytes.copy()
@@ -58,8 +60,9 @@ class PartialPlan:
 
     def copy(self) -> "PartialPlan":
         """Return an independent copy."""
-        # Without __init__, which would make arrays only to replace them: the search copies plans thousands of times.
-        # `_count` changes arrays in place, hence the copies; those in `ranks` are only replaced.
+        # Without __init__, which would make arrays only to replace them: the search copies plans
+        # thousands of times. `_count` changes arrays in place, hence the copies; those in `ranks`
+        # are only replaced.
         copied = copy(self)
         copied.option_numbers, copied.ranks = list(self.option_numbers), list(self.ranks)
         for name in ("compute", "exchange", "device_left", "host_left"):
@@ -73,10 +76,14 @@ class PartialPlan:
 
     @property
     def milliseconds(self) -> NDArray[np.float64]:
-        """(R,): each rank's compute, and the exchanges of its link; by it, ranks for further shards are found."""
-        # On several nodes the ranks of a node share one link: a rank without shards there still waits for it.
+        """(R,): each rank's compute, and the exchanges of its link; by it, ranks for further shards
+        are found."""
+        # On several nodes the ranks of a node share one link: a rank without shards there still
+        # waits for it.
         on_links = self.exchange.sum(axis=0)
-        times: NDArray[np.float64] = (self.compute.reshape(self.num_links, -1) + on_links[:, None]).ravel()
+        times: NDArray[np.float64] = (
+            self.compute.reshape(self.num_links, -1) + on_links[:, None]
+        ).ravel()
         return times
 
     def option_of(self, table: int) -> EstimatedOption:
@@ -116,9 +123,13 @@ class PartialPlan:
             np.add.at(link_times, links, sign * shard_times)
 
     def find_ranks(self, option: EstimatedOption, prefer_memory: bool = False) -> Ranks | None:
-        """Return ranks with memory for the option's shards, with least work or most memory; None: there are none."""
+        """Return ranks with memory for the option's shards, with least work or most memory; None:
+        there are none."""
         if option.sharding_type in EVERY_RANK_TYPES:
-            fits = bool((option.device_bytes <= self.device_left).all() and (option.host_bytes <= self.host_left).all())
+            fits = bool(
+                (option.device_bytes <= self.device_left).all()
+                and (option.host_bytes <= self.host_left).all()
+            )
             return np.arange(self.budget.num_ranks) if fits else None
         if option.sharding_type == "table_row_wise":
             return self._node_in_order(option, prefer_memory)
@@ -127,15 +138,23 @@ class PartialPlan:
         return self._anywhere(option, 0, self.budget.num_ranks, prefer_memory)
 
     def critical_tables(self) -> list[int]:
-        """Return the tables that the critical path waits for, those that it gets shorter without the most first."""
+        """Return the tables that the critical path waits for, those that it gets shorter without
+        the most first."""
         # All tables at once: a loop over them would take most of a search.
-        options, ranks = [self.option_of(table) for table in range(len(self.ranks))], np.concatenate(self.ranks)
+        options, ranks = (
+            [self.option_of(table) for table in range(len(self.ranks))],
+            np.concatenate(self.ranks),
+        )
         links = self._links_of(ranks)
-        times = np.concatenate([option.compute for option in options]) * (ranks == self.compute.argmax())
+        times = np.concatenate([option.compute for option in options]) * (
+            ranks == self.compute.argmax()
+        )
         exchange = np.concatenate([option.exchange for option in options], axis=1)
         for part, link in enumerate(self.exchange.argmax(axis=1)):
             times += exchange[part] * (links == link)
-        tables = np.repeat(np.arange(len(options)), [len(table_ranks) for table_ranks in self.ranks])
+        tables = np.repeat(
+            np.arange(len(options)), [len(table_ranks) for table_ranks in self.ranks]
+        )
         sums = np.bincount(tables, times, minlength=len(options))
         # Equal times are ordered by the table's number: equal input must give equal plans.
         return [table for table in np.argsort(-sums, kind="stable").tolist() if sums[table] > 0]
@@ -147,15 +166,20 @@ class PartialPlan:
             self._count_parts(self.option_of(table), ranks, 1)
 
     def _links_of(self, ranks: Ranks) -> Ranks:
-        return ranks if self.num_links == self.budget.num_ranks else ranks // self.budget.ranks_on_node
+        return (
+            ranks if self.num_links == self.budget.num_ranks else ranks // self.budget.ranks_on_node
+        )
 
-    def _anywhere(self, option: EstimatedOption, start: int, stop: int, prefer_memory: bool) -> Ranks | None:
+    def _anywhere(
+        self, option: EstimatedOption, start: int, stop: int, prefer_memory: bool
+    ) -> Ranks | None:
         """Return a rank of start..stop for each shard."""
         ranks = np.empty(len(option.size_numbers), dtype=np.intp)
         busy = self.milliseconds[start:stop]
         device, host = self.device_left[start:stop], self.host_left[start:stop]
         if len(ranks) > 1:
-            # A table's own shards compete for work and memory too. With one shard nothing is written, and views do.
+            # A table's own shards compete for work and memory too. With one shard nothing is
+            # written, and views do.
             device, host = device.copy(), host.copy()
         for i, (time, on_device, on_host) in enumerate(
             zip(option.milliseconds, option.device_bytes, option.host_bytes, strict=True)
@@ -176,7 +200,8 @@ class PartialPlan:
         """Return the ranks of one node: the first shard goes to its first rank, and so on."""
         on_node = self.budget.ranks_on_node
         device, host = self.device_left.reshape(-1, on_node), self.host_left.reshape(-1, on_node)
-        # torchrec fixes which local rank has which block of a table_row_wise table: only the node is free.
+        # torchrec fixes which local rank has which block of a table_row_wise table: only the node
+        # is free.
         fits = ((device >= option.device_bytes) & (host >= option.host_bytes)).all(axis=1)
         load = (self.milliseconds.reshape(-1, on_node) + option.compute).max(axis=1)
         if prefer_memory:
@@ -191,7 +216,9 @@ class PartialPlan:
         # The node with the least work may lack memory, then the next one is tried.
         # A stable sort keeps plans reproducible.
         for node in np.argsort(load.reshape(-1, on_node).sum(axis=1), kind="stable"):
-            ranks = self._anywhere(option, int(node) * on_node, (int(node) + 1) * on_node, prefer_memory)
+            ranks = self._anywhere(
+                option, int(node) * on_node, (int(node) + 1) * on_node, prefer_memory
+            )
             if ranks is not None:
                 return ranks
         return None
@@ -212,7 +239,9 @@ class InfeasiblePlan:
     """The reason, to follow "table 'x' "."""
 
 
-def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: MemoryBudget) -> InfeasiblePlan:
+def no_option_fits(
+    options: Sequence[EstimatedOption], table: int, budget: MemoryBudget
+) -> InfeasiblePlan:
     """Return by how much a table, of which no option fits on empty ranks, is too large."""
     closest = min(options, key=lambda option: max(_missing(option, budget)))
     shard_lack, total_lack = _missing(closest, budget)
@@ -223,51 +252,73 @@ def no_option_fits(options: Sequence[EstimatedOption], table: int, budget: Memor
     return InfeasiblePlan(
         table,
         proven=True,
-        reason=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs {needs} for its rows, "
-        f"their update and exchange, and has {has}: {format_bytes(max(shard_lack, total_lack))} too few"
+        reason=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs "
+        f"{needs} for its rows, "
+        f"their update and exchange, and has {has}: {format_bytes(max(shard_lack, total_lack))} "
+        "too few"
         f"{' for all its shards' if total_lack > shard_lack else ''}",
     )
 
 
 def _missing(option: EstimatedOption, budget: MemoryBudget) -> tuple[int, int]:
-    """Return how many bytes the option's shards lack at best on empty ranks: the largest by itself, and all."""
-    # The largest memories are summed up: what these ranks lack, any other choice of ranks lacks too.
+    """Return how many bytes the option's shards lack at best on empty ranks: the largest by itself,
+    and all."""
+    # The largest memories are summed up: what these ranks lack, any other choice of ranks lacks
+    # too.
     ranks = budget.ranks_on_node if option.sharding_type in ONE_NODE_TYPES else budget.num_ranks
     shard_lack = total_lack = 0
-    for needed, memory in ((option.device_bytes, budget.device_bytes), (option.host_bytes, budget.host_bytes)):
+    for needed, memory in (
+        (option.device_bytes, budget.device_bytes),
+        (option.host_bytes, budget.host_bytes),
+    ):
         per_shard = memory if option.sharding_type in EVERY_RANK_TYPES else memory.max()
         shard_lack += max(0, int((needed - per_shard).max()))
         total_lack += max(0, int(needed.sum() - np.sort(memory)[-ranks:].sum()))
     return shard_lack, total_lack
 
 
-def exceed_total_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> InfeasiblePlan | None:
-    """Return a reason where all tables, each with its smallest option, need more memory than all ranks have."""
+def exceed_total_memory(
+    options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget
+) -> InfeasiblePlan | None:
+    """Return a reason where all tables, each with its smallest option, need more memory than all
+    ranks have."""
     for device, host in WEIGHTS:
-        # No plan needs less than this weighted sum. One weighting under which it is too large therefore is a proof.
+        # No plan needs less than this weighted sum. One weighting under which it is too large
+        # therefore is a proof.
         sizes = np.array([
             min(device * o.device_bytes.sum() + host * o.host_bytes.sum() for o in table_options)
             for table_options in options
         ])
         available = device * budget.device_bytes.sum() + host * budget.host_bytes.sum()
         if (missing := int(np.ceil(sizes.sum() - available))) > 0:
-            kind = {(1.0, 0.0): " of device memory", (0.0, 1.0): " of host memory"}.get((device, host), "")
+            kind = {(1.0, 0.0): " of device memory", (0.0, 1.0): " of host memory"}.get(
+                (device, host), ""
+            )
             return InfeasiblePlan(
                 int(sizes.argmax()),
                 proven=True,
-                reason=f"is the largest of tables that need at least {format_bytes(sizes.sum())}{kind} together, and "
+                reason="is the largest of tables that need at least "
+                f"{format_bytes(sizes.sum())}{kind} together, and "
                 f"all ranks have {format_bytes(available)}: {format_bytes(missing)} too few",
             )
     return None
 
 
-def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget) -> PartialPlan | InfeasiblePlan:
-    """Return a plan of any speed: tables by size, on the ranks with most memory; or the first one without room."""
-    smallest = [min(int((o.device_bytes + o.host_bytes).sum()) for o in table_options) for table_options in options]
+def pack_by_memory(
+    options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget
+) -> PartialPlan | InfeasiblePlan:
+    """Return a plan of any speed: tables by size, on the ranks with most memory; or the first one
+    without room."""
+    smallest = [
+        min(int((o.device_bytes + o.host_bytes).sum()) for o in table_options)
+        for table_options in options
+    ]
     plan = PartialPlan(options, budget)
     # Large tables come first, because small ones still fit into what remains.
     for table in sorted(range(len(options)), key=lambda t: -smallest[t]):
-        for number in sorted(range(len(options[table])), key=lambda o: int(options[table][o].device_bytes.sum())):
+        for number in sorted(
+            range(len(options[table])), key=lambda o: int(options[table][o].device_bytes.sum())
+        ):
             if (ranks := plan.find_ranks(options[table][number], prefer_memory=True)) is not None:
                 plan.put(table, number, ranks)
                 break
@@ -276,6 +327,9 @@ def pack_by_memory(options: Sequence[Sequence[EstimatedOption]], budget: MemoryB
             # Shards may fit one by one and not at the same time;
             # then nothing counts as missing, and one byte is reported.
             missing = max(1, min(max(_missing(option, remaining)) for option in options[table]))
-            reason = f"does not fit next to the other tables: {format_bytes(missing)} are missing where it came closest"
+            reason = (
+                f"does not fit next to the other tables: {format_bytes(missing)} are missing "
+                "where it came closest"
+            )
             return InfeasiblePlan(table, proven=False, reason=reason)
     return plan

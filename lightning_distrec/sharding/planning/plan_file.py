@@ -38,8 +38,12 @@ def save_plan(path: str | Path, plan: ShardingPlan) -> None:
 def plan_text(plan: ShardingPlan) -> str:
     """Return a plan as JSON, with a line for each table and each shard."""
     values = (VERSION, plan.num_ranks, plan.layout.ranks_per_node, plan.device)
-    # Not json.dumps with an indent, which puts every number on a line of its own: one line a shard can be compared.
-    lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in zip(_PLAN_FIELDS, values, strict=False)]
+    # Not json.dumps with an indent, which puts every number on a line of its own: one line a shard
+    # can be compared.
+    lines = [
+        f" {json.dumps(name)}: {json.dumps(value)},"
+        for name, value in zip(_PLAN_FIELDS, values, strict=False)
+    ]
     tables = ",\n".join(_table_text(name, table) for name, table in plan.tables.items())
     return "\n".join(["{", *lines, ' "tables": {', tables, " }", "}", ""])
 
@@ -56,7 +60,8 @@ def _table_text(name: str, table: PlannedTable) -> str:
 def load_plan(path: str | Path, read: Callable[[Path], bytes] = Path.read_bytes) -> ShardingPlan:
     """Return the plan in a file, or in the plan.json of a checkpoint's folder.
 
-    Raises ConfigError: there is no such file. PlanError, with the place in the file: it is no valid plan.
+    Raises ConfigError: there is no such file. PlanError, with the place in the file: it is no valid
+    plan.
     """
     file = Path(path)
     try:
@@ -65,7 +70,8 @@ def load_plan(path: str | Path, read: Callable[[Path], bytes] = Path.read_bytes)
         content = json.loads(read(file), object_pairs_hook=_each_once)
     except OSError as error:
         raise ConfigError(
-            f"the plan {file} cannot be read: {error.strerror or error}. Name a {PLAN_FILE}, or the folder of a "
+            f"the plan {file} cannot be read: {error.strerror or error}. Name a {PLAN_FILE}, or "
+            "the folder of a "
             "checkpoint or of logs that has one; runs save it when they start to train."
         ) from None
     except (ValueError, RecursionError) as error:
@@ -85,10 +91,13 @@ class _Wrong(Exception):
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
-    # json silently keeps the last of two equal keys: a table that is in the file twice would lose one entry.
+    # json silently keeps the last of two equal keys: a table that is in the file twice would lose
+    # one entry.
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
+        raise ValueError(
+            f"{next(name for name in names if names.count(name) > 1)!r} is in it twice"
+        )
     return fields
 
 
@@ -103,7 +112,10 @@ def _plan(content: Any) -> ShardingPlan:
     num_ranks = _number(content["num_ranks"], "num_ranks", smallest=1, largest=MAX_RANKS)
     on_node = _number(content["ranks_per_node"], "ranks_per_node", smallest=1, largest=MAX_RANKS)
     if num_ranks % on_node:
-        raise _Wrong("ranks_per_node", f"{num_ranks} ranks cannot be divided into nodes of {on_node} ranks each.")
+        raise _Wrong(
+            "ranks_per_node",
+            f"{num_ranks} ranks cannot be divided into nodes of {on_node} ranks each.",
+        )
     device = _one_of(content["device"], "device", ("cpu", "cuda"))
     tables = content["tables"]
     if not isinstance(tables, dict):
@@ -124,9 +136,15 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
     kernel = _one_of(content["compute_kernel"], f"{place}.compute_kernel", KERNELS)
     factor = content.get(_CACHE, 1)
     if type(factor) not in (int, float) or not 0 < factor <= 1:
-        raise _Wrong(f"{place}.{_CACHE}", f"{factor!r} is no share of the rows; it must be above 0 and at most 1.")
+        raise _Wrong(
+            f"{place}.{_CACHE}",
+            f"{factor!r} is no share of the rows; it must be above 0 and at most 1.",
+        )
     if (sharding_type == "data_parallel") != (kernel == "dense"):
-        reason = f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and only those."
+        reason = (
+            f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and "
+            "only those."
+        )
         raise _Wrong(f"{place}.compute_kernel", reason)
     shards = in_order(
         _shard(shard, f"{place}.shards[{number}]", rows, dim, num_ranks)
@@ -136,7 +154,9 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
         name=name,
         num_rows=rows,
         dim=dim,
-        data_type=_one_of(content["data_type"], f"{place}.data_type", [kind.value for kind in DataType]),
+        data_type=_one_of(
+            content["data_type"], f"{place}.data_type", [kind.value for kind in DataType]
+        ),
         sharding_type=sharding_type,
         compute_kernel=kernel,
         shards=shards,
@@ -151,13 +171,17 @@ def _shard(content: Any, place: str, num_rows: int, dim: int, num_ranks: int) ->
     _check_fields(content, place, _SHARD_FIELDS)
     row, column = _pair(content["offsets"], f"{place}.offsets", smallest=0)
     rows, columns = _pair(content["sizes"], f"{place}.sizes", smallest=1)
-    shard = PlannedShard(_number(content["rank"], f"{place}.rank", smallest=0), (row, column), (rows, columns))
+    shard = PlannedShard(
+        _number(content["rank"], f"{place}.rank", smallest=0), (row, column), (rows, columns)
+    )
     if reason := bounds_error(shard, num_rows, dim, num_ranks):
         raise _Wrong(place, f"{reason}.")
     return shard
 
 
-def _check_fields(content: Any, place: str, needed: Sequence[str], optional: Sequence[str] = ()) -> None:
+def _check_fields(
+    content: Any, place: str, needed: Sequence[str], optional: Sequence[str] = ()
+) -> None:
     if not isinstance(content, dict):
         raise _Wrong(place, f"an object with {', '.join(needed)} is needed.")
     if missing := [name for name in needed if name not in content]:
@@ -165,7 +189,11 @@ def _check_fields(content: Any, place: str, needed: Sequence[str], optional: Seq
     allowed = (*needed, *optional)
     for name in content:
         if name not in allowed:
-            raise _Wrong(place, f"{name!r} is not known{did_you_mean(name, allowed)} There are {', '.join(allowed)}.")
+            raise _Wrong(
+                place,
+                f"{name!r} is not known{did_you_mean(name, allowed)} There are "
+                f"{', '.join(allowed)}.",
+            )
 
 
 def _number(value: Any, place: str, smallest: int, largest: int = LARGEST) -> int:

@@ -1,4 +1,5 @@
-"""One table of a plan: its sharding type, its kernel and its shards, with what estimates and reports need of it."""
+"""One table of a plan: its sharding type, its kernel and its shards, with what estimates and
+reports need of it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,14 +8,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torchrec.distributed.types import CacheParams, EnumerableShardingSpec, ParameterSharding, ShardMetadata
+from torchrec.distributed.types import (
+    CacheParams,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardMetadata,
+)
 
 from lightning_distrec.sharding.sharders import HOST_KERNELS
 from lightning_distrec.sharding.tables import Table
 
 
 class PlannedShard(NamedTuple):
-    """A rectangle of a table on a rank. A named tuple: a plan for a thousand ranks has a million of them."""
+    """A rectangle of a table on a rank. A named tuple: a plan for a thousand ranks has a million of
+    them."""
 
     rank: int
     offsets: tuple[int, int]
@@ -40,7 +47,8 @@ class PlannedTable:
     sharding_type: str
     compute_kernel: str
     shards: tuple[PlannedShard, ...]
-    """By their first column, then row. A data_parallel table has one shard, all of it, on each rank."""
+    """By their first column, then row. A data_parallel table has one shard, all of it, on each
+    rank."""
     cache_load_factor: float | None = None
     """Share of the rows that fused_uvm_caching keeps on the GPU; None for torchrec's own."""
 
@@ -54,7 +62,8 @@ class PlannedTable:
     pooling_factors: tuple[float, ...] = (1.0,)
     """Ids per example, of each of its features."""
     distinct_share: float = 1.0
-    """Different ids over ids of a rank's batch, feature by feature: counted, or that of ids spread evenly."""
+    """Different ids over ids of a rank's batch, feature by feature: counted, or that of ids spread
+    evenly."""
     deduplicated: bool = False
     """Whether an id that a batch repeats is sent once, and its row is returned once."""
     update: str = "fused"
@@ -65,7 +74,8 @@ class PlannedTable:
     update_milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
     """(S,): estimated time of a step that updates each shard; None where that was not estimated."""
     milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
-    """(S,): estimated time of a step that is spent on each shard; None where that was not estimated."""
+    """(S,): estimated time of a step that is spent on each shard; None where that was not
+    estimated."""
     update_reason: str = ""
     """Why the update is of that kind."""
     update_bytes_per_element: float = 0.0
@@ -114,11 +124,15 @@ class PlannedTable:
         return np.array([shard.sizes[1] for shard in self.shards], dtype=np.int64)
 
     def shard_bytes(self, updates: bool) -> NDArray[np.float64]:
-        """Return, (S,), bytes of each shard's rows; with `updates`, of optimizer state and kept gradients too."""
+        """Return, (S,), bytes of each shard's rows; with `updates`, of optimizer state and kept
+        gradients too."""
         elements = (self.shard_rows * self.shard_columns).astype(np.float64)
         total = elements * self.element_bytes
         if updates:
-            total += elements * self.update_bytes_per_element + self.shard_rows * self.update_bytes_per_row
+            total += (
+                elements * self.update_bytes_per_element
+                + self.shard_rows * self.update_bytes_per_row
+            )
         return total
 
     @property
@@ -137,17 +151,21 @@ class PlannedTable:
         return self.update != "frozen"
 
     def update_on(self, rank: int) -> float:
-        """Return the milliseconds of a step that a rank updates this table; 0.0 where that was not estimated."""
+        """Return the milliseconds of a step that a rank updates this table; 0.0 where that was not
+        estimated."""
         times = self.update_milliseconds
         return 0.0 if times is None else float(times[self.ranks == rank].sum())
 
     def for_torchrec(self, devices: list[str], first_rank: int = 0) -> ParameterSharding:
-        """Return it as torchrec's sharders take it. devices, first_rank: see `ShardingPlan.for_torchrec`."""
+        """Return it as torchrec's sharders take it. devices, first_rank: see
+        `ShardingPlan.for_torchrec`."""
         spec = None
         # torchrec's data_parallel has no spec: DDP holds a copy on every rank.
         if self.sharding_type != "data_parallel":
             spec = EnumerableShardingSpec([
-                ShardMetadata(list(offsets), list(sizes), f"rank:{first_rank + rank}/{devices[rank]}")
+                ShardMetadata(
+                    list(offsets), list(sizes), f"rank:{first_rank + rank}/{devices[rank]}"
+                )
                 for rank, offsets, sizes in self.shards
             ])
         factor = self.cache_load_factor
@@ -160,8 +178,11 @@ class PlannedTable:
         )
 
     @staticmethod
-    def from_torchrec(table: Table, sharding: ParameterSharding, num_ranks: int, first_rank: int = 0) -> "PlannedTable":
-        """Return where `table` is in a plan of torchrec's. first_rank: see `ShardingPlan.for_torchrec`."""
+    def from_torchrec(
+        table: Table, sharding: ParameterSharding, num_ranks: int, first_rank: int = 0
+    ) -> "PlannedTable":
+        """Return where `table` is in a plan of torchrec's. first_rank: see
+        `ShardingPlan.for_torchrec`."""
         spec, cache = sharding.sharding_spec, sharding.cache_params
         # A sharding without a spec is data_parallel: each rank has all of the table.
         if isinstance(spec, EnumerableShardingSpec):

@@ -28,7 +28,12 @@ from lightning_distrec.sharding.planning.sharding_options import (
     options_of_plan,
     without_duplicates,
 )
-from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
+from lightning_distrec.sharding.planning.sharding_plan import (
+    EXCHANGE_PARTS,
+    TIME_PARTS,
+    PlanCost,
+    ShardingPlan,
+)
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.units import format_bytes
@@ -43,25 +48,34 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the plan that was found with the least time on a step. Equal input gives equal plans.
 
-    constraints: by full name. topology: its memory is what tables and their exchange may take, without what is
-    reserved. Raises InfeasiblePlanError: the tables do not fit. PlanError: options of tables contradict each other.
+    constraints: by full name. topology: its memory is what tables and their exchange may take,
+    without what is reserved. Raises InfeasiblePlanError: the tables do not fit. PlanError: options
+    of tables contradict each other.
     """
     tables = list(tables)
     check_sequence_widths(tables, constraints)
     all_options = estimated_options(tables, constraints, topology, batch_size)
     budget = budget_of(topology)
     options = [
-        [o for o in without_duplicates(table_options) if PartialPlan([[o]], budget).find_ranks(o) is not None]
+        [
+            o
+            for o in without_duplicates(table_options)
+            if PartialPlan([[o]], budget).find_ranks(o) is not None
+        ]
         for table_options in all_options
     ]
-    # A table that fits on no empty rank is reported by itself: the search could only find that nothing fits.
+    # A table that fits on no empty rank is reported by itself: the search could only find that
+    # nothing fits.
     for number, table_options in enumerate(options):
         if not table_options:
-            raise _error(tables, no_option_fits(all_options[number], number, budget), topology, batch_size)
+            raise _error(
+                tables, no_option_fits(all_options[number], number, budget), topology, batch_size
+            )
     totals = Totals(options, budget)
     starts = proposals(options, totals, budget)
     if not starts:
-        # Proposals look for speed first. Where none fits, try a proof that no plan can, then any plan at all.
+        # Proposals look for speed first. Where none fits, try a proof that no plan can, then any
+        # plan at all.
         packed = exceed_total_memory(options, budget) or pack_by_memory(options, budget)
         if isinstance(packed, InfeasiblePlan):
             raise _error(tables, packed, topology, batch_size)
@@ -93,20 +107,29 @@ def estimate_plan(
     topology: Topology,
     batch_size: int,
 ) -> ShardingPlan:
-    """Return a plan that was not searched for here, of a file or an earlier run, with its cost for these tables."""
+    """Return a plan that was not searched for here, of a file or an earlier run, with its cost for
+    these tables."""
     tables = list(tables)
     options = options_of_plan(tables, plan, constraints, topology, batch_size)
-    # `put` does not check memory: a plan that does not fit is estimated too, and `check_memory` refuses it.
+    # `put` does not check memory: a plan that does not fit is estimated too, and `check_memory`
+    # refuses it.
     on_ranks = PartialPlan([[option] for option in options], budget_of(topology))
     for number, table in enumerate(tables):
         on_ranks.put(number, 0, np.asarray(plan.tables[table.full_name].ranks, dtype=np.intp))
-    return _described(replace(plan, cost=_cost(on_ranks)), on_ranks, tables, constraints, batch_size)
+    return _described(
+        replace(plan, cost=_cost(on_ranks)), on_ranks, tables, constraints, batch_size
+    )
 
 
 def budget_of(topology: Topology) -> MemoryBudget:
     """Return what tables may take of every rank."""
-    on_gpu, storages = topology.compute_device == "cuda", [device.storage for device in topology.devices]
-    device = np.asarray([storage.hbm if on_gpu else storage.ddr for storage in storages], dtype=np.int64)
+    on_gpu, storages = (
+        topology.compute_device == "cuda",
+        [device.storage for device in topology.devices],
+    )
+    device = np.asarray(
+        [storage.hbm if on_gpu else storage.ddr for storage in storages], dtype=np.int64
+    )
     # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count twice.
     host = np.asarray([storage.ddr if on_gpu else 0 for storage in storages], dtype=np.int64)
     return MemoryBudget(device, host, topology.local_world_size)
@@ -126,10 +149,14 @@ def _described(
         constraint = torchrec_constraint(table, update)
         factors = constraint.pooling_factors
         ids = estimate_batch_ids(
-            [batch_size * factor for factor in factors], table.config.num_embeddings, update.distinct_share
+            [batch_size * factor for factor in factors],
+            table.config.num_embeddings,
+            update.distinct_share,
         )
         planned = plan.tables[table.full_name]
-        sends_rows = plan.num_ranks > 1 and planned.sharding_type != "data_parallel" and not table.pooled
+        sends_rows = (
+            plan.num_ranks > 1 and planned.sharding_type != "data_parallel" and not table.pooled
+        )
         described[table.full_name] = replace(
             planned,
             collection=table.collection,
@@ -140,7 +167,9 @@ def _described(
             deduplicated=sends_rows and ids.repeat_enough and table.mapping is None,
             update=update.update,
             optimizer=update.optimizer,
-            update_milliseconds=option.milliseconds_by_part[option.size_numbers, TIME_PARTS.index("update")],
+            update_milliseconds=option.milliseconds_by_part[
+                option.size_numbers, TIME_PARTS.index("update")
+            ],
             milliseconds=option.milliseconds,
             update_reason=update.update_reason,
             update_bytes_per_element=update.bytes_per_element,
@@ -155,11 +184,16 @@ def _cost(packed_tables: PartialPlan) -> PlanCost:
     parts = np.zeros((budget.num_ranks, len(TIME_PARTS)))
     for table, ranks in enumerate(packed_tables.ranks):
         option = packed_tables.option_of(table)
-        # A rank may have several shards of a table, of which an indexed `+=` would count only the last.
+        # A rank may have several shards of a table, of which an indexed `+=` would count only the
+        # last.
         np.add.at(parts, ranks, option.milliseconds_by_part[option.size_numbers])
     # On several nodes, ranks of a node wait for what all of them send.
     if packed_tables.num_links < budget.num_ranks:
-        node_times = parts[:, EXCHANGE_PARTS].reshape(packed_tables.num_links, budget.ranks_on_node, -1).sum(axis=1)
+        node_times = (
+            parts[:, EXCHANGE_PARTS]
+            .reshape(packed_tables.num_links, budget.ranks_on_node, -1)
+            .sum(axis=1)
+        )
         parts[:, EXCHANGE_PARTS] = node_times.repeat(budget.ranks_on_node, axis=0)
     return PlanCost(
         milliseconds=parts,
@@ -175,11 +209,18 @@ def _error(
 ) -> InfeasiblePlanError:
     sizes = [table.parameter.numel() * table.parameter.element_size() for table in tables]
     usable = int(budget_of(topology).device_bytes.min())
-    proof = "no plan can exist" if infeasible.proven else "no plan was found, which does not prove that there is none"
+    proof = (
+        "no plan can exist"
+        if infeasible.proven
+        else ("no plan was found, which does not prove that there is none")
+    )
     return InfeasiblePlanError(
-        f"the tables do not fit: table '{tables[infeasible.table].full_name}' {infeasible.reason}. There are "
-        f"{len(tables)} tables of {format_bytes(sum(sizes))}, and {topology.world_size} ranks with at least "
+        f"the tables do not fit: table '{tables[infeasible.table].full_name}' "
+        f"{infeasible.reason}. There are "
+        f"{len(tables)} tables of {format_bytes(sum(sizes))}, and {topology.world_size} ranks "
+        "with at least "
         f"{format_bytes(usable)} each for tables, what updates them and their exchange at "
         f"batch_size_per_rank={batch_size} (memory_bytes_per_rank less planning.reserve): {proof}. "
-        "Use more ranks, allow more sharding types for the table (sharding_types), or give more memory."
+        "Use more ranks, allow more sharding types for the table (sharding_types), or give more "
+        "memory."
     )

@@ -27,26 +27,34 @@ from lightning_distrec.units import format_bytes
 MAX_ROWS = 25
 """Longer tables are folded."""
 NO_PICTURES = (
-    "No pictures were drawn: matplotlib is not installed. Install it (pip install matplotlib) and write the page again."
+    "No pictures were drawn: matplotlib is not installed. Install it (pip install matplotlib) and "
+    "write the page again."
 )
 
-QUANTILES = (("minimum", 0.0), ("25th percentile", 0.25), ("median", 0.5), ("75th percentile", 0.75), ("maximum", 1.0))
+QUANTILES = (
+    ("minimum", 0.0),
+    ("25th percentile", 0.25),
+    ("median", 0.5),
+    ("75th percentile", 0.75),
+    ("maximum", 1.0),
+)
 
 STYLE = """
-:root { color-scheme: light dark; --back: #ffffff; --text: #1c2024; --faint: #5f6670; --line: #dfe3e8;
-  --card: #f6f7f9; }
+:root { color-scheme: light dark; --back: #ffffff; --text: #1c2024; --faint: #5f6670;
+  --line: #dfe3e8; --card: #f6f7f9; }
 @media (prefers-color-scheme: dark) {
   :root { --back: #171717; --text: #e6e8ea; --faint: #a0a7af; --line: #33383f; --card: #202327; }
   img { filter: invert(0.91) hue-rotate(180deg); }
 }
-body { background: var(--back); color: var(--text); font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto;
-  max-width: 68rem; padding: 0 1.25rem; }
+body { background: var(--back); color: var(--text); font: 16px/1.5 system-ui, sans-serif;
+  margin: 2rem auto; max-width: 68rem; padding: 0 1.25rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: 0.5rem; }
 h2 { font-size: 1.15rem; margin: 2.2rem 0 0.6rem; }
 ul.findings { background: var(--card); border-radius: 8px; padding: 0.8rem 1rem 0.8rem 2rem; }
 p.note, caption { color: var(--faint); font-size: 0.9rem; text-align: left; }
 img { display: block; height: auto; margin: 1rem 0; max-width: 100%; }
-.wide { overflow-x: auto; }  @media (max-width: 45rem) { .wide img { max-width: none; width: 44rem; } }
+.wide { overflow-x: auto; }
+@media (max-width: 45rem) { .wide img { max-width: none; width: 44rem; } }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.8rem 0.25rem 0; text-align: left;
   vertical-align: top; }
@@ -57,10 +65,13 @@ details > summary { cursor: pointer; }
 """
 
 
-def write_page(path: str | Path, plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> None:
+def write_page(
+    path: str | Path, plan: ShardingPlan, pictures: dict[str, bytes] | None = None
+) -> None:
     """Write the page of a plan; it is complete, or not there.
 
-    pictures: as `draw_plan` returns them; None draws them, where matplotlib is installed. Folders are made.
+    pictures: as `draw_plan` returns them; None draws them, where matplotlib is installed. Folders
+    are made.
     """
     replace_file(Path(path), page(plan, pictures).encode())
 
@@ -95,9 +106,15 @@ def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
         _tables(plan),
         *(["<h2>Where the numbers come from</h2>", origins] if plan.origins else []),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width"><title>{title}</title>'
+    )
     head, body = f"{head}<style>{STYLE}</style>", "\n".join(part for part in parts if part)
-    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+    return (
+        "<!DOCTYPE html>\n<html "
+        f'lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+    )
 
 
 def _findings(plan: ShardingPlan) -> str:
@@ -110,13 +127,16 @@ def _findings(plan: ShardingPlan) -> str:
         ids_in_words(plan),
         replicas_in_words(plan),
     ]
-    return f'<ul class="findings">{"".join(f"<li>{escape(finding)}.</li>" for finding in findings if finding)}</ul>'
+    items = "".join(f"<li>{escape(finding)}.</li>" for finding in findings if finding)
+    return f'<ul class="findings">{items}</ul>'
 
 
 def _assumptions(plan: ShardingPlan) -> str:
     comms = plan.comms
     types = "float32" if comms.is_exact else f"{comms.forward}, their gradients as {comms.backward}"
-    text = f"Estimates for {plan.batch_size:,} examples per rank and step; rows are sent as {types}."
+    text = (
+        f"Estimates for {plan.batch_size:,} examples per rank and step; rows are sent as {types}."
+    )
     if plan.layout.num_ranks > 1:
         text += " Reductions over ranks are assumed to use rings."
     return escape(text)
@@ -125,14 +145,19 @@ def _assumptions(plan: ShardingPlan) -> str:
 def _ranks(plan: ShardingPlan) -> str:
     """Return memory, time and traffic of each rank; of many ranks, percentiles."""
     columns, num_ranks = rank_columns(plan), plan.num_ranks
-    # Of many ranks, percentiles: each is the value of some rank, so that one rank may be looked for.
+    # Of many ranks, percentiles: each is the value of some rank, so that one rank may be looked
+    # for.
     few = num_ranks <= MAX_ROWS
     names = [str(rank) for rank in range(num_ranks)] if few else [name for name, _ in QUANTILES]
     rows = [
         [
             name,
             *(
-                text(float(values[i] if few else np.quantile(values, QUANTILES[i][1], method="nearest")))
+                text(
+                    float(
+                        values[i] if few else np.quantile(values, QUANTILES[i][1], method="nearest")
+                    )
+                )
                 for _, values, text in columns
             ),
         ]
@@ -150,7 +175,10 @@ def _tables(plan: ShardingPlan) -> str:
     if len(ordered) <= MAX_ROWS:
         return shown
     remainder = _html_table(headings, map(_row, ordered[MAX_ROWS:]), numbers_from=1, numbers_to=5)
-    return f"{shown}\n<details><summary>The other {len(ordered) - MAX_ROWS:,} tables</summary>{remainder}</details>"
+    return (
+        f"{shown}\n<details><summary>The other {len(ordered) - MAX_ROWS:,} "
+        f"tables</summary>{remainder}</details>"
+    )
 
 
 def _row(table: PlannedTable) -> list[str]:
@@ -169,13 +197,19 @@ def _row(table: PlannedTable) -> list[str]:
 
 
 def _html_table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: int = 99, numbers_to: int = 99
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    numbers_from: int = 99,
+    numbers_to: int = 99,
 ) -> str:
     """Return a table; the columns from `numbers_from` on, before `numbers_to`, are numbers."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         kinds = ["number" if numbers_from <= i < numbers_to else "name" for i in range(len(row))]
-        return "".join(f'<{tag} class="{kind}">{escape(cell)}</{tag}>' for kind, cell in zip(kinds, row, strict=True))
+        return "".join(
+            f'<{tag} class="{kind}">{escape(cell)}</{tag}>'
+            for kind, cell in zip(kinds, row, strict=True)
+        )
 
     body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f'<div class="wide"><table>\n<tr>{cells("th", headings)}</tr>\n{body}\n</table></div>'

@@ -31,7 +31,8 @@ MAX_LETTERS = 34
 MIN_SHARE = 0.02
 """Where tables fill less than this of a memory, the picture shows them without the rest of it."""
 FAR_APART = 30
-"""Colours are logarithmic where the largest entry of a matrix exceeds this multiple of the median."""
+"""Colours are logarithmic where the largest entry of a matrix exceeds this multiple of the
+median."""
 DOTS_PER_INCH = 110
 
 TEXT, FAINT, LIMIT, FREE, RESERVED = "#1c2024", "#9aa0a6", "#c0392b", "#e9edf1", "#b9bfc6"
@@ -45,7 +46,8 @@ def can_draw() -> bool:
 
 
 def draw_plan(plan: ShardingPlan) -> dict[str, bytes]:
-    """Return name of a picture -> the picture, as PNG, in the order in which they are read. Needs matplotlib."""
+    """Return name of a picture -> the picture, as PNG, in the order in which they are read. Needs
+    matplotlib."""
     num_ranks, num_nodes = plan.layout.num_ranks, plan.layout.num_nodes
     draws: dict[str, tuple[Callable[[ShardingPlan], Any], bool]] = {
         "memory": (_draw_memory, True),
@@ -68,12 +70,16 @@ def _draw_memory(plan: ShardingPlan) -> Any:
     if plan.host_memory is not None:
         kinds.append(("host", plan.host_memory, 0))
     figure = _figure(9.5, 3.3 * len(kinds))
-    for number, (axes, kind) in enumerate(zip(np.atleast_1d(figure.subplots(len(kinds), 1)), kinds, strict=True)):
+    for number, (axes, kind) in enumerate(
+        zip(np.atleast_1d(figure.subplots(len(kinds), 1)), kinds, strict=True)
+    ):
         _memory(axes, plan.memory_parts(on_host=number > 0), *kind)
     return figure
 
 
-def _memory(axes: Any, parts: dict[str, NDArray[Any]], memory_kind: str, memory: RankUsage, dense_bytes: int) -> None:
+def _memory(
+    axes: Any, parts: dict[str, NDArray[Any]], memory_kind: str, memory: RankUsage, dense_bytes: int
+) -> None:
     # Tables that take 1 % of a memory would be an invisible line in a picture of all of it.
     little = int(memory.tables.max()) < MIN_SHARE * int(memory.usable.max())
     reserved = memory.capacity - memory.usable
@@ -88,14 +94,20 @@ def _memory(axes: Any, parts: dict[str, NDArray[Any]], memory_kind: str, memory:
     if not little and reserved.any():
         stacked.append(("reserved", reserved, RESERVED))
     scale, unit = _scale(float(sum(part for _, part, _ in stacked).max()))  # type: ignore[union-attr]
-    _stack(axes, [(name, part / scale, colour) for name, part, colour in stacked], total=memory.tables / scale)
+    _stack(
+        axes,
+        [(name, part / scale, colour) for name, part, colour in stacked],
+        total=memory.tables / scale,
+    )
     if little:  # full bars would look like full memory
         axes.set_ylim(0, 2 * axes.get_ylim()[1])
-        axes.text(0.01, 0.94, f"not to scale: {format_bytes(memory.usable.min())} are usable", transform=axes.transAxes,
-                  va="top", size=9, color=LIMIT)  # fmt: skip
+        label = f"not to scale: {format_bytes(memory.usable.min())} are usable"
+        axes.text(0.01, 0.94, label, transform=axes.transAxes, va="top", size=9, color=LIMIT)
     else:
         usable = float(memory.usable.min()) / scale
-        axes.axhline(usable, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 3)), label="usable for tables")
+        axes.axhline(
+            usable, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 3)), label="usable for tables"
+        )
     axes.set_ylabel(f"{unit} of {memory_kind} memory", color=TEXT)
     _title(axes, memory_in_words(memory, memory_kind))
     _legend(axes)
@@ -103,24 +115,34 @@ def _memory(axes: Any, parts: dict[str, NDArray[Any]], memory_kind: str, memory:
 
 def _draw_time(plan: ShardingPlan) -> Any:
     rank_times, part_times = plan.cost.milliseconds_by_rank, plan.cost.milliseconds
-    parts = [(part, part_times[:, i], COLOURS[i]) for i, part in enumerate(TIME_PARTS) if part_times[:, i].any()]
+    parts = [
+        (part, part_times[:, i], COLOURS[i])
+        for i, part in enumerate(TIME_PARTS)
+        if part_times[:, i].any()
+    ]
     return _draw_stack(parts, rank_times, "estimated ms per step", time_in_words(plan))
 
 
 def _draw_sent(plan: ShardingPlan) -> Any:
     total = plan.traffic.sent()
     scale, unit = _scale(float(total.max()))
-    kinds = [(kind, plan.traffic.sent(kind) / scale, COLOURS[i]) for i, kind in enumerate(TRAFFIC_KINDS)]
+    kinds = [
+        (kind, plan.traffic.sent(kind) / scale, COLOURS[i]) for i, kind in enumerate(TRAFFIC_KINDS)
+    ]
     parts = [part for part in kinds if part[1].any()]
     return _draw_stack(parts, total / scale, f"estimated {unit} sent per step", sent_in_words(plan))
 
 
-def _draw_stack(parts: Sequence[tuple[str, Any, str]], total: NDArray[Any], unit: str, title: str) -> Any:
+def _draw_stack(
+    parts: Sequence[tuple[str, Any, str]], total: NDArray[Any], unit: str, title: str
+) -> Any:
     figure = _figure(9.5, 3.5)
     axes = figure.subplots()
     _stack(axes, parts, total=total)
     if len(total) > 1:
-        axes.axhline(total.mean(), color=TEXT, linewidth=1, linestyle=(0, (4, 3)), label="average of ranks")
+        axes.axhline(
+            total.mean(), color=TEXT, linewidth=1, linestyle=(0, (4, 3)), label="average of ranks"
+        )
     axes.set_ylabel(unit, color=TEXT)
     _title(axes, title)
     _legend(axes)
@@ -136,16 +158,23 @@ def _draw_matrix(plan: ShardingPlan) -> Any:
     title = matrix_in_words(matrix, kind)
     scale, unit = _scale(float((matrix - np.diag(diagonal)).max()))
     shown = matrix / scale
-    # What stays on a rank is not sent: nan leaves these cells in the background's colour, out of the scale.
+    # What stays on a rank is not sent: nan leaves these cells in the background's colour, out of
+    # the scale.
     np.fill_diagonal(shown, np.nan)
     sizes = shown[np.isfinite(shown) & (shown > 0)]
     apart = sizes.size > 0 and float(sizes.max()) > FAR_APART * float(np.median(sizes))
-    norm = LogNorm(float(sizes.min()), float(sizes.max())) if apart else Normalize(0, max(sizes.max(initial=0), 1e-9))
+    norm = (
+        LogNorm(float(sizes.min()), float(sizes.max()))
+        if apart
+        else Normalize(0, max(sizes.max(initial=0), 1e-9))
+    )
     side = min(6.0, 3.4 + 0.3 * len(matrix))
     figure = _figure(side + 1.6, side)
     axes = figure.subplots()
     axes.set_facecolor(FREE)
-    bar = figure.colorbar(axes.imshow(shown, cmap="YlGnBu", norm=norm, interpolation="nearest"), ax=axes, shrink=0.85)
+    bar = figure.colorbar(
+        axes.imshow(shown, cmap="YlGnBu", norm=norm, interpolation="nearest"), ax=axes, shrink=0.85
+    )
     bar.set_label(f"estimated {unit} per step{', logarithmic' if apart else ''}", color=TEXT)
     if apart:  # powers of ten read badly next to a unit
         bar.ax.yaxis.set_major_formatter("{x:,.4g}")
@@ -156,10 +185,16 @@ def _draw_matrix(plan: ShardingPlan) -> Any:
         for (row, column), number in np.ndenumerate(shown):
             if row != column:
                 colour = "white" if norm(number) > 0.5 else TEXT
-                axes.text(column, row, f"{number:.3g}", ha="center", va="center", color=colour, size=9)
+                axes.text(
+                    column, row, f"{number:.3g}", ha="center", va="center", color=colour, size=9
+                )
     _rank_ticks(axes.xaxis, len(matrix))
     _rank_ticks(axes.yaxis, len(matrix))
-    stays = f"\n(and {format_bytes(float(diagonal.mean()))} stays on a node on average)" if has_nodes else ""
+    stays = (
+        f"\n(and {format_bytes(float(diagonal.mean()))} stays on a node on average)"
+        if has_nodes
+        else ""
+    )
     axes.set_xlabel(f"to {kind}{stays}", color=TEXT)
     axes.set_ylabel(f"from {kind}", color=TEXT)
     axes.tick_params(colors=TEXT, labelsize=9)
@@ -171,13 +206,21 @@ def _draw_matrix(plan: ShardingPlan) -> Any:
 
 def _draw_tables(plan: ShardingPlan) -> Any:
     largest = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)[:MAX_TABLES]
-    shown, total = (sum(table.num_bytes for table in some) for some in (largest, plan.tables.values()))
+    shown, total = (
+        sum(table.num_bytes for table in some) for some in (largest, plan.tables.values())
+    )
     scale, unit = _scale(largest[0].num_bytes)
     figure = _figure(9.5, 1.2 + 0.29 * len(largest))
     axes = figure.subplots()
-    types = [kind for kind in SHARDING_TYPES if any(table.sharding_type == kind for table in largest)]
+    types = [
+        kind for kind in SHARDING_TYPES if any(table.sharding_type == kind for table in largest)
+    ]
     for kind in types:
-        bars = [(row, table.num_bytes / scale) for row, table in enumerate(largest) if table.sharding_type == kind]
+        bars = [
+            (row, table.num_bytes / scale)
+            for row, table in enumerate(largest)
+            if table.sharding_type == kind
+        ]
         rows, sizes = zip(*bars, strict=True)
         axes.barh(rows, sizes, 0.74, color=COLOURS[SHARDING_TYPES.index(kind)], label=kind)
     for row, table in enumerate(largest):
@@ -192,7 +235,10 @@ def _draw_tables(plan: ShardingPlan) -> Any:
     _style(axes)
     title = f"{quantity(len(largest), 'table')}: {format_bytes(total)} of rows"
     if len(largest) < len(plan.tables):
-        title = f"The {len(largest)} largest of {len(plan.tables):,} tables have {shown / total:.0%} of all rows' bytes"
+        title = (
+            f"The {len(largest)} largest of {len(plan.tables):,} tables have "
+            f"{shown / total:.0%} of all rows' bytes"
+        )
     _title(axes, title)
     _legend(axes, top_first=False)
     return figure
@@ -208,7 +254,8 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDArray[Any]) -> None:
-    """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order of `total`."""
+    """Draw parts on top of each other: a bar for each rank, or areas over many ranks in the order
+    of `total`."""
     num_ranks = len(total)
     bottom = np.zeros(num_ranks)
     if num_ranks <= MAX_BARS:
@@ -230,7 +277,8 @@ def _stack(axes: Any, parts: Sequence[tuple[str, NDArray[Any], str]], total: NDA
             low, high = np.append(bottom, bottom[-1]), np.append(top, top[-1])
             axes.fill_between(ends, low, high, step="post", color=colour, label=name, linewidth=0)
             bottom = top
-        # The line shows each rank's own total: averages of neighbours would hide a single slow rank.
+        # The line shows each rank's own total: averages of neighbours would hide a single slow
+        # rank.
         falling = np.append(np.sort(total)[::-1], total.min())
         axes.step(np.arange(num_ranks + 1), falling, where="post", color=TEXT, linewidth=1)
         bottom = np.append(bottom, total.max())
@@ -268,7 +316,9 @@ def _legend(axes: Any, top_first: bool = True) -> None:
     handles, labels = axes.get_legend_handles_labels()
     order = -1 if top_first else 1
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    axes.legend(handles[::order], labels[::order], **place, frameon=False, fontsize=9, labelcolor=TEXT)
+    axes.legend(
+        handles[::order], labels[::order], **place, frameon=False, fontsize=9, labelcolor=TEXT
+    )
 
 
 def _scale(largest: float) -> tuple[float, str]:

@@ -1,4 +1,5 @@
-"""The start table: each table with its sharding type, ranks and update; and findings about a plan in sentences."""
+"""The start table: each table with its sharding type, ranks and update; and findings about a plan
+in sentences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,8 +28,10 @@ def headline(plan: ShardingPlan) -> str:
 
 
 def memory_in_words(memory: RankUsage, memory_kind: str) -> str:
-    """Return whether the memory suffices, and which rank has the least left. memory_kind: GPU or host."""
-    # The rank with the fewest free bytes, which is not always the one with the largest tables: memories may differ.
+    """Return whether the memory suffices, and which rank has the least left. memory_kind: GPU or
+    host."""
+    # The rank with the fewest free bytes, which is not always the one with the largest tables:
+    # memories may differ.
     worst = memory.worst
     held, usable = int(memory.tables[worst]), int(memory.usable[worst])
     is_single = len(memory.tables) == 1
@@ -54,7 +57,9 @@ def time_in_words(plan: ShardingPlan) -> str:
     is_even = slowest <= 1.005 * mean
     text = f"Estimated time for tables, per step: {milliseconds_in_words(slowest)}"
     if len(rank_times) > 1:
-        text += " on every rank" if is_even else f" on the slowest rank ({int(rank_times.argmax())})"
+        text += (
+            " on every rank" if is_even else (f" on the slowest rank ({int(rank_times.argmax())})")
+        )
     text += "" if is_even else f", {milliseconds_in_words(mean)} on average"
     if path > 1.005 * slowest:
         text += f"; {milliseconds_in_words(path)} with waits for the slowest rank of each exchange"
@@ -62,17 +67,23 @@ def time_in_words(plan: ShardingPlan) -> str:
 
 
 def updates_in_words(plan: ShardingPlan) -> str:
-    """Return what takes most of the slowest rank's updates and what would change it; "" where that helps little."""
+    """Return what takes most of the slowest rank's updates and what would change it; "" where that
+    helps little."""
     if not plan.cost.known:
         return ""
     slowest = plan.cost.slowest
-    all_of_it, updates = float(plan.cost.milliseconds_by_rank[slowest]), float(plan.cost.part("update")[slowest])
+    all_of_it, updates = (
+        float(plan.cost.milliseconds_by_rank[slowest]),
+        float(plan.cost.part("update")[slowest]),
+    )
     if updates < UPDATES_THAT_MATTER_MS or 2 * updates <= all_of_it:
         return ""
     kinds: dict[tuple[str, str], list[PlannedTable]] = {}
     for table in plan.tables.values():
         kinds.setdefault((table.update, table.optimizer), []).append(table)
-    times = {key: sum(table.update_on(slowest) for table in tables) for key, tables in kinds.items()}
+    times = {
+        key: sum(table.update_on(slowest) for table in tables) for key, tables in kinds.items()
+    }
     kind, optimizer = max(times, key=times.__getitem__)
     tables, time = kinds[kind, optimizer], times[kind, optimizer]
     name = f"'{tables[0].name}'" if len(tables) == 1 else quantity(len(tables), "table")
@@ -82,7 +93,11 @@ def updates_in_words(plan: ShardingPlan) -> str:
     if kind != "dense":
         return text
     # Lazy Adam gives other numbers and runs on GPUs only, so that it is mentioned and never chosen.
-    lazy = " or, not with the same numbers, embedding_update fused_lazy" if plan.on_gpu and "Adam" in optimizer else ""
+    lazy = (
+        " or, not with the same numbers, embedding_update fused_lazy"
+        if plan.on_gpu and "Adam" in optimizer
+        else ""
+    )
     if tables[0].sharding_type == "data_parallel":
         return f"{text}. Sharded over the ranks, each would move its share"
     return f"{text}. table_optimizer Adagrad{lazy} would move those that a step looks up"
@@ -95,7 +110,10 @@ def ids_in_words(plan: ShardingPlan) -> str:
     factors = [factor for table in plan.tables.values() for factor in table.pooling_factors]
     low, high = min(factors), max(factors)
     ids = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
-    return f"Estimates take each example to have {ids} ids per feature; planning.estimate_pooling counts them"
+    return (
+        f"Estimates take each example to have {ids} ids per feature; planning.estimate_pooling "
+        "counts them"
+    )
 
 
 def sent_in_words(plan: ShardingPlan) -> str:
@@ -113,14 +131,17 @@ def sent_in_words(plan: ShardingPlan) -> str:
 
 
 def replicas_in_words(plan: ShardingPlan) -> str:
-    """Return what groups of ranks with a replica of the tables each send to each other; "" for one group."""
+    """Return what groups of ranks with a replica of the tables each send to each other; "" for one
+    group."""
     if plan.layout.num_replicas == 1:
         return ""
     size = format_bytes(float(plan.replica_bytes.mean()))
     if plan.sync_interval == 1:
         return f"Between groups: gradients of rows at each step, {size} per rank, which is exact"
     description = f"rows and their state are averaged once in {plan.sync_interval} steps"
-    return f"Between groups: {description}, {size} per rank and step. Not the numbers of one process"
+    return (
+        f"Between groups: {description}, {size} per rank and step. Not the numbers of one process"
+    )
 
 
 def start_in_words(plan: ShardingPlan) -> str:
@@ -128,21 +149,31 @@ def start_in_words(plan: ShardingPlan) -> str:
     full, ranks = plan.start_bytes(full=True), max(plan.layout.ranks_by_node)
     other_ranks = f", {format_bytes(int(full[1:].max()))} on others" if len(full) > 1 else ""
     tables = sum(table.num_bytes for table in plan.tables.values())
-    node = f", {format_bytes(ranks * tables)} on a node of {ranks} that build them" if ranks > 1 else ""
+    node = (
+        f", {format_bytes(ranks * tables)} on a node of {ranks} that build them"
+        if ranks > 1
+        else ""
+    )
     return (
-        f"Host memory for tables while a rank starts: {format_bytes(int(plan.start_bytes(full=False).max()))} if "
-        f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank 0{other_ranks}{node}"
+        "Host memory for tables while a rank starts: "
+        f"{format_bytes(int(plan.start_bytes(full=False).max()))} if "
+        f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank "
+        f"0{other_ranks}{node}"
     )
 
 
 def matrix_in_words(matrix: NDArray[np.float64], kind: str) -> str:
-    """Return the largest entry of a matrix of bytes from row to column, without its diagonal. kind: rank or node."""
+    """Return the largest entry of a matrix of bytes from row to column, without its diagonal. kind:
+    rank or node."""
     # The diagonal is what stays, on a node often the most.
     away = matrix - np.diag(matrix.diagonal())
     if not away.any():
         return f"Nothing is sent from {kind} to {kind}"
     row, column = np.unravel_index(int(away.argmax()), away.shape)
-    return f"Most is sent from {kind} {row} to {kind} {column}: {format_bytes(float(away[row, column]))} per step"
+    return (
+        f"Most is sent from {kind} {row} to {kind} {column}: "
+        f"{format_bytes(float(away[row, column]))} per step"
+    )
 
 
 def milliseconds_in_words(number: float) -> str:
@@ -167,7 +198,8 @@ def print_plan(
 ) -> None:
     """Print the start table. Call it on one rank.
 
-    output_dtype: of looked up rows; None for float32. left_alone: path -> reason, of modules that are not sharded.
+    output_dtype: of looked up rows; None for float32. left_alone: path -> reason, of modules that
+    are not sharded.
     """
     tables, layout = list(plan.tables.values()), plan.layout
     title = f"Embedding tables over {quantity(layout.num_ranks, 'rank')}"
@@ -189,7 +221,15 @@ def print_plan(
     ]
     caption = "\n".join(line for line in lines if line)
     text = TextTable(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for heading in ("table", "rows x dim", "sharding type", "ranks", "largest shard", "update", "why"):
+    for heading in (
+        "table",
+        "rows x dim",
+        "sharding type",
+        "ranks",
+        "largest shard",
+        "update",
+        "why",
+    ):
         justify: JustifyMethod = "right" if heading in ("rows x dim", "largest shard") else "left"
         text.add_column(heading, justify=justify, overflow="fold")
     # The largest are selected, and printed in the model's order, in which users look for them.
@@ -209,20 +249,28 @@ def print_plan(
 
 
 def some_ranks_in_words(ranks: list[int]) -> str:
-    """Return the ranks one by one, or their number and range where there are many. ranks: sorted."""
+    """Return the ranks one by one, or their number and range where there are many. ranks:
+    sorted."""
     text = format_ranks(ranks)
     return text if text.count(",") < MAX_RANKS else f"{len(ranks)} of {ranks[0]}-{ranks[-1]}"
 
 
 def _rest(tables: Sequence[PlannedTable]) -> str:
     num_hidden = len(tables) - MAX_TABLES
-    hidden = f"{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes them all"
+    hidden = (
+        f"{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes "
+        "them all"
+    )
     return hidden if num_hidden > 0 else ""
 
 
 def _deduplicated(tables: Sequence[PlannedTable]) -> str:
     """Return a line about tables whose repeated ids are sent once."""
-    texts = [f"{table.name} ({table.distinct_share:.0%} are different)" for table in tables if table.deduplicated]
+    texts = [
+        f"{table.name} ({table.distinct_share:.0%} are different)"
+        for table in tables
+        if table.deduplicated
+    ]
     return f"Ids that a batch repeats are sent once: {shortened(texts, MAX_RANKS)}" if texts else ""
 
 
@@ -240,14 +288,23 @@ def _in_host_memory(tables: Sequence[PlannedTable]) -> str:
 
 
 def _left_alone(reasons: Mapping[str, str]) -> list[str]:
-    lines = [f"'{path}' is not sharded, every rank has all of it: {reason}" for path, reason in reasons.items()]
-    remainder = [f"{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"] if len(lines) > MAX_TABLES else []
+    lines = [
+        f"'{path}' is not sharded, every rank has all of it: {reason}"
+        for path, reason in reasons.items()
+    ]
+    remainder = (
+        [f"{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"]
+        if len(lines) > MAX_TABLES
+        else []
+    )
     return lines[:MAX_TABLES] + remainder
 
 
 def _memory(plan: ShardingPlan) -> str:
     held = plan.table_bytes()
-    per_rank = ", ".join(f"rank {rank}: {format_bytes(total)}" for rank, total in enumerate(held[:MAX_RANKS]))
+    per_rank = ", ".join(
+        f"rank {rank}: {format_bytes(total)}" for rank, total in enumerate(held[:MAX_RANKS])
+    )
     suffix = f" ... largest {format_bytes(held.max())}" if len(held) > MAX_RANKS else ""
     return f"Memory for tables, gradients and optimizer state: {per_rank}{suffix}"
 
@@ -266,26 +323,42 @@ def _types(tables: Sequence[PlannedTable], output_dtype: torch.dtype | None) -> 
     kinds = list(names)
     if kinds == ["float32"] and output_dtype is None:
         return ""
-    looked_up = "" if output_dtype is None else f" and are looked up as {str(output_dtype).removeprefix('torch.')}"
+    looked_up = (
+        ""
+        if output_dtype is None
+        else (f" and are looked up as {str(output_dtype).removeprefix('torch.')}")
+    )
     other_tables = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in kinds[1:])
     return f"rows are {' or '.join(kinds)}{looked_up}{f' ({other_tables})' if other_tables else ''}"
 
 
 def rank_columns(plan: ShardingPlan) -> list[tuple[str, NDArray[Any], Callable[[float], str]]]:
-    """Return what each rank holds, takes and sends: name, (R,) numbers, how one of them is written."""
+    """Return what each rank holds, takes and sends: name, (R,) numbers, how one of them is
+    written."""
     memory, sent = plan.memory, plan.traffic
     columns: list[tuple[str, NDArray[Any], Callable[[float], str]]] = [
         ("memory for tables", memory.tables, format_bytes),
-        *((f"... {part}", part_bytes, format_bytes) for part, part_bytes in plan.memory_parts().items()),
+        *(
+            (f"... {part}", part_bytes, format_bytes)
+            for part, part_bytes in plan.memory_parts().items()
+        ),
         ("usable memory", memory.usable, format_bytes),
     ]
     if plan.dense_bytes:
-        columns.append(("layers without tables", np.full(plan.num_ranks, plan.dense_bytes), format_bytes))
+        columns.append((
+            "layers without tables",
+            np.full(plan.num_ranks, plan.dense_bytes),
+            format_bytes,
+        ))
     if plan.host_memory is not None:
         columns.append(("host memory for tables", plan.host_memory.tables, format_bytes))
     if plan.cost.known:
         columns.append(("estimated time", plan.cost.milliseconds_by_rank, milliseconds_in_words))
-    columns += [(f"sent: {kind}", sent.sent(kind), format_bytes) for kind in TRAFFIC_KINDS if sent.sent(kind).any()]
+    columns += [
+        (f"sent: {kind}", sent.sent(kind), format_bytes)
+        for kind in TRAFFIC_KINDS
+        if sent.sent(kind).any()
+    ]
     if sent.layout.num_nodes > 1:
         columns.append(("sent to other nodes", sent.across_nodes(), format_bytes))
     return columns

@@ -1,9 +1,11 @@
-"""Searches for the plan whose slowest rank has the least work: proposals by prices of memory, then moves of tables.
+"""Searches for the plan whose slowest rank has the least work: proposals by prices of memory, then
+moves of tables.
 
-A table's options differ in time and memory. For given prices of memory and a limit on one shard's time, the best
-option of each table is known at once; packing the chosen shards, largest first, onto the ranks with the least work
-gives a proposal. The best proposals are then improved: tables that the critical path waits for move, one
-at a time; and several random tables are put again at once, to leave a plan that no single move improves.
+A table's options differ in time and memory. For given prices of memory and a limit on one shard's
+time, the best option of each table is known at once; packing the chosen shards, largest first, onto
+the ranks with the least work gives a proposal. The best proposals are then improved: tables that
+the critical path waits for move, one at a time; and several random tables are put again at once, to
+leave a plan that no single move improves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,13 +33,17 @@ NUM_STARTS = 4
 NUM_LIMITS = 10
 """Number of limits on one shard's time that are tried at each price."""
 GOOD_ENOUGH = 1.003
-"""The search stops at this multiple of the lower bound: estimates of times are less exact by far."""
+"""The search stops at this multiple of the lower bound: estimates of times are less exact by
+far."""
 MOVES = 32_000
-"""Moves of a search. For 1,000 tables on 512 ranks 5,000 end at 1.26 of the lower bound; these at 1.08, 2 s later."""
+"""Moves of a search. For 1,000 tables on 512 ranks 5,000 end at 1.26 of the lower bound; these at
+1.08, 2 s later."""
 SQUARINGS = 4
-"""Times are added up in their 16th power, to see progress while several ranks or links are equally slow."""
+"""Times are added up in their 16th power, to see progress while several ranks or links are equally
+slow."""
 BOUND_SHARES = np.linspace(0, 1, 5)
-"""Shares of the mean over ranks, the rest being the longest shard, whose sums are tried as lower bounds."""
+"""Shares of the mean over ranks, the rest being the longest shard, whose sums are tried as lower
+bounds."""
 
 
 class Totals:
@@ -45,19 +51,27 @@ class Totals:
 
     def __init__(self, options: Options, budget: MemoryBudget) -> None:
         shape = (len(options), max(len(table_options) for table_options in options))
-        # Tables have unequal numbers of options; those that do not exist take infinite time, so that none is chosen.
+        # Tables have unequal numbers of options; those that do not exist take infinite time, so
+        # that none is chosen.
         self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
         self.device, self.host = np.zeros(shape), np.zeros(shape)
         num_ranks, num_links = budget.num_ranks, PartialPlan(options, budget).num_links
-        # Of each exchange and of compute: the mean over links or ranks, and what one of them takes at least.
+        # Of each exchange and of compute: the mean over links or ranks, and what one of them takes
+        # at least.
         means, peaks = np.zeros((4, *shape)), np.full((4, *shape), np.inf)
-        types = sorted({option.sharding_type for table_options in options for option in table_options})
+        types = sorted({
+            option.sharding_type for table_options in options for option in table_options
+        })
         self.with_type = {kind: np.zeros(shape, dtype=bool) for kind in types}
         """Sharding type -> (tables, largest number of options): the options that have it."""
         for t, table_options in enumerate(options):
             for o, option in enumerate(table_options):
-                # An exchange takes as long as the links carry it together, also where there are fewer than ranks.
-                means[:, t, o] = *(option.exchange.sum(axis=1) / num_links), option.compute.sum() / num_ranks
+                # An exchange takes as long as the links carry it together, also where there are
+                # fewer than ranks.
+                means[:, t, o] = (
+                    *(option.exchange.sum(axis=1) / num_links),
+                    option.compute.sum() / num_ranks,
+                )
                 peaks[:, t, o] = *_link_peaks(option, num_ranks, num_links), option.compute.max()
                 self.time[t, o] = means[:, t, o].sum() * num_ranks
                 self.longest[t, o] = option.milliseconds.max()
@@ -73,18 +87,19 @@ class Totals:
     def best_options(
         self, prices: tuple[float, float], limit: float, sharding_type: str, budget: MemoryBudget
     ) -> NDArray[np.intp]:
-        """Return each table's best option at these prices of memory (device, host), none of its shards over `limit`.
+        """Return each table's best option at these prices of memory (device, host), none of its
+        shards over `limit`.
 
-        A table without such an option gets the one whose longest shard is shortest. sharding_type: that of all tables
-        that can have it; "" for any.
+        A table without such an option gets the one whose longest shard is shortest. sharding_type:
+        that of all tables that can have it; "" for any.
         """
         cost = self.time / (self.min_time or 1.0)
         for price, used, available in zip(
             prices, (self.device, self.host), (budget.device_bytes, budget.host_bytes), strict=True
         ):
             cost = cost + price * used / max(1.0, float(available.sum()))
-        # Added to costs of about 1: an option over the limit comes after all others, one of another type after those.
-        # Among them the shortest shard wins, so that every table has some option.
+        # Added to costs of about 1: an option over the limit comes after all others, one of another
+        # type after those. Among them the shortest shard wins, so that every table has some option.
         cost = np.where(self.longest <= limit, cost, 1e12 + self.longest)
         if sharding_type:
             cost = np.where(self.with_type[sharding_type], cost, 1e24 + cost)
@@ -104,11 +119,14 @@ def _link_peaks(option: EstimatedOption, num_ranks: int, num_links: int) -> NDAr
 
 
 def _lower_bound(means: NDArray[np.float64], peaks: NDArray[np.float64], parts: list[int]) -> float:
-    """Return milliseconds that no plan's critical path is below, by some of its parts; the others count by means.
+    """Return milliseconds that no plan's critical path is below, by some of its parts; the others
+    count by means.
 
-    means, peaks: (4, tables, largest number of options). A plan takes the mean of each part, and no less than the peak
-    of any of its options, and so no less than any weighted mean of the two. What a plan's largest peak is, is not
-    known: all are tried. The least that plans with options up to that peak can take is added up, and the least is it.
+    means, peaks: (4, tables, largest number of options). A plan takes the mean of each part, and no
+    less than the peak of any of its options, and so no less than any weighted mean of the two. What
+    a plan's largest peak is, is not
+    known: all are tried. The least that plans with options up to that peak can take is added up,
+    and the least is it.
     """
     peak, part_means = peaks[parts].sum(axis=0), means[parts].sum(axis=0)
     other_means = means.sum(axis=0) - part_means
@@ -119,8 +137,11 @@ def _lower_bound(means: NDArray[np.float64], peaks: NDArray[np.float64], parts: 
     tried = np.unique(np.maximum(peak[exists], peak[:, 0].max()))
     bounds = np.zeros_like(tried)
     for share in BOUND_SHARES:
-        cost = np.minimum.accumulate(np.take_along_axis(share * part_means + other_means, order, 1), axis=1)
-        # What all tables take at least with their options up to a peak: each next option may only lower it.
+        cost = np.minimum.accumulate(
+            np.take_along_axis(share * part_means + other_means, order, 1), axis=1
+        )
+        # What all tables take at least with their options up to a peak: each next option may only
+        # lower it.
         gains = np.diff(cost, axis=1, prepend=0)
         places = np.searchsorted(tried, peak[exists])
         sums = np.cumsum(np.bincount(places, gains[exists], minlength=len(tried)))
@@ -128,20 +149,22 @@ def _lower_bound(means: NDArray[np.float64], peaks: NDArray[np.float64], parts: 
     return float(bounds.min())
 
 
-# ---------------------------------------------------------------------------------------------------------- proposals
+# ---------------------------------------------------------------------------------------- proposals
 
 
 def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[PartialPlan]:
     """Return up to `NUM_STARTS` plans, the best first; none where no proposal fits.
 
-    They come from the lowest prices at which tables fit, or from all combinations of options where those are few.
+    They come from the lowest prices at which tables fit, or from all combinations of options where
+    those are few.
     """
     plans: list[PartialPlan] = []
     if _has_few_combinations(options):
         for picks in product(*(range(len(table_options)) for table_options in options)):
             plans += pack(options, np.asarray(picks), budget)
         return sorted(plans, key=lambda plan: plan.critical_path)[:NUM_STARTS]
-    # Neighbouring prices often pick the same options, and packing these again would give the same plans.
+    # Neighbouring prices often pick the same options, and packing these again would give the same
+    # plans.
     seen: set[bytes] = set()
     remaining_prices = NUM_PRICES
     for prices in _all_prices(budget):
@@ -150,7 +173,8 @@ def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[Pa
             if picked.tobytes() not in seen:
                 seen.add(picked.tobytes())
                 plans += pack(options, picked, budget)
-        # Counted from the first price at which something fits: at lower ones the fast options need too much memory.
+        # Counted from the first price at which something fits: at lower ones the fast options need
+        # too much memory.
         remaining_prices -= bool(plans)
         if remaining_prices == 0:
             break
@@ -169,7 +193,8 @@ def _all_prices(budget: MemoryBudget) -> Iterator[tuple[float, float]]:
 
 
 def _restrictions(totals: Totals) -> Iterator[tuple[float, str]]:
-    """Yield limits on a shard's time, from none to the lower bound of a critical path; then each sharding type."""
+    """Yield limits on a shard's time, from none to the lower bound of a critical path; then each
+    sharding type."""
     longest = totals.longest[np.isfinite(totals.longest)]
     lowest = max(totals.lower_bound, 1e-9)
     # Slightly more than the limit, or rounding would exclude the shard that defines it.
@@ -179,7 +204,8 @@ def _restrictions(totals: Totals) -> Iterator[tuple[float, str]]:
 
 
 def pack(options: Options, picked: NDArray[np.intp], budget: MemoryBudget) -> list[PartialPlan]:
-    """Return plans with the picked options, packed largest first, by time and by memory: those that fit."""
+    """Return plans with the picked options, packed largest first, by time and by memory: those that
+    fit."""
     plans: list[PartialPlan] = []
     for prefer_memory in (False, True):
         plan = PartialPlan(options, budget)
@@ -194,7 +220,8 @@ def pack(options: Options, picked: NDArray[np.intp], budget: MemoryBudget) -> li
 
 
 def _largest_first(options: Options, picked: NDArray[np.intp], prefer_memory: bool) -> list[int]:
-    """Return tables in the order in which they are packed: those on all ranks, then by their largest shard."""
+    """Return tables in the order in which they are packed: those on all ranks, then by their
+    largest shard."""
 
     def size(table: int) -> tuple[bool, float]:
         option = options[table][picked[table]]
@@ -204,11 +231,12 @@ def _largest_first(options: Options, picked: NDArray[np.intp], prefer_memory: bo
     return sorted(range(len(options)), key=size, reverse=True)
 
 
-# -------------------------------------------------------------------------------------------------------- improvement
+# -------------------------------------------------------------------------------------- improvement
 
 
 class Search:
-    """Improves plans by moves. Moves are counted, not timed, so that equal input gives equal plans."""
+    """Improves plans by moves. Moves are counted, not timed, so that equal input gives equal
+    plans."""
 
     def __init__(self, options: Options, seed: int) -> None:
         self._moves_left = MOVES
@@ -216,21 +244,26 @@ class Search:
         self._random = np.random.default_rng(seed)
 
     def improve(self, starts: Sequence[PartialPlan], goal: float) -> PartialPlan:
-        """Return the best plan that moves from `starts` lead to. goal: the critical path at which to stop."""
-        best = min((self._polish(start.copy()) for start in starts), key=lambda plan: plan.critical_path)
+        """Return the best plan that moves from `starts` lead to. goal: the critical path at which
+        to stop."""
+        best = min(
+            (self._polish(start.copy()) for start in starts), key=lambda plan: plan.critical_path
+        )
         failures = 0
         while self._moves_left > 0 and failures < self._max_failures and best.critical_path > goal:
             failures += 1
             tried = self._with_random_tables_moved(best)
             if tried is None:
                 self._moves_left -= 1
-            # A gain within rounding errors must not reset `failures`, or the search would go on without progress.
+            # A gain within rounding errors must not reset `failures`, or the search would go on
+            # without progress.
             elif self._polish(tried).critical_path < best.critical_path * (1 - 1e-9):
                 best, failures = tried, 0
         return best
 
     def _polish(self, plan: PartialPlan) -> PartialPlan:
-        """Move tables of the critical path, one by one, while that helps. Changes `plan`, and returns it."""
+        """Move tables of the critical path, one by one, while that helps. Changes `plan`, and
+        returns it."""
         while self._moves_left > 0 and self._move_one(plan):
             pass
         # Each move adds and subtracts floats;
@@ -239,14 +272,19 @@ class Search:
         return plan
 
     def _move_one(self, plan: PartialPlan) -> bool:
-        """Give a table of the critical path other ranks or another option; returns whether one helped."""
+        """Give a table of the critical path other ranks or another option; returns whether one
+        helped."""
         unit = plan.critical_path
         if unit <= 0:
             return False
         steepness = _steepness(plan, unit)
         for table in plan.critical_tables():
             old = plan.take(table)
-            moves = [move for move in self._moves_of(plan, table, unit) if _is_better(move, unit, steepness)]
+            moves = [
+                move
+                for move in self._moves_of(plan, table, unit)
+                if _is_better(move, unit, steepness)
+            ]
             if moves:
                 _, _, number, ranks = min(moves, key=lambda move: move[:2])
                 plan.put(table, number, ranks)
@@ -256,11 +294,18 @@ class Search:
                 return False
         return False
 
-    def _moves_of(self, plan: PartialPlan, table: int, unit: float) -> list[tuple[float, float, int, Ranks]]:
-        """Return critical path, steepness, number and ranks of each option that takes up to `unit` on a rank."""
+    def _moves_of(
+        self, plan: PartialPlan, table: int, unit: float
+    ) -> list[tuple[float, float, int, Ranks]]:
+        """Return critical path, steepness, number and ranks of each option that takes up to `unit`
+        on a rank."""
         moves: list[tuple[float, float, int, Ranks]] = []
         options = plan.options[table]
-        short = [number for number, option in enumerate(options) if float(option.milliseconds.max()) <= unit]
+        short = [
+            number
+            for number, option in enumerate(options)
+            if float(option.milliseconds.max()) <= unit
+        ]
         for number in short or range(len(options)):
             ranks = plan.find_ranks(options[number])
             if ranks is None:
@@ -274,13 +319,15 @@ class Search:
         return moves
 
     def _with_random_tables_moved(self, plan: PartialPlan) -> PartialPlan | None:
-        """Return a copy in which some tables were put again in random order; None where one did not fit."""
+        """Return a copy in which some tables were put again in random order; None where one did not
+        fit."""
         changed = plan.copy()
         unit = changed.critical_path
         num_tables = len(changed.options)
         slowest = changed.critical_tables()
         count = int(self._random.integers(2, 4 + min(num_tables, 4 + num_tables // 20)))
-        # Some come from the critical path: while its tables stay, the critical path hardly gets shorter.
+        # Some come from the critical path: while its tables stay, the critical path hardly gets
+        # shorter.
         few = min(len(slowest), 1 + count // 2)
         tables = set(self._random.choice(slowest, size=few, replace=False).tolist())
         tables |= set(self._random.integers(0, num_tables, size=count).tolist())
@@ -291,14 +338,16 @@ class Search:
             moves = sorted(self._moves_of(changed, table, unit), key=lambda move: move[1])
             if not moves:
                 return None
-            # geometric(0.8) takes the best move in four of five cases, and the next ones ever less often.
+            # geometric(0.8) takes the best move in four of five cases, and the next ones ever less
+            # often.
             _, _, number, ranks = moves[min(int(self._random.geometric(0.8)) - 1, len(moves) - 1)]
             changed.put(table, number, ranks)
         return changed
 
 
 def _steepness(plan: PartialPlan, unit: float) -> float:
-    """Return about the critical path over `unit`, with a little of all ranks and links that are nearly as slow."""
+    """Return about the critical path over `unit`, with a little of all ranks and links that are
+    nearly as slow."""
     total = 0.0
     for times in (plan.compute, *plan.exchange):
         powers = times / unit
@@ -309,8 +358,10 @@ def _steepness(plan: PartialPlan, unit: float) -> float:
 
 
 def _is_better(move: tuple[float, float, int, Ranks], path: float, steepness: float) -> bool:
-    """Return whether a move shortens the critical path, or keeps it and makes the ranks' times less steep."""
-    # The margins are above the rounding errors of a few thousand moves: without them two equal plans could alternate.
+    """Return whether a move shortens the critical path, or keeps it and makes the ranks' times less
+    steep."""
+    # The margins are above the rounding errors of a few thousand moves: without them two equal
+    # plans could alternate.
     if move[0] < path * (1 - 1e-9):
         return True
     return move[0] <= path * (1 + 1e-12) and move[1] < steepness * (1 - 1e-9)

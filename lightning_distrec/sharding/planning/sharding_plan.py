@@ -14,7 +14,12 @@ from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.traffic import Traffic, estimate_traffic, replica_bytes
-from lightning_distrec.sharding.sharders import KERNELS, SHARDING_TYPES, QuantizedComms, ShardingByTable
+from lightning_distrec.sharding.sharders import (
+    KERNELS,
+    SHARDING_TYPES,
+    QuantizedComms,
+    ShardingByTable,
+)
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 
@@ -27,9 +32,11 @@ TIME_PARTS = (
     "exchange of ids",
     "update",
 )
-"""The parts of a step's time. Lookups are of torchrec's estimators; exchanges and updates are estimated here.
+"""The parts of a step's time. Lookups are of torchrec's estimators; exchanges and updates are
+estimated here.
 
-torchrec's own total, and therefore its planner, leaves the ids out: over a slow link they may be half of the bytes.
+torchrec's own total, and therefore its planner, leaves the ids out: over a slow link they may be
+half of the bytes.
 """
 EXCHANGE_PARTS = tuple(number for number, part in enumerate(TIME_PARTS) if "exchange" in part)
 """Numbers of those in which ranks wait for each other."""
@@ -40,20 +47,29 @@ Origin = tuple[str, str, str]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanCost:
-    """The estimates for one plan; empty where it was not estimated. Shapes: R is the number of ranks."""
+    """The estimates for one plan; empty where it was not estimated. Shapes: R is the number of
+    ranks."""
 
-    milliseconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, len(TIME_PARTS))))
+    milliseconds: NDArray[np.float64] = field(
+        default_factory=lambda: np.zeros((0, len(TIME_PARTS)))
+    )
     """(R, 7): time of a step that a rank spends on tables, by `TIME_PARTS`."""
     device_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """(R,): memory of the rank's GPU that tables and their exchange take; on CPU, of its host."""
     host_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """(R,): memory of the host that tables take which a GPU reads from there (fused_uvm kernels); 0 on CPU."""
-    device_bytes_usable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """(R,): memory of the host that tables take which a GPU reads from there (fused_uvm kernels); 0
+    on CPU."""
+    device_bytes_usable: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(0, dtype=np.int64)
+    )
     """(R,): device memory that tables may take, without what is reserved."""
-    host_bytes_usable: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    host_bytes_usable: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(0, dtype=np.int64)
+    )
     """(R,): the same of the host's memory; 0 on CPU."""
     lower_bound: float | None = None
-    """Milliseconds that no plan's critical path is below; None for a plan that was not searched for."""
+    """Milliseconds that no plan's critical path is below; None for a plan that was not searched
+    for."""
 
     @property
     def known(self) -> bool:
@@ -78,7 +94,8 @@ class PlanCost:
 
     @property
     def critical_path(self) -> float:
-        """Milliseconds of a step for tables: each exchange waits for its slowest rank. Planning minimizes it."""
+        """Milliseconds of a step for tables: each exchange waits for its slowest rank. Planning
+        minimizes it."""
         exchanges = self.milliseconds[:, EXCHANGE_PARTS]
         # The sum that the search minimizes, see `PartialPlan.critical_path`.
         compute = self.milliseconds_by_rank - exchanges.sum(axis=1)
@@ -128,7 +145,8 @@ class ShardingPlan:
     """Examples per rank and step."""
     comms: QuantizedComms = field(default_factory=QuantizedComms)
     memory_bytes: int | Sequence[int] = 0
-    """Memory of a rank, or of each: its GPU's, or its share of the host's where tables train on CPU."""
+    """Memory of a rank, or of each: its GPU's, or its share of the host's where tables train on
+    CPU."""
     usable_bytes: int | Sequence[int] = 0
     """How much of it tables may take, where `cost` is not known."""
     origins: Sequence[Origin] = ()
@@ -151,20 +169,27 @@ class ShardingPlan:
         """Return it as torchrec's sharders take it.
 
         devices: of each rank, as that rank names it.
-        first_rank: of the group of ranks that it is for; a plan counts within the group, and shards' places do not.
+        first_rank: of the group of ranks that it is for; a plan counts within the group, and
+        shards' places do not.
         """
-        # torchrec's own planner numbers a node's GPUs by rank. That is wrong where nodes are unequal, or where a
-        # launcher shows each rank one GPU that all of them call cuda:0.
+        # torchrec's own planner numbers a node's GPUs by rank. That is wrong where nodes are
+        # unequal, or where a launcher shows each rank one GPU that all of them call cuda:0.
         names = [str(device) for device in devices]
         return {name: table.for_torchrec(names, first_rank) for name, table in self.tables.items()}
 
     @staticmethod
     def from_torchrec(
-        tables: Iterable[Table], shardings: ShardingByTable, layout: NodeLayout, device: str, first_rank: int = 0
+        tables: Iterable[Table],
+        shardings: ShardingByTable,
+        layout: NodeLayout,
+        device: str,
+        first_rank: int = 0,
     ) -> "ShardingPlan":
         """Return a plan of torchrec's for these tables; what it costs is not known."""
         planned = {
-            table.full_name: PlannedTable.from_torchrec(table, shardings[table.full_name], layout.num_ranks, first_rank)
+            table.full_name: PlannedTable.from_torchrec(
+                table, shardings[table.full_name], layout.num_ranks, first_rank
+            )
             for table in tables
         }
         return ShardingPlan(layout=layout, device=device, tables=planned)
@@ -180,29 +205,34 @@ class ShardingPlan:
         return replica_bytes(self.tables.values(), self.layout, self.batch_size, self.sync_interval)
 
     def table_bytes(self, on_host: bool = False, updates: bool = True) -> NDArray[np.int64]:
-        """Return, (R,), bytes of rows, with `updates` of state and gradients too; of tables on the host or others."""
+        """Return, (R,), bytes of rows, with `updates` of state and gradients too; of tables on the
+        host or others."""
         totals = np.zeros(self.num_ranks)
         for table in self.tables.values():
             # A GPU's tables are in one of two memories, and each call sums up one of them.
             if table.on_host == on_host:
-                totals += np.bincount(table.ranks, table.shard_bytes(updates), minlength=self.num_ranks)
+                totals += np.bincount(
+                    table.ranks, table.shard_bytes(updates), minlength=self.num_ranks
+                )
         return np.rint(totals).astype(np.int64)
 
     def memory_parts(self, on_host: bool = False) -> dict[str, NDArray[np.int64]]:
-        """Return what tables take of a memory, as `memory` and `host_memory` sum it up: part -> (R,) bytes."""
+        """Return what tables take of a memory, as `memory` and `host_memory` sum it up: part ->
+        (R,) bytes."""
         usage = self.host_memory if on_host else self.memory
         rows, held = self.table_bytes(on_host, updates=False), self.table_bytes(on_host)
         parts = {"rows": rows, "optimizer state and gradients": held - rows}
         if usage is not None:
-            # Estimates are rounded shard by shard and sums only once, so that this may be below 0 by a few bytes.
+            # Estimates are rounded shard by shard and sums only once, so that this may be below 0
+            # by a few bytes.
             parts["exchange and cache"] = np.maximum(usage.tables - held, 0)
         return {part: part_bytes for part, part_bytes in parts.items() if part_bytes.any()}
 
     def start_bytes(self, full: bool) -> NDArray[np.int64]:
         """Return, (R,), bytes of the host that tables take at most while a rank starts.
 
-        full: whether every rank builds full tables, in `__init__`, and not on meta. They are freed before shards are
-        made, but for rank 0's, whose rows fill all shards.
+        full: whether every rank builds full tables, in `__init__`, and not on meta. They are freed
+        before shards are made, but for rank 0's, whose rows fill all shards.
         """
         shards = self.table_bytes(on_host=self.on_gpu)
         if not full:
@@ -236,10 +266,14 @@ class ShardingPlan:
         return self.memory.fits and (self.host_memory is None or self.host_memory.fits)
 
 
-def plan_from_torchrec(plan: TorchRecPlan, tables: Sequence[Table], layout: NodeLayout, device: str) -> ShardingPlan:
-    """Return TorchRec's plan for the tables of this module, whose collections may have longer or shorter paths there.
+def plan_from_torchrec(
+    plan: TorchRecPlan, tables: Sequence[Table], layout: NodeLayout, device: str
+) -> ShardingPlan:
+    """Return TorchRec's plan for the tables of this module, whose collections may have longer or
+    shorter paths there.
 
-    Raises PlanError: a collection is not in the plan, or several may be meant; a sharding type or kernel is not ours.
+    Raises PlanError: a collection is not in the plan, or several may be meant; a sharding type or
+    kernel is not ours.
     """
     planned: dict[str, PlannedTable] = {}
     num_ranks = layout.num_ranks
@@ -247,27 +281,36 @@ def plan_from_torchrec(plan: TorchRecPlan, tables: Sequence[Table], layout: Node
         keys = [key for key in plan.plan if _is_end(key, path) or _is_end(path, key)]
         if len(keys) != 1:
             raise PlanError(
-                f"plan_file=ShardingPlan(...): '{path}' fits {keys or 'none'} of its modules {list(plan.plan)}. Make "
-                "the plan for the LightningModule, or for the module of it that holds the collections."
+                f"plan_file=ShardingPlan(...): '{path}' fits {keys or 'none'} of its modules "
+                f"{list(plan.plan)}. Make "
+                "the plan for the LightningModule, or for the module of it that holds the "
+                "collections."
             )
         shardings: Mapping[str, Any] = plan.plan[keys[0]]  # type: ignore[assignment]
         for table in tables:
             if table.collection == path and table.name in shardings:
-                entry = planned[table.full_name] = _planned(table, shardings[table.name], layout.num_ranks)
+                entry = planned[table.full_name] = _planned(
+                    table, shardings[table.name], layout.num_ranks
+                )
                 num_ranks = max(num_ranks, *(1 + shard.rank for shard in entry.shards))
     # TorchRec's plan does not say for how many ranks it is; `plan_for_run` compares.
-    return ShardingPlan(layout=NodeLayout.equal(num_ranks, num_ranks), device=device, tables=planned)
+    return ShardingPlan(
+        layout=NodeLayout.equal(num_ranks, num_ranks), device=device, tables=planned
+    )
 
 
 def _planned(table: Table, sharding: ParameterSharding, num_ranks: int) -> PlannedTable:
     planned = PlannedTable.from_torchrec(table, sharding, num_ranks)
     if planned.compute_kernel == "dense" and planned.sharding_type != "data_parallel":
-        # TorchRec plans it for all tables on CPU; whether an update is fused, our optimizers decide.
+        # TorchRec plans it for all tables on CPU; whether an update is fused, our optimizers
+        # decide.
         planned = replace(planned, compute_kernel="fused")
     if planned.sharding_type not in SHARDING_TYPES or planned.compute_kernel not in KERNELS:
         raise PlanError(
-            f"plan_file=ShardingPlan(...): table '{table.full_name}' is {planned.sharding_type} with the kernel "
-            f"{planned.compute_kernel}. Use one of {', '.join(SHARDING_TYPES)}, and one of {', '.join(KERNELS)}."
+            f"plan_file=ShardingPlan(...): table '{table.full_name}' is {planned.sharding_type} "
+            "with the kernel "
+            f"{planned.compute_kernel}. Use one of {', '.join(SHARDING_TYPES)}, and one of "
+            f"{', '.join(KERNELS)}."
         )
     return planned
 

@@ -1,4 +1,5 @@
-"""Ranks, nodes and memory as torchrec's planner takes them, and how much memory is reserved for what is not tables."""
+"""Ranks, nodes and memory as torchrec's planner takes them, and how much memory is reserved for
+what is not tables."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +24,8 @@ PERCENT = re.compile(r"\s*([-+]?\d+(?:\.\d*)?)\s*%\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """How much of each rank's memory is reserved for what is not tables: a share of it, or bytes."""
+    """How much of each rank's memory is reserved for what is not tables: a share of it, or
+    bytes."""
 
     share: float = 0.0
     fixed_bytes: int = 0
@@ -31,20 +33,27 @@ class Reservation:
 
     def bytes_of(self, memory_bytes: int) -> int:
         """Return the bytes reserved of a rank's memory: never more than all of it."""
-        return min(memory_bytes, memory_bytes - int(memory_bytes * (1 - self.share)) + self.fixed_bytes)
+        return min(
+            memory_bytes, memory_bytes - int(memory_bytes * (1 - self.share)) + self.fixed_bytes
+        )
 
     def with_dense(self, dense_bytes: int, memory_bytes: int) -> "Reservation":
         """Return the bytes of layers without tables in place of the default, if they need more."""
-        # Only the default gives way: what the user set stays, even where layers without tables need more.
+        # Only the default gives way: what the user set stays, even where layers without tables need
+        # more.
         if self != DEFAULT or dense_bytes <= self.bytes_of(memory_bytes):
             return self
-        return Reservation(fixed_bytes=dense_bytes, origin="what layers without tables need, more than 15%")
+        return Reservation(
+            fixed_bytes=dense_bytes, origin="what layers without tables need, more than 15%"
+        )
 
     def of_host(self) -> "Reservation":
         """Return the reservation of the host's memory, for ranks that have a GPU."""
         # Bytes that are reserved of a GPU say nothing about its host, of
         # whose memory the default share is reserved then.
-        return Reservation(share=DEFAULT.share if self.fixed_bytes else self.share, origin=self.origin)
+        return Reservation(
+            share=DEFAULT.share if self.fixed_bytes else self.share, origin=self.origin
+        )
 
     @property
     def in_words(self) -> str:
@@ -69,7 +78,8 @@ def reservation_of(option: str | float | None, environment: Mapping[str, str]) -
         number = float("nan")
     if not 0 <= number < 100 or number == 1:
         raise ConfigError(
-            f"the environment's {VARIABLE}={text!r}: the share of each rank's memory that is not for tables is needed, "
+            f"the environment's {VARIABLE}={text!r}: the share of each rank's memory that is not "
+            "for tables is needed, "
             "from 0 to below 1, as TorchEasyRec has it; or a percentage above 1 and below 100."
         )
     if number < 1:
@@ -86,7 +96,10 @@ def _parse_reserve(value: str | float) -> Reservation:
     if match := PERCENT.fullmatch(value):
         percent = float(match[1])
         if not 0 < percent < 100:
-            raise ConfigError(f"{option}: a percentage above 0 and below 100 is needed, or nothing is left. {hint}")
+            raise ConfigError(
+                f"{option}: a percentage above 0 and below 100 is needed, or "
+                f"nothing is left. {hint}"
+            )
         return Reservation(share=percent / 100, origin="argument")
     if value.strip().isalpha():
         raise ConfigError(f"{option} is no size. {hint}")
@@ -108,17 +121,22 @@ class RankMemory:
         rank = int(np.argmin(usable))
         if usable[rank] <= 0:
             raise PlanError(
-                f"{reservation.in_words} ({reservation.origin}) are reserved for what is not tables, and rank {rank} "
-                f"has {format_bytes(self.device_bytes[rank])}: nothing is left for tables. Reserve less by "
+                f"{reservation.in_words} ({reservation.origin}) are reserved for what is not "
+                f"tables, and rank {rank} "
+                f"has {format_bytes(self.device_bytes[rank])}: nothing is left for tables. "
+                "Reserve less by "
                 "planning.reserve, or use ranks with more memory."
             )
         host_reservation = reservation.of_host()
-        usable_of_host = tuple(memory - host_reservation.bytes_of(memory) for memory in self.host_bytes)
+        usable_of_host = tuple(
+            memory - host_reservation.bytes_of(memory) for memory in self.host_bytes
+        )
         return RankMemory(device_bytes=tuple(usable), host_bytes=usable_of_host)
 
 
 def memory_bytes_per_rank(device: torch.device, ranks_on_node: int, option: int | None) -> int:
-    """Return all bytes of one rank: as the option says, its device's, or its share of the host's."""
+    """Return all bytes of one rank: as the option says, its device's, or its share of the
+    host's."""
     if option is not None:
         if option <= 0:
             raise ConfigError(f"memory_bytes_per_rank={option}: must be above 0.")
@@ -138,17 +156,17 @@ def make_topology(
 ) -> Topology:
     """Return torchrec's description of the ranks.
 
-    memory: what each rank has for tables and their exchange, without what is reserved for all else. It may be unequal;
-    row-wise shards stay equal, because lookups find a row's rank by dividing. Where nodes are not alike each rank is
-    described as a node of its own.
+    memory: what each rank has for tables and their exchange, without what is reserved for all else.
+    It may be unequal; row-wise shards stay equal, because lookups find a row's rank by dividing.
+    Where nodes are not alike each rank is described as a node of its own.
     """
     on_gpu = device.type == "cuda"
     collectives = BasicCommsBandwidths if on_gpu else GlooBandwidths
     with silence_torchrec():
         topology = Topology(
             world_size=layout.num_ranks,
-            # torchrec has one number of ranks for all nodes. Where it differs each rank counts as a node of its own, so
-            # that everything is assumed to be sent at the speed between nodes.
+            # torchrec has one number of ranks for all nodes. Where it differs each rank counts as a
+            # node of its own, so that everything is assumed to be sent at the speed between nodes.
             local_world_size=layout.ranks_on_node if layout.alike else 1,
             compute_device=device.type,
             hbm_mem_bw=bandwidths.device_memory.bytes_per_millisecond,
@@ -159,7 +177,8 @@ def make_topology(
                 inter_host_bw=bandwidths.cross_node.bytes_per_millisecond,
             ),
         )
-    # CustomTopologyData would be torchrec's word for unequal memory, but with it row-wise shards follow the memory.
+    # CustomTopologyData would be torchrec's word for unequal memory, but with it row-wise shards
+    # follow the memory.
     for rank, described in enumerate(topology.devices):
         described.storage.hbm = memory.device_bytes[rank] if on_gpu else 0
         described.storage.ddr = memory.host_bytes[rank] if on_gpu else memory.device_bytes[rank]
@@ -169,15 +188,23 @@ def make_topology(
 class GlooBandwidths(BasicCommsBandwidths):
     """Those of torchrec, but for two collectives.
 
-    gloo scatters sums by summing everywhere (torch 2.13: twice the bytes on the wire, as all_reduce sends them). And
-    torchrec takes the sums of data_parallel tables to travel between nodes even where there is one.
+    gloo scatters sums by summing everywhere (torch 2.13: twice the bytes on the wire, as all_reduce
+    sends them). And torchrec takes the sums of data_parallel tables to travel between nodes even
+    where there is one.
     """
 
     @override
-    def get_bw(self, local_world_size: int, world_size: int, collective_type: CollectiveType) -> float:
-        """Return bytes per millisecond of a collective of `world_size` ranks, `local_world_size` of them on a node."""
+    def get_bw(
+        self, local_world_size: int, world_size: int, collective_type: CollectiveType
+    ) -> float:
+        """Return bytes per millisecond of a collective of `world_size` ranks, `local_world_size` of
+        them on a node."""
         if collective_type == CollectiveType.ALL_REDUCE and world_size <= local_world_size:
             # torchrec asks for the time of the table's bytes; a ring sends nearly twice as many.
-            return self.intra_host_bw / (2 * (world_size - 1) / world_size) if world_size > 1 else self.intra_host_bw
+            return (
+                self.intra_host_bw / (2 * (world_size - 1) / world_size)
+                if world_size > 1
+                else self.intra_host_bw
+            )
         bandwidth = float(super().get_bw(local_world_size, world_size, collective_type))
         return bandwidth / 2 if collective_type == CollectiveType.REDUCE_SCATTER else bandwidth

@@ -1,8 +1,9 @@
 """How many bytes the ranks send each other for tables in a training step, and between which nodes.
 
-Every exchange of lookups has one of five shapes, so that a few vectors describe it for any number of ranks: every rank
-sends the same to one rank, one rank sends the same to every other, a ring of all ranks, a ring within each node, and
-an exchange between the ranks with the same local rank on each node.
+Every exchange of lookups has one of five shapes, so that a few vectors describe it for any number
+of ranks: every rank sends the same to one rank, one rank sends the same to every other, a ring of
+all ranks, a ring within each node, and an exchange between the ranks with the same local rank on
+each node.
 """
 
 import math
@@ -49,12 +50,14 @@ class Flow:
     to_node: Vector
     """(N,): what every rank on another node sends to the rank with its local rank on this node."""
     from_node: Vector
-    """(N,): what every rank of this node sends to the rank with its local rank on every other node."""
+    """(N,): what every rank of this node sends to the rank with its local rank on every other
+    node."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes of a training step that tables cause. Methods take one of `TRAFFIC_KINDS`, or None for their sum."""
+    """The bytes of a training step that tables cause. Methods take one of `TRAFFIC_KINDS`, or None
+    for their sum."""
 
     layout: NodeLayout
     flows: Mapping[str, Flow]
@@ -76,25 +79,30 @@ class Traffic:
         node, on_node, stays = self._nodes()
         within, across = np.zeros((2, len(node)))
         for flow in self._flows(kind):
-            # Sums by node in place of a matrix of all pairs of ranks: plans may be for thousands of them.
+            # Sums by node in place of a matrix of all pairs of ranks: plans may be for thousands of
+            # them.
             to_nodes = np.bincount(node, flow.to_rank)
             within += to_nodes[node] - flow.to_rank + flow.from_rank * (on_node[node] - 1)
             within += np.where(stays, flow.ring, 0.0) + flow.ring_on_node[node]
             across += to_nodes.sum() - to_nodes[node] + flow.from_rank * (len(node) - on_node[node])
             across += np.where(stays, 0.0, flow.ring)
-            to_same_local_rank = flow.to_node.sum() - flow.to_node + flow.from_node * (len(on_node) - 1)
+            to_same_local_rank = (
+                flow.to_node.sum() - flow.to_node + flow.from_node * (len(on_node) - 1)
+            )
             across += to_same_local_rank[node]
         return within, across
 
     def between_nodes(self, kind: str | None = None) -> Vector:
-        """Return, (num_nodes, num_nodes), what each node sends to each; the diagonal stays on a node."""
+        """Return, (num_nodes, num_nodes), what each node sends to each; the diagonal stays on a
+        node."""
         node, on_node, _ = self._nodes()
         total = np.zeros((len(on_node), len(on_node)))
         for flow in self._flows(kind):
             total += on_node[:, None] * np.bincount(node, flow.to_rank)[None, :]
             total += np.bincount(node, flow.from_rank)[:, None] * on_node[None, :]
             total += on_node[:, None] * (flow.to_node[None, :] + flow.from_node[:, None])
-            # Several ranks of a node may send to the same node, of which an indexed `+=` would count only the last.
+            # Several ranks of a node may send to the same node, of which an indexed `+=` would
+            # count only the last.
             np.add.at(total, (node, np.roll(node, -1)), flow.ring)
         np.fill_diagonal(total, np.bincount(node, self.within_node(kind)))
         return total
@@ -114,7 +122,9 @@ class Traffic:
             total[ranks, np.roll(ranks, -1)] += flow.ring
             if self.layout.alike:
                 total[ranks, next_on_node] += flow.ring_on_node[node]
-                total += same_local_rank * (flow.to_node[node][None, :] + flow.from_node[node][:, None])
+                total += same_local_rank * (
+                    flow.to_node[node][None, :] + flow.from_node[node][:, None]
+                )
         np.fill_diagonal(total, 0.0)
         return total
 
@@ -122,19 +132,24 @@ class Traffic:
         return list(self.flows.values()) if kind is None else [self.flows[kind]]
 
     def _nodes(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.bool_]]:
-        """Return each rank's node, (R,); ranks per node, (N,); whether the next rank is on the same node, (R,)."""
+        """Return each rank's node, (R,); ranks per node, (N,); whether the next rank is on the same
+        node, (R,)."""
         node = np.asarray(self.layout.node_of_rank, dtype=np.intp)
         return node, np.bincount(node), node == np.roll(node, -1)
 
 
 def estimate_traffic(
-    tables: Iterable[PlannedTable], layout: NodeLayout, batch_size: int, comms: QuantizedComms | None = None
+    tables: Iterable[PlannedTable],
+    layout: NodeLayout,
+    batch_size: int,
+    comms: QuantizedComms | None = None,
 ) -> Traffic:
     """Return what a training step sends for `tables`.
 
-    batch_size: examples per rank and step. comms: the types in which rows and their gradients are sent.
-    Ids are assumed to be spread evenly over the rows, and collectives other than all-to-all to use rings. Control
-    messages, up to 40 bytes for each lookup and pair of ranks, are not counted.
+    batch_size: examples per rank and step. comms: the types in which rows and their gradients are
+    sent.
+    Ids are assumed to be spread evenly over the rows, and collectives other than all-to-all to use
+    rings. Control messages, up to 40 bytes for each lookup and pair of ranks, are not counted.
     Raises PlanError: a table has a sharding type whose exchanges are not known.
     """
     comms = comms or QuantizedComms()
@@ -143,23 +158,28 @@ def estimate_traffic(
     groups: dict[tuple[str, str], list[PlannedTable]] = {}
     wide, flat = set(), set()
     for table in tables:
-        # A collection's ids are sent in one tensor: one large table makes those of all its tables 8 bytes long.
+        # A collection's ids are sent in one tensor: one large table makes those of all its tables 8
+        # bytes long.
         if table.num_rows > SMALL_ROWS:
             wide.add(table.collection)
-        # Ids that are sent once have no bags: each feature of the collection is sent with one length for the batch.
+        # Ids that are sent once have no bags: each feature of the collection is sent with one
+        # length for the batch.
         if table.deduplicated:
             flat.add(table.collection)
         groups.setdefault((table.collection, table.sharding_type), []).append(table)
     for (collection, sharding_type), group in groups.items():
         if sharding_type not in _BY_TYPE:
             raise PlanError(
-                f"table '{group[0].name}' is sharded {sharding_type!r}, whose exchanges are not known. Use one of "
+                f"table '{group[0].name}' is sharded {sharding_type!r}, whose exchanges are not "
+                "known. Use one of "
                 f"{', '.join(_BY_TYPE)}."
             )
         # Gradients of one exchange are one tensor, so that those of frozen tables are sent along.
         learns = any(table.learns for table in group)
         bags = 1 if collection in flat else batch_size
-        exchange = _Exchange(traffic, batch_size, bags, comms, 8 if collection in wide else 4, learns)
+        exchange = _Exchange(
+            traffic, batch_size, bags, comms, 8 if collection in wide else 4, learns
+        )
         if sharding_type != "data_parallel":
             # Numbers of lengths, of ids, of weights, and the batch's size.
             words = 4 if group[0].weighted else 3
@@ -194,16 +214,22 @@ class _Exchange:
 
     def __post_init__(self) -> None:
         self.forward_bytes = COMM_BYTES[self.comms.forward]
-        # 0 for frozen tables: each method below adds gradients without asking whether there are any.
+        # 0 for frozen tables: each method below adds gradients without asking whether there are
+        # any.
         self.backward_bytes = COMM_BYTES[self.comms.backward] if self.learns else 0
 
     def all_rows(self, table: PlannedTable) -> None:
-        """Send every shard all ids of its features; its columns are returned. Shards have all rows of some columns."""
-        vectors = self.batch_size * len(table.pooling_factors) if table.pooled else self._num_ids(table)
+        """Send every shard all ids of its features; its columns are returned. Shards have all rows
+        of some columns."""
+        vectors = (
+            self.batch_size * len(table.pooling_factors) if table.pooled else self._num_ids(table)
+        )
         bytes_in = self._lengths(table) + self._ids(table)
         num_ranks = self.traffic.layout.num_ranks
         shards = np.bincount(table.ranks, minlength=num_ranks)
-        columns: Vector = np.bincount(table.ranks, table.shard_columns, minlength=num_ranks).astype(np.float64)
+        columns: Vector = np.bincount(table.ranks, table.shard_columns, minlength=num_ranks).astype(
+            np.float64
+        )
         self.traffic.flows[IDS].to_rank += shards * bytes_in
         self._back(columns * float(vectors))
 
@@ -215,24 +241,30 @@ class _Exchange:
         if not table.pooled:
             self._back(share * self._num_ids(table) * table.dim)
             return
-        # Each rank has partial sums of the bags of all ranks: a ring passes on R - 1 blocks, each of one rank's batch.
+        # Each rank has partial sums of the bags of all ranks: a ring passes on R - 1 blocks, each
+        # of one rank's batch.
         numbers = (layout.num_ranks - 1) * self.batch_size * table.dim * len(table.pooling_factors)
         self.traffic.flows[ROWS].ring += numbers * self.forward_bytes
         self.traffic.flows[ROW_GRADIENTS].ring += numbers * self.backward_bytes
 
     def table_row_wise(self, table: PlannedTable) -> None:
-        """Exchange as row_wise on one node, then send the sums to the same local ranks of the other nodes."""
+        """Exchange as row_wise on one node, then send the sums to the same local ranks of the other
+        nodes."""
         layout = self.traffic.layout
         on_node = layout.num_ranks // layout.num_nodes
         node = int(table.ranks[0]) // on_node
         node_ranks = slice(node * on_node, (node + 1) * on_node)
         share = _blocks(table.num_rows, on_node)
-        self.traffic.flows[IDS].to_rank[node_ranks] += self._lengths(table) + share * self._ids(table)
+        self.traffic.flows[IDS].to_rank[node_ranks] += self._lengths(table) + share * self._ids(
+            table
+        )
         numbers = self.batch_size * table.dim * len(table.pooling_factors)
         rows, gradients = self.traffic.flows[ROWS], self.traffic.flows[ROW_GRADIENTS]
         rows.ring_on_node[node] += (on_node - 1) * layout.num_nodes * numbers * self.forward_bytes
         rows.from_node[node] += numbers * self.forward_bytes
-        gradients.ring_on_node[node] += (on_node - 1) * layout.num_nodes * numbers * self.backward_bytes
+        gradients.ring_on_node[node] += (
+            (on_node - 1) * layout.num_nodes * numbers * self.backward_bytes
+        )
         gradients.to_node[node] += numbers * self.backward_bytes
 
     def data_parallel(self, table: PlannedTable) -> None:
@@ -240,10 +272,13 @@ class _Exchange:
         if table.learns:
             num_ranks = self.traffic.layout.num_ranks
             gradients = table.num_bytes
-            self.traffic.flows[REPLICATED_GRADIENTS].ring += 2 * gradients * (num_ranks - 1) / num_ranks
+            self.traffic.flows[REPLICATED_GRADIENTS].ring += (
+                2 * gradients * (num_ranks - 1) / num_ranks
+            )
 
     def _back(self, numbers: Vector) -> None:
-        """Return rows to all ranks and send their gradients. numbers: (num_ranks,), elements for each other rank."""
+        """Return rows to all ranks and send their gradients. numbers: (num_ranks,), elements for
+        each other rank."""
         self.traffic.flows[ROWS].from_rank += numbers * self.forward_bytes
         self.traffic.flows[ROW_GRADIENTS].to_rank += numbers * self.backward_bytes
 
@@ -255,7 +290,11 @@ class _Exchange:
         return self._num_ids(table) * id_bytes
 
     def _num_ids(self, table: PlannedTable) -> float:
-        return self.batch_size * sum(table.pooling_factors) * (table.distinct_share if table.deduplicated else 1)
+        return (
+            self.batch_size
+            * sum(table.pooling_factors)
+            * (table.distinct_share if table.deduplicated else 1)
+        )
 
 
 _BY_TYPE = {
@@ -269,8 +308,10 @@ _BY_TYPE = {
 
 
 def _blocks(num_rows: int, num_ranks: int) -> Vector:
-    """Return, (num_ranks,), the share of the rows in each rank's block; all but the last blocks are of one size."""
-    # As torchrec's row-wise types: blocks of ceil(rows / ranks), and what remains for the last rank.
+    """Return, (num_ranks,), the share of the rows in each rank's block; all but the last blocks are
+    of one size."""
+    # As torchrec's row-wise types: blocks of ceil(rows / ranks), and what remains for the last
+    # rank.
     ends = np.minimum(np.arange(1, num_ranks + 1) * -(-num_rows // num_ranks), num_rows)
     share: Vector = np.diff(ends, prepend=0) / num_rows
     return share
@@ -282,19 +323,22 @@ ROW_ID_BYTES = 4
 
 def touched_rows(rows: int, ids: float) -> float:
     """Return how many different rows `ids` evenly spread ids touch."""
-    # The limit of rows * (1 - (1 - 1 / rows) ** ids) for many rows; expm1 keeps the digits of a small share.
+    # The limit of rows * (1 - (1 - 1 / rows) ** ids) for many rows; expm1 keeps the digits of a
+    # small share.
     return rows * -math.expm1(-ids / rows)
 
 
 def replica_bytes(
     tables: Iterable[PlannedTable], layout: NodeLayout, batch_size: int, sync_interval: int
 ) -> NDArray[np.float64]:
-    """Return, (R,), what each rank of a group sends to the ranks with its shards in other groups, in a step.
+    """Return, (R,), what each rank of a group sends to the ranks with its shards in other groups,
+    in a step.
 
     In the mean over steps, where they meet at some only. Collectives are counted as rings.
     """
     total, replicas = np.zeros(layout.num_ranks), layout.num_replicas
-    # Bytes sent for each byte: by a ring's all-gather, and by its all-reduce, a reduce-scatter and an all-gather.
+    # Bytes sent for each byte: by a ring's all-gather, and by its all-reduce, a reduce-scatter and
+    # an all-gather.
     gathered, reduced = replicas - 1.0, 2.0 * (replicas - 1) / replicas
     for table in tables:
         if not table.learns:
@@ -304,8 +348,8 @@ def replica_bytes(
         shard_ids = ids * rows / table.num_rows
         state = table.shard_columns * table.update_bytes_per_element + table.update_bytes_per_row
         is_dense = table.update == "dense"
-        # In each step the groups sum up gradients, which is exact. Over longer intervals rows and optimizer state are
-        # averaged.
+        # In each step the groups sum up gradients, which is exact. Over longer intervals rows and
+        # optimizer state are averaged.
         if sync_interval == 1:
             sparse = gathered * _touched(table, shard_ids) * (ROW_ID_BYTES + row_bytes)
             sent = reduced * rows * row_bytes if is_dense else sparse

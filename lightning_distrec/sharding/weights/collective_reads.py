@@ -1,4 +1,5 @@
-"""What is read of sharded tables over all ranks: gathered full weights, and the L2 term of a loss."""
+"""What is read of sharded tables over all ranks: gathered full weights, and the L2 term of a
+loss."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +21,12 @@ from lightning_distrec.sharding.weights.shard_access import (
     without_guards,
     write_back,
 )
-from lightning_distrec.sharding.weights.shard_operations import first_of, is_guarded, is_in_place, mean_gradient
+from lightning_distrec.sharding.weights.shard_operations import (
+    first_of,
+    is_guarded,
+    is_in_place,
+    mean_gradient,
+)
 
 Rectangle = tuple[int, int, int, int]
 """First row, first column, number of rows, number of columns."""
@@ -29,39 +35,56 @@ Rectangle = tuple[int, int, int, int]
 class Gathering:
     """Gathers the full weight of one table. rectangles: rank -> its shards with rows, in order."""
 
-    def __init__(self, shape: tuple[int, int], rectangles: list[list[Rectangle]], state: SharedState) -> None:
+    def __init__(
+        self, shape: tuple[int, int], rectangles: list[list[Rectangle]], state: SharedState
+    ) -> None:
         self.shape, self.rectangles, self.state = shape, rectangles, state
-        self.num_elements = max(sum(rows * columns for *_, rows, columns in shards) for shards in rectangles)
+        self.num_elements = max(
+            sum(rows * columns for *_, rows, columns in shards) for shards in rectangles
+        )
         self._last: tuple[Any, Tensor] | None = None
 
     def full(self, values: Any) -> Tensor:
-        """Collective, but for a second read in a step. Return the full table of which `values` is a shard."""
+        """Collective, but for a second read in a step. Return the full table of which `values` is a
+        shard."""
         table, is_weight = values.place.table, not values.place.is_computed
-        # With the graph or without: what was gathered under no_grad has none, and a loss may read it next.
+        # With the graph or without: what was gathered under no_grad has none, and a loss may read
+        # it next.
         has_graph = torch.is_grad_enabled() and values.requires_grad
         key = (self.state.num_changes, has_graph)
         if is_weight and self._last is not None and self._last[0] == key:
             return self._last[1]
         with without_guard(), torch.set_grad_enabled(has_graph):
             if not is_weight and not table.has_single_shards:
-                raise values.place.refusal("after an operation, on a table with several shards on a rank")
-            # By row and column, as `rectangles` are: ranks send values only, and know each other's order.
-            weights = sorted(table.weights, key=lambda weight: (weight.place.row, weight.place.column))
-            full: Tensor = _Gather.apply(self, *(weights if is_weight else [values.as_subclass(Tensor)]))
-        # All ranks begin and end steps together, so that they agree about what is gathered once more.
+                raise values.place.refusal(
+                    "after an operation, on a table with several shards on a rank"
+                )
+            # By row and column, as `rectangles` are: ranks send values only, and know each other's
+            # order.
+            weights = sorted(
+                table.weights, key=lambda weight: (weight.place.row, weight.place.column)
+            )
+            full: Tensor = _Gather.apply(
+                self, *(weights if is_weight else [values.as_subclass(Tensor)])
+            )
+        # All ranks begin and end steps together, so that they agree about what is gathered once
+        # more.
         self._last = (key, full) if is_weight and self.state.in_step else None
         return full
 
 
 class _Gather(torch.autograd.Function):
-    """Returns the full table; its gradient is averaged over the ranks, as DDP does, and scattered to the shards."""
+    """Returns the full table; its gradient is averaged over the ranks, as DDP does, and scattered
+    to the shards."""
 
     @staticmethod
     def forward(ctx: Any, gathering: Gathering, *shards: Tensor) -> Tensor:
         ctx.gathering, num_ranks = gathering, len(gathering.rectangles)
         # As long as the largest rank's shards: all_gather_into_tensor takes equal sizes.
         local = shards[0].new_zeros(gathering.num_elements)
-        local[: sum(shard.numel() for shard in shards)] = torch.cat([shard.reshape(-1) for shard in shards])
+        local[: sum(shard.numel() for shard in shards)] = torch.cat([
+            shard.reshape(-1) for shard in shards
+        ])
         gathered = local.new_empty(num_ranks * gathering.num_elements)
         dist.all_gather_into_tensor(gathered, local)
         full = local.new_empty(gathering.shape)
@@ -69,7 +92,8 @@ class _Gather(torch.autograd.Function):
             for index, shard in _shards(values, rectangles):
                 full[index] = shard
         ctx.dtype = full.dtype
-        # Several reads of a step share it, and backward refuses what was written to in place, as to a leaf's view.
+        # Several reads of a step share it, and backward refuses what was written to in place, as to
+        # a leaf's view.
         ctx.save_for_backward(full)
         return full
 
@@ -78,19 +102,25 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gathering, num_ranks = ctx.gathering, len(ctx.gathering.rectangles)
         _ = ctx.saved_tensors  # raises where they have changed
-        gathering.state.num_changes += 1  # the graph is freed; a second backward in the step needs another
+        # the graph is freed; a second backward in the step needs another
+        gathering.state.num_changes += 1
         gradients = gradient.new_zeros(num_ranks * gathering.num_elements, dtype=ctx.dtype)
-        for values, rectangles in zip(gradients.chunk(num_ranks), gathering.rectangles, strict=True):
+        for values, rectangles in zip(
+            gradients.chunk(num_ranks), gathering.rectangles, strict=True
+        ):
             for index, shard in _shards(values, rectangles):
                 shard.copy_(gradient[index])
         local = gradients.new_empty(gathering.num_elements)
         dist.reduce_scatter_tensor(local, gradients)
         local /= num_ranks
         shards = [shard for _, shard in _shards(local, gathering.rectangles[dist.get_rank()])]
-        return None, *(shards or [local[:0].view(0, gathering.shape[1])])  # a rank without rows has an empty shard
+        # a rank without rows has an empty shard
+        return None, *(shards or [local[:0].view(0, gathering.shape[1])])
 
 
-def _shards(values: Tensor, rectangles: list[Rectangle]) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+def _shards(
+    values: Tensor, rectangles: list[Rectangle]
+) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
     """Yield the index in the full table and the values, as a view, of each shard of a rank."""
     begin = 0
     for row, column, rows, columns in rectangles:
@@ -102,7 +132,8 @@ def _shards(values: Tensor, rectangles: list[Rectangle]) -> Iterator[tuple[tuple
 def call_on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Collective. Call a function of torch with gathered weights in the places of shards.
 
-    What is written in place to a weight, or to a view of it that was returned, is written to the shards.
+    What is written in place to a weight, or to a view of it that was returned, is written to the
+    shards.
     """
     target, fulls = first_of(args), dict[int, Tensor]()
     if is_guarded(target) and (is_in_place(func.__name__) or func.__name__ == "__setitem__"):
@@ -112,7 +143,9 @@ def call_on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
         with without_guard():
             # torch's own error, as below for what is read with a graph.
             if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
-                raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+                raise RuntimeError(
+                    "a leaf Variable that requires grad is being used in an in-place operation."
+                )
         args, kwargs = apply_to_collection([args, kwargs], Tensor, _gathered, fulls)
         result = func(*args, **kwargs)
         write_shards(fulls[id(target)], table)
@@ -125,7 +158,8 @@ def call_on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
 
 
 def _gathered(value: Any, fulls: dict[int, Tensor]) -> Tensor:
-    """Return the full table in the place of a shard, and other tensors as they are. fulls: id of a shard -> table."""
+    """Return the full table in the place of a shard, and other tensors as they are. fulls: id of a
+    shard -> table."""
     if not is_guarded(value):
         return value  # type: ignore[no-any-return]
     table: GuardedTable = value.place.table
@@ -146,7 +180,8 @@ def write_shards(full: Tensor, table: GuardedTable) -> None:
 
 
 class FullView(Tensor):
-    """A view of a gathered weight without a graph. What is written to it in place is written to the shards."""
+    """A view of a gathered weight without a graph. What is written to it in place is written to the
+    shards."""
 
     full: Tensor
     table: GuardedTable
@@ -168,7 +203,11 @@ class FullView(Tensor):
 
 def _view(result: Any, full: Tensor, table: GuardedTable) -> Any:
     """Return what was read of a full table; as a FullView where it shares its memory."""
-    if not isinstance(result, Tensor) or isinstance(result, FullView) or result.layout != torch.strided:
+    if (
+        not isinstance(result, Tensor)
+        or isinstance(result, FullView)
+        or result.layout != torch.strided
+    ):
         return result
     if result.requires_grad or storage_key(result) != storage_key(full):
         return result
@@ -178,25 +217,32 @@ def _view(result: Any, full: Tensor, table: GuardedTable) -> Any:
 
 
 def sharded_l2(module: nn.Module) -> Tensor:
-    """Collective where tables are sharded. Return the sum of squares of the weights of all tables in `module`, ().
+    """Collective where tables are sharded. Return the sum of squares of the weights of all tables
+    in `module`, ().
 
-    module: an nn.Embedding, an nn.EmbeddingBag, a collection of torchrec's or one table of it, such as
-    `self.tables.embedding_bags["user"]`, or a module that contains some. They may be sharded or not.
-    The value is that of the full tables, the same on every rank; its gradients are those of this rank's shards. Its
-    square root is their norm. A table with such a term moves in every row, which no update inside of backward does: set
-    embedding_update="sparse" or "dense" for it.
+    module: an nn.Embedding, an nn.EmbeddingBag, a collection of torchrec's or one table of it, such
+    as `self.tables.embedding_bags["user"]`, or a module that contains some. They may be sharded or
+    not.
+    The value is that of the full tables, the same on every rank; its gradients are those of this
+    rank's shards. Its square root is their norm. A table with such a term moves in every row, which
+    no update inside of backward does: set embedding_update="sparse" or "dense" for it.
     Raises ShardingError: there are no tables in `module`.
     """
     kinds = (nn.Embedding, nn.EmbeddingBag)
     unsharded = {
-        id(p) for child in module.modules() if isinstance(child, kinds) for p in child.parameters(recurse=False)
+        id(p)
+        for child in module.modules()
+        if isinstance(child, kinds)
+        for p in child.parameters(recurse=False)
     }
     sharded: list[Any] = [p for p in module.parameters() if hasattr(p, "place")]
-    # DDP, or that of torchrec's data-parallel tables, averages the gradients of weights that every rank has.
+    # DDP, or that of torchrec's data-parallel tables, averages the gradients of weights that every
+    # rank has.
     replicated = [
         p
         for p in module.parameters()
-        if not hasattr(p, "place") and (id(p) in unsharded or isinstance(p, TableBatchedEmbeddingSlice))
+        if not hasattr(p, "place")
+        and (id(p) in unsharded or isinstance(p, TableBatchedEmbeddingSlice))
     ]
     if not sharded and not replicated:
         raise ShardingError(f"sharded_l2: {type(module).__name__} has no embedding tables.")
@@ -209,14 +255,16 @@ def sharded_l2(module: nn.Module) -> Tensor:
 
 
 class _SumOfSquares(torch.autograd.Function):
-    """Returns the sum of squares over the shards of all ranks; gradients are those of this rank's."""
+    """Returns the sum of squares over the shards of all ranks; gradients are those of this
+    rank's."""
 
     @staticmethod
     @without_guards
     def forward(ctx: Any, table: GuardedTable, *weights: Tensor) -> Tensor:
         ctx.table = table
         write_back()
-        # Saved by autograd, which then refuses a backward after the user's optimizer has written to them.
+        # Saved by autograd, which then refuses a backward after the user's optimizer has written to
+        # them.
         ctx.save_for_backward(*weights)
         norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]
         total = torch.stack(norms).square().sum()
@@ -231,5 +279,6 @@ class _SumOfSquares(torch.autograd.Function):
         weights: tuple[Tensor, ...] = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         return None, *[
-            (factor * weight).to(weight.dtype) if needs else None for weight, needs in zip(weights, needed, strict=True)
+            (factor * weight).to(weight.dtype) if needs else None
+            for weight, needs in zip(weights, needed, strict=True)
         ]

@@ -1,4 +1,5 @@
-"""How values of shards are reached: where they lie in their table, past their guard, and past the caches of kernels."""
+"""How values of shards are reached: where they lie in their table, past their guard, and past the
+caches of kernels."""
 
 import functools
 from collections import Counter
@@ -21,25 +22,33 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 without_guard = without_torch_function
-"""A context in which shards are plain tensors; each operation on them then costs a microsecond less."""
+"""A context in which shards are plain tensors; each operation on them then costs a microsecond
+less."""
 
 plain_shards = ExitStack()
-"""Holds `without_guard` while an optimizer of torch's updates, after its closure has called the user's step."""
+"""Holds `without_guard` while an optimizer of torch's updates, after its closure has called the
+user's step."""
 
 WAYS = {
     "weight": (
-        "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every rank, returns the full "
-        "weight; lightning_distrec.sharded_l2(table) its sum of squares; the callback NormalizeRows scales rows. For "
-        "other uses in the step, as tied output weights, set tables={{'{table}': {{'gathered_weight': True}}}}, or "
-        "'replicated': True. To export the module, call trainer.strategy.unshard() on every rank after the run."
+        "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every "
+        "rank, returns the full "
+        "weight; lightning_distrec.sharded_l2(table) its sum of squares; the callback "
+        "NormalizeRows scales rows. For "
+        "other uses in the step, as tied output weights, set tables={{'{table}': "
+        "{{'gathered_weight': True}}}}, or "
+        "'replicated': True. To export the module, call trainer.strategy.unshard() on every rank "
+        "after the run."
     ),
-    "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of all gradients.",
+    "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of "
+    "all gradients.",
 }
 
 
 @dataclass(eq=False)
 class SharedState:
-    """What the guarded tables of one module have in common. Inside of it as a context all ranks run the user's step."""
+    """What the guarded tables of one module have in common. Inside of it as a context all ranks run
+    the user's step."""
 
     group: Any = None
     """Process group of the ranks that have the shards; None: the default one."""
@@ -50,9 +59,11 @@ class SharedState:
     reached: set[str] = field(default_factory=set)
     """Tables of which other ranks have gradients, and this one has no rows."""
     num_changes: int = 0
-    """How often weights may have changed: what was gathered before is gathered again when it is read next."""
+    """How often weights may have changed: what was gathered before is gathered again when it is
+    read next."""
     writes: Counter[str] = field(default_factory=Counter)
-    """Table -> writes of user code into its weight, and copies of it; torch does not count those through `.data`."""
+    """Table -> writes of user code into its weight, and copies of it; torch does not count those
+    through `.data`."""
 
     def __enter__(self) -> None:
         self.in_step = True
@@ -71,10 +82,13 @@ class SharedState:
         return dist.get_world_size(self.group)
 
     def reaches_all_ranks(self) -> bool:
-        """Whether all ranks run this code: a step, or a hook of the run that is not for rank 0 alone."""
+        """Whether all ranks run this code: a step, or a hook of the run that is not for rank 0
+        alone."""
         return self.in_step or in_backward() or self.ranks is not None and not is_for_rank_zero()
 
-    def all_reduce(self, values: Tensor, operation: Literal["sum", "max"], description: str) -> Tensor:
+    def all_reduce(
+        self, values: Tensor, operation: Literal["sum", "max"], description: str
+    ) -> Tensor:
         """Collective. Return `values` reduced over the ranks, and perhaps in place.
 
         Raises ShardedWeightError on every rank: outside of a step, ranks read other things.
@@ -83,11 +97,13 @@ class SharedState:
             reduction = dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX
             dist.all_reduce(values, reduction, group=self.group)
             return values
-        # In a hook one rank may read alone, in code for one rank: this exchange compares what is read.
+        # In a hook one rank may read alone, in code for one rank: this exchange compares what is
+        # read.
         gathered: list[Any] = self.ranks.all_gather((description, values.cpu()))
         if any(not isinstance(part, tuple) or part[0] != description for part in gathered):
             raise ShardedWeightError(
-                f"rank {self.ranks.rank} reads {description} here, and another rank something else. What is read of a "
+                f"rank {self.ranks.rank} reads {description} here, and another rank something "
+                "else. What is read of a "
                 "sharded table takes all ranks: read it on every rank, in the same order."
             )
         stacked = torch.stack([gathered[rank][1] for rank in self.members])
@@ -106,7 +122,8 @@ class GuardedTable:
     """Whether no rank has more than one shard."""
     state: SharedState = field(repr=False)
     rectangles: list[list[tuple[int, int, int, int]]] = field(repr=False)
-    """Rank -> first row, first column, number of rows and of columns of each of its shards with rows, in order."""
+    """Rank -> first row, first column, number of rows and of columns of each of its shards with
+    rows, in order."""
     gathering: Any = field(default=None, repr=False)
     """Gathers the full weight where it is read; None: reading it raises."""
 
@@ -142,17 +159,22 @@ class ShardPlace:
         return self.table.has_single_shards or self.key == self.table.weights[0].place.key
 
     def meta(self) -> Tensor:
-        """Return a tensor without values of the shape that user code sees: one shard has it, others are empty."""
-        # One shard shows the full shape and others none: sums over parameters() count the table once.
+        """Return a tensor without values of the shape that user code sees: one shard has it, others
+        are empty."""
+        # One shard shows the full shape and others none: sums over parameters() count the table
+        # once.
         rows, columns = self.table.shape
         return torch.empty(rows if self.stands_for_table else 0, columns, device="meta")
 
     def narrow(self, full: Tensor) -> Tensor:
         """Return the shard's rectangle of a full table, as a view."""
-        return full[self.row : self.row + self.num_rows, self.column : self.column + self.num_columns]
+        return full[
+            self.row : self.row + self.num_rows, self.column : self.column + self.num_columns
+        ]
 
     def refuse_unlike(self, other: "ShardPlace") -> None:
-        """Raise ShardedWeightError where values of another table lie elsewhere; the same on every rank."""
+        """Raise ShardedWeightError where values of another table lie elsewhere; the same on every
+        rank."""
         if self.lies_like(other):
             return
         names = self.table.name, other.table.name
@@ -160,8 +182,10 @@ class ShardPlace:
             raise self.refusal(f"an operation with '{names[1]}'")
         ways = ", ".join(f"'{name}': {{'sharding_types': ['row_wise']}}" for name in names)
         raise ShardedWeightError(
-            f"an operation combines the sharded tables '{names[0]}' and '{names[1]}' element by element, and their "
-            f"rows are on different ranks. Set tables={{{ways}}}: rows of tables with one shape lie alike then."
+            f"an operation combines the sharded tables '{names[0]}' and '{names[1]}' element by "
+            "element, and their "
+            f"rows are on different ranks. Set tables={{{ways}}}: rows of tables with one shape "
+            "lie alike then."
         )
 
     def note_write(self) -> None:
@@ -177,13 +201,15 @@ class ShardPlace:
 def refusal(table: str, kind: str, operation: str) -> ShardedWeightError:
     """Return the error for what needs a full table. kind: "weight" or "gradient"."""
     return ShardedWeightError(
-        f"the {kind} of the sharded table '{table}' was read ({operation}), but it is on several ranks. "
+        f"the {kind} of the sharded table '{table}' was read ({operation}), but it is on several "
+        "ranks. "
         f"{WAYS[kind].format(table=table)}"
     )
 
 
 def without_guards(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of ours that looks at many shards, which costs a microsecond less for each."""
+    """Decorate a function of ours that looks at many shards, which costs a microsecond less for
+    each."""
 
     @functools.wraps(call)
     def unguarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -193,9 +219,10 @@ def without_guards(call: Callable[P, R]) -> Callable[P, R]:
     return unguarded
 
 
-# Tables whose rows are on the host and partly on the GPU (kernel fused_uvm_caching): what is trained is in the cache,
-# and the weight that torchrec shows is the host's memory. It is stale until the cache is written back, and what is
-# written to it is lost while the cache holds the row. Not run on a GPU yet.
+# Tables whose rows are on the host and partly on the GPU (kernel fused_uvm_caching): what is
+# trained is in the cache, and the weight that torchrec shows is the host's memory. It is stale
+# until the cache is written back, and what is written to it is lost while the cache holds the row.
+# Not run on a GPU yet.
 _cached_kernels: "WeakSet[Any]" = WeakSet()
 
 
@@ -203,7 +230,9 @@ def watch_caches(kernels: Iterable[Any]) -> None:
     """Note those FBGEMM kernels that have a cache."""
     # FBGEMM gives kernels without cached tables an empty cache.
     caches = ((kernel, getattr(kernel, "lxu_cache_weights", None)) for kernel in kernels)
-    _cached_kernels.update(kernel for kernel, cache in caches if cache is not None and cache.numel())
+    _cached_kernels.update(
+        kernel for kernel, cache in caches if cache is not None and cache.numel()
+    )
 
 
 def write_back() -> None:
@@ -214,9 +243,11 @@ def write_back() -> None:
 
 @contextmanager
 def rewriting() -> Iterator[None]:
-    """Let the context write to the host's rows: it finds them up to date, and afterwards no cache holds other ones.
+    """Let the context write to the host's rows: it finds them up to date, and afterwards no cache
+    holds other ones.
 
-    Not between a forward and its backward, which writes to the places in the cache that the forward has found.
+    Not between a forward and its backward, which writes to the places in the cache that the forward
+    has found.
     """
     write_back()
     yield

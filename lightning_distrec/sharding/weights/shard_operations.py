@@ -1,9 +1,11 @@
-"""Operations on shards: of their elements, each alone, and reductions over all elements of a table on several ranks.
+"""Operations on shards: of their elements, each alone, and reductions over all elements of a table
+on several ranks.
 
-Elements are those of a weight, of its gradient, and of rows that are written. Reductions are sums, norms and extremes.
-Values and gradients have two forms. A full value is on every rank, and its gradient there is of this rank's loss only:
-DDP averages those. A shard's gradient is final, the mean over the ranks' losses. Functions between the forms change
-gradients with the values: from shards to a full value by a mean over ranks, back by as many times what one rank has.
+Elements are those of a weight, of its gradient, and of rows that are written. Reductions are sums,
+norms and extremes. Values and gradients have two forms. A full value is on every rank, and its
+gradient there is of this rank's loss only: DDP averages those. A shard's gradient is final, the
+mean over the ranks' losses. Functions between the forms change gradients with the values: from
+shards to a full value by a mean over ranks, back by as many times what one rank has.
 """
 
 from collections.abc import Callable
@@ -24,7 +26,11 @@ INPUTS, ORDERS = ("input", "self", "x"), ("p", "ord")
 
 def is_reduction(place: ShardPlace, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this reduces all elements to one number, and every rank computes it now."""
-    options = {key for key, value in kwargs.items() if value not in (None, False)} - {*INPUTS, *ORDERS, "dtype"}
+    options = {key for key, value in kwargs.items() if value not in (None, False)} - {
+        *INPUTS,
+        *ORDERS,
+        "dtype",
+    }
     # Norms have their order in this place, the others dims or another tensor.
     has_dims = len(args) > 2 or len(args) == 2 and name not in NORMS
     return name in REDUCTIONS and place.table.has_single_shards and not options and not has_dims
@@ -33,7 +39,10 @@ def is_reduction(place: ShardPlace, name: str, args: Any, kwargs: dict[str, Any]
 def reduce_over_ranks(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
     """Collective. Return a number of all elements of a table, (), the same on every rank."""
     values = args[0] if args else next(kwargs[key] for key in INPUTS if key in kwargs)
-    order = next((kwargs[key] for key in ORDERS if kwargs.get(key) is not None), args[1] if args[1:] else None)
+    order = next(
+        (kwargs[key] for key in ORDERS if kwargs.get(key) is not None),
+        args[1] if args[1:] else None,
+    )
     place: ShardPlace = values.place
     with without_guard():
         if values.is_sparse:
@@ -66,7 +75,9 @@ def _norm(values: Tensor, power: float, place: ShardPlace) -> Tensor:
         return _max(values.abs(), place)
     total = _sum(values.square() if power == 2.0 else values.abs().pow(power), place)
     # The gradient of a norm that is 0 is 0, as torch has it.
-    return torch.where(total > 0, total, torch.where(total.isnan(), total, 1.0)).pow(1.0 / power) * (total != 0)
+    return torch.where(total > 0, total, torch.where(total.isnan(), total, 1.0)).pow(
+        1.0 / power
+    ) * (total != 0)
 
 
 def _var(values: Tensor, place: ShardPlace) -> Tensor:
@@ -76,7 +87,9 @@ def _var(values: Tensor, place: ShardPlace) -> Tensor:
 
 
 def _max(values: Tensor, place: ShardPlace) -> Tensor:
-    largest: Tensor = _MaxOverRanks.apply(values, place.table.state, f"the maximum of {place.table.name}")
+    largest: Tensor = _MaxOverRanks.apply(
+        values, place.table.state, f"the maximum of {place.table.name}"
+    )
     return largest
 
 
@@ -119,7 +132,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class _MaxOverRanks(torch.autograd.Function):
-    """Returns the largest element of all shards, (), or NaN where there is one. Equal ones share its gradient."""
+    """Returns the largest element of all shards, (), or NaN where there is one. Equal ones share
+    its gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, state: SharedState, description: str) -> Tensor:
@@ -128,9 +142,15 @@ class _MaxOverRanks(torch.autograd.Function):
         lowest = float("-inf") if values.is_floating_point() else torch.iinfo(torch.int64).min
         # gloo's maximum of a number and NaN may be either.
         has_nan = numbers.isnan().any().to(numbers.dtype)
-        largest = numbers.nan_to_num(nan=lowest).max() if values.numel() else numbers.new_full((), lowest)
+        largest = (
+            numbers.nan_to_num(nan=lowest).max() if values.numel() else numbers.new_full((), lowest)
+        )
         largest, has_nan = state.all_reduce(torch.stack([largest, has_nan]), "max", description)
-        result = torch.where(has_nan > 0, float("nan"), largest) if values.is_floating_point() else largest
+        result = (
+            torch.where(has_nan > 0, float("nan"), largest)
+            if values.is_floating_point()
+            else largest
+        )
         ctx.save_for_backward(values == result)
         return result.to(values.dtype)
 
@@ -139,12 +159,22 @@ class _MaxOverRanks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (is_largest,) = ctx.saved_tensors
         count = ctx.state.all_reduce(is_largest.sum(), "sum", "the gradient of a maximum")
-        return is_largest * (mean_gradient(gradient, ctx.state) / count).to(gradient.dtype), None, None
+        return (
+            is_largest * (mean_gradient(gradient, ctx.state) / count).to(gradient.dtype),
+            None,
+            None,
+        )
 
 
 def mean_gradient(gradient: Tensor, state: SharedState) -> Tensor:
-    """Collective. Return the mean of the ranks' gradients of a full value, which is that of their mean loss."""
-    return state.all_reduce(gradient.double(), "sum", "a gradient").div_(state.num_ranks).to(gradient.dtype)
+    """Collective. Return the mean of the ranks' gradients of a full value, which is that of their
+    mean loss."""
+    return (
+        state
+        .all_reduce(gradient.double(), "sum", "a gradient")
+        .div_(state.num_ranks)
+        .to(gradient.dtype)
+    )
 
 
 class _ToShard(torch.autograd.Function):
@@ -170,7 +200,8 @@ class _ToShard(torch.autograd.Function):
 
 
 def to_shard(value: Tensor, place: ShardPlace) -> Tensor:
-    """Return the part at `place` of a tensor that fits the table. Raises RuntimeError: its shape does not."""
+    """Return the part at `place` of a tensor that fits the table. Raises RuntimeError: its shape
+    does not."""
     if value.requires_grad and torch.is_grad_enabled():
         return _ToShard.apply(value, place)  # type: ignore[no-any-return]
     if value.numel() == 1:
@@ -180,13 +211,16 @@ def to_shard(value: Tensor, place: ShardPlace) -> Tensor:
 
 
 def refuse_unequal(value: Tensor, place: ShardPlace) -> None:
-    """Collective. Raise ShardedWeightError where ranks have other values: each would treat its rows by its own."""
+    """Collective. Raise ShardedWeightError where ranks have other values: each would treat its rows
+    by its own."""
     if isinstance(value, torch.nn.Parameter):  # DDP keeps them equal
         return
     numbers = value.detach().contiguous().view(-1).view(torch.uint8).long()
     weighted = numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)
     digest = torch.stack([numbers.sum(), weighted.sum()])
-    largest, smallest = place.table.state.all_reduce(torch.stack([digest, -digest]), "max", "a comparison").tolist()
+    largest, smallest = place.table.state.all_reduce(
+        torch.stack([digest, -digest]), "max", "a comparison"
+    ).tolist()
     if largest != [-number for number in smallest]:
         raise place.refusal("an operation with a tensor that differs between the ranks")
 
@@ -197,22 +231,27 @@ def words(text: str) -> frozenset[str]:
 
 
 FUNCTIONS = words("""
-    abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone
-    contiguous copy copysign div divide detach erf erfinv eq exp expm1 fill float floor floor_divide fmod full_like ge
-    gt half bfloat16 double isfinite isinf isnan le lerp log log1p log2 log10 logical_and logical_not logical_or
-    logical_xor lt maximum minimum mul multiply nan_to_num ne neg negative ones_like pow positive reciprocal relu
-    remainder round rsqrt sgn sigmoid sign sqrt square sub subtract tanh to true_divide trunc type_as where zero
+    abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max
+    clamp_min clip clone contiguous copy copysign div divide detach erf erfinv eq exp expm1 fill
+    float floor floor_divide fmod full_like ge gt half bfloat16 double isfinite isinf isnan le lerp
+    log log1p log2 log10 logical_and logical_not logical_or logical_xor lt maximum minimum mul
+    multiply nan_to_num ne neg negative ones_like pow positive reciprocal relu remainder round rsqrt
+    sgn sigmoid sign sqrt square sub subtract tanh to true_divide trunc type_as where zero
     zeros_like empty_like cpu cuda coalesce masked_fill softplus hardtanh threshold view_as
 """)
 OPERATORS = words("""
-    abs add and div eq floordiv ge gt invert le lt mod mul ne neg or pos pow radd rdiv rmod rmul rpow rsub rtruediv sub
-    truediv xor
+    abs add and div eq floordiv ge gt invert le lt mod mul ne neg or pos pow radd rdiv rmod rmul
+    rpow rsub rtruediv sub truediv xor
 """)
 IN_PLACE_OPERATORS = frozenset(f"__i{name}__" for name in OPERATORS)
 ELEMENTWISE = (
-    FUNCTIONS | {f"{name}_" for name in FUNCTIONS} | {f"__{name}__" for name in OPERATORS} | IN_PLACE_OPERATORS
+    FUNCTIONS
+    | {f"{name}_" for name in FUNCTIONS}
+    | {f"__{name}__" for name in OPERATORS}
+    | IN_PLACE_OPERATORS
 )
-"""Operations of torch and of Tensor that treat every element alone, so that they are exact on a shard."""
+"""Operations of torch and of Tensor that treat every element alone, so that they are exact on a
+shard."""
 
 
 def is_in_place(name: str) -> bool:
@@ -264,8 +303,11 @@ def _local(value: Tensor, place: ShardPlace) -> Tensor:
         raise place.refusal(f"an operation with a tensor of shape {tuple(value.shape)}") from None
 
 
-def _compute_sparse(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], place: ShardPlace) -> Any:
-    """Call an operation on sparse gradients. The result is sparse where elements that are 0 stay 0."""
+def _compute_sparse(
+    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], place: ShardPlace
+) -> Any:
+    """Call an operation on sparse gradients. The result is sparse where elements that are 0 stay
+    0."""
     target, in_place = first_of(args), is_in_place(func.__name__)
     if func.__name__.startswith("_foreach_"):
         raise place.refusal(f"{func.__name__} of sparse gradients")
@@ -277,9 +319,17 @@ def _compute_sparse(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
         return func(*values, **options)  # type: ignore[no-any-return]
 
     is_alone = all(tensor.is_sparse or tensor.numel() == 1 for tensor in tensors)
-    if is_alone and all(torch.equal(rows, other) for other in other_rows) and not call(_as_zero).any():
-        values = call(lambda tensor: tensor.coalesce().values().clone() if tensor.is_sparse else tensor)
-        result = torch.sparse_coo_tensor(rows, values, target.shape, is_coalesced=True, check_invariants=False)
+    if (
+        is_alone
+        and all(torch.equal(rows, other) for other in other_rows)
+        and not call(_as_zero).any()
+    ):
+        values = call(
+            lambda tensor: tensor.coalesce().values().clone() if tensor.is_sparse else tensor
+        )
+        result = torch.sparse_coo_tensor(
+            rows, values, target.shape, is_coalesced=True, check_invariants=False
+        )
         return target.copy_(result) if in_place else result
     dense = call(lambda tensor: tensor.to_dense() if tensor.is_sparse else tensor)
     if in_place and target.is_sparse:
@@ -291,8 +341,11 @@ def _compute_sparse(func: Callable[..., Any], args: Any, kwargs: dict[str, Any],
 
 
 def _as_zero(tensor: Tensor) -> Tensor:
-    """Return an element of a sparse gradient that it has no value of, and other tensors as a copy."""
-    return tensor.new_zeros(1, layout=torch.strided) if tensor.is_sparse else tensor.detach().clone()
+    """Return an element of a sparse gradient that it has no value of, and other tensors as a
+    copy."""
+    return (
+        tensor.new_zeros(1, layout=torch.strided) if tensor.is_sparse else tensor.detach().clone()
+    )
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -303,7 +356,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def write_rows(target: Any, index: Any, value: Any) -> None:
-    """Write to elements that a mask of the shard selects, or to rows by their numbers in the table, as `[...] =` does.
+    """Write to elements that a mask of the shard selects, or to rows by their numbers in the table,
+    as `[...] =` does.
 
     Raises ShardedWeightError: the index is of another kind.
     """
@@ -312,14 +366,18 @@ def write_rows(target: Any, index: Any, value: Any) -> None:
         compute(Tensor.masked_fill_, (target, index, value), {}, place)
         return
     if index is ... or isinstance(index, slice) and index == slice(None):
-        compute(Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_, (target, value), {}, place)
+        compute(
+            Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_, (target, value), {}, place
+        )
         return
     if isinstance(index, tuple) or is_guarded(index) or is_guarded(value) or target.is_sparse:
         raise place.refusal("__setitem__ with such an index")
     plain = target.detach()
     num_rows, num_columns = place.table.shape
     rows = torch.arange(num_rows, device=plain.device)[index]
-    values = torch.as_tensor(value, dtype=plain.dtype, device=plain.device).expand(*rows.shape, num_columns)
+    values = torch.as_tensor(value, dtype=plain.dtype, device=plain.device).expand(
+        *rows.shape, num_columns
+    )
     rows, values = rows.reshape(-1), values.reshape(-1, num_columns)
     is_local = (rows >= place.row) & (rows < place.row + place.num_rows)
     columns = slice(place.column, place.column + place.num_columns)

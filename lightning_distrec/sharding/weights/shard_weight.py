@@ -1,13 +1,16 @@
-"""The parameters that a module shows of a sharded table: this rank's shard, guarded against being taken for the table.
+"""The parameters that a module shows of a sharded table: this rank's shard, guarded against being
+taken for the table.
 
-Who holds the object decides, not who calls: modules and optimizers hold guarded weights, our rooms the plain shards
-(`LocalShard.values`), and what of theirs needs values of a guarded weight says so: `without_guard`.
+Who holds the object decides, not who calls: modules and optimizers hold guarded weights, our rooms
+the plain shards (`LocalShard.values`), and what of theirs needs values of a guarded weight says so:
+`without_guard`.
 
-User code sees the table's shape. Elementwise operations (averages, clamps, decay) are exact on shards and run on them
-(shard_operations.py). Sums, norms and extremes run over all ranks. Random draws, also in torch.nn.init,
-run for the full table on every rank, which keeps its shard: rows of ranks differ, and generators have drawn what they
-draw in one process. What a step computes of a table with gathered_weight=True is computed of the full table, as in one
-process (collective_reads.py). Everything else that needs values is refused, naming the table.
+User code sees the table's shape. Elementwise operations (averages, clamps, decay) are exact on
+shards and run on them (shard_operations.py). Sums, norms and extremes run over all ranks. Random
+draws, also in torch.nn.init, run for the full table on every rank, which keeps its shard: rows of
+ranks differ, and generators have drawn what they draw in one process. What a step computes of a
+table with gathered_weight=True is computed of the full table, as in one process
+(collective_reads.py). Everything else that needs values is refused, naming the table.
 """
 
 from collections.abc import Callable
@@ -48,13 +51,24 @@ from lightning_distrec.units import format_bytes
 INIT = "torch.nn.init"
 VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data =", "grad ="})
 """Attributes with values; the others describe a tensor."""
-SHAPES = frozenset({"shape", "ndim", "size", "dim", "ndimension", "numel", "nelement", "nbytes", "__len__"})
+SHAPES = frozenset({
+    "shape",
+    "ndim",
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "nbytes",
+    "__len__",
+})
 
 
 DESCRIBES = words("""
-    __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex element_size
-    is_inference untyped_storage get_device requires_grad_ retain_grad register_hook register_post_accumulate_grad_hook
-    type share_memory_ __deepcopy__ new_tensor is_pinned _has_compatible_shallow_copy_type backward
+    __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex
+    element_size is_inference untyped_storage get_device requires_grad_ retain_grad register_hook
+    register_post_accumulate_grad_hook type share_memory_ __deepcopy__ new_tensor is_pinned
+    _has_compatible_shallow_copy_type backward
 """)
 """Methods that read no values, or that copy and print all that this rank has."""
 DRAWS = words("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_")
@@ -64,7 +78,9 @@ ALIASES = frozenset({"detach"})
 READ_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _guarded(
+    _: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
     kwargs = kwargs or {}
     # `==`, not `is`: each read of `Tensor.grad.__get__` makes another method wrapper.
     if func == READ_GRADIENT:  # zero_grad asks each weight at each step, and most have none
@@ -75,7 +91,13 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
     if name in ("__get__", "__set__", "__delete__"):
         is_attribute = True
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
-        name = attribute if name == "__get__" else f"{attribute} =" if attribute in ("data", "grad") else "setting"
+        name = (
+            attribute
+            if name == "__get__"
+            else f"{attribute} ="
+            if attribute in ("data", "grad")
+            else "setting"
+        )
     reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES
     if not reads_values:
         with without_guard():
@@ -93,7 +115,8 @@ def _guarded(_: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
 
 
 class ShardValues(Tensor):
-    """Values of a shard, element by element: of its weight, of its gradient, or computed from them."""
+    """Values of a shard, element by element: of its weight, of its gradient, or computed from
+    them."""
 
     place: ShardPlace
     __torch_function__: Any = classmethod(_guarded)
@@ -111,29 +134,36 @@ use_foreach_for(ShardWeight)
 
 
 def guard(table: GuardedTable, places: list[tuple[int, int]]) -> None:
-    """Turn this rank's shards of a table into guarded ones, in place. places: first row and column of each."""
+    """Turn this rank's shards of a table into guarded ones, in place. places: first row and column
+    of each."""
     for weight, (row, column) in zip(table.weights, places, strict=True):
         rows, columns = weight.shape
-        # By its class: kernels, optimizers and the module tree hold references to this object. The class adds methods
-        # only, so that the object's memory layout fits.
+        # By its class: kernels, optimizers and the module tree hold references to this object. The
+        # class adds methods only, so that the object's memory layout fits.
         weight.__class__ = ShardWeight
         weight.place = ShardPlace(table, row, column, rows, columns)
 
 
 def is_elementwise_optimizer(optimizer: Any) -> bool:
     """Whether an optimizer's step is torch's or torchrec's, which were tried over shards."""
-    # Others are user code: a norm of theirs (SAM, LAMB) is over all ranks, and what is inexact on shards is refused.
+    # Others are user code: a norm of theirs (SAM, LAMB) is over all ranks, and what is inexact on
+    # shards is refused.
     return type(optimizer).step.__module__.startswith(("torch.", "torchrec."))
 
 
 def guard_state(optimizer: Optimizer) -> None:
-    """Let loaded state of an optimizer of the user's be values of shards, as its own code makes it."""
+    """Let loaded state of an optimizer of the user's be values of shards, as its own code makes
+    it."""
     if is_elementwise_optimizer(optimizer):
         return
     with without_guard():
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, ShardWeight):
-                values = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+                values = {
+                    k: v
+                    for k, v in state.items()
+                    if isinstance(v, Tensor) and v.shape == parameter.shape
+                }
                 state.update(_wrap(values, parameter.place, is_computed=True))
 
 
@@ -146,7 +176,11 @@ def _attribute(func: Callable[..., Any], name: str, args: Any) -> Any:
         with without_guard():
             # torch's copy of a sparse gradient would not share what is written to it.
             value = shard if name == "data" and shard.is_sparse else func(shard)
-            if value is None and place.table.name in place.table.state.reached and isinstance(shard, ShardWeight):
+            if (
+                value is None
+                and place.table.name in place.table.state.reached
+                and isinstance(shard, ShardWeight)
+            ):
                 value = torch.zeros_like(shard.detach())  # without rows; others have some
             return _wrap(value, place if name == "data" else replace(place, kind="gradient"))
     return _on_full(func, name, args, {}, place)
@@ -160,9 +194,15 @@ def _assign(shard: Any, name: str, value: Any = None) -> None:
             place.table.state.reached.discard(place.table.name)
             gradient = None if value is None else _part(value, place, "grad =")
             # Plain, as the optimizers take gradients.
-            shard.grad = gradient if gradient is None or gradient.is_sparse else gradient.as_subclass(Tensor)
+            shard.grad = (
+                gradient if gradient is None or gradient.is_sparse else gradient.as_subclass(Tensor)
+            )
         # A module that is moved to the device where it is.
-        elif shard.data_ptr() != value.data_ptr() or shard.dtype != value.dtype or shard.shape != value.shape:
+        elif (
+            shard.data_ptr() != value.data_ptr()
+            or shard.dtype != value.dtype
+            or shard.shape != value.shape
+        ):
             if shard.dtype != value.dtype or shard.device != value.device:
                 raise place.refusal("data =")
             _note_write(place)
@@ -189,7 +229,8 @@ def _in_user_code(func: Callable[..., Any], name: str, args: Any, kwargs: dict[s
     place: ShardPlace = shard.place
     if name == "__reduce_ex__":
         raise place.refusal("to pickle it, which full_parameter and full_state_dict() are for")
-    if getattr(func, "__module__", "") == INIT:  # normal_, constant_ and others hand themselves over
+    # normal_, constant_ and others hand themselves over
+    if getattr(func, "__module__", "") == INIT:
         full = _full_like(shard)
         func(**kwargs | {"tensor": full})
         with torch.no_grad():
@@ -203,8 +244,11 @@ def _in_user_code(func: Callable[..., Any], name: str, args: Any, kwargs: dict[s
     if name in DRAWS_LIKE:
         if not place.table.has_single_shards:
             raise place.refusal(name)
-        return _wrap(place.narrow(func(_full_like(args[0]), *args[1:], **kwargs)), place, is_computed=True)
-    if name == "equal":  # Lightning looks a parameter up in param groups so; shards of two tables may be alike
+        return _wrap(
+            place.narrow(func(_full_like(args[0]), *args[1:], **kwargs)), place, is_computed=True
+        )
+    # Lightning looks a parameter up in param groups so; shards of two tables may be alike
+    if name == "equal":
         return _same_place(*args)
     if is_reduction(place, name, args, kwargs) and place.table.state.reaches_all_ranks():
         return reduce_over_ranks(name, args, kwargs)
@@ -217,8 +261,11 @@ def _in_user_code(func: Callable[..., Any], name: str, args: Any, kwargs: dict[s
     return _on_full(func, name, args, kwargs, place)
 
 
-def _on_elements(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> Any:
-    if name.startswith("_foreach_") and len(args[0]) > 1:  # of several tables, and of layers among them
+def _on_elements(
+    func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace
+) -> Any:
+    # of several tables, and of layers among them
+    if name.startswith("_foreach_") and len(args[0]) > 1:
         return _on_lists(func, name, args, kwargs)
     if is_in_place(name):
         if not is_guarded(first_of(args)):
@@ -230,19 +277,27 @@ def _on_elements(func: Callable[..., Any], name: str, args: Any, kwargs: dict[st
         return _wrap(compute(func, args, kwargs, place), place, is_computed=name not in ALIASES)
 
 
-def _on_lists(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> list[Any] | None:
+def _on_lists(
+    func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]
+) -> list[Any] | None:
     results = []
     for number in range(len(args[0])):
         single = [[arg[number]] if isinstance(arg, (list, tuple)) else arg for arg in args]
         shards = _shards_in(single)
-        results.append(_on_elements(func, name, single, kwargs, shards[0].place) if shards else func(*single, **kwargs))
+        results.append(
+            _on_elements(func, name, single, kwargs, shards[0].place)
+            if shards
+            else func(*single, **kwargs)
+        )
     return None if results[0] is None else [result[0] for result in results]
 
 
 def _takes_full(name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> bool:
-    """Whether an operation takes the full weight although it is exact on shards: where ranks may mix it with their own.
+    """Whether an operation takes the full weight although it is exact on shards: where ranks may
+    mix it with their own.
 
-    A step may mix the result with what is different on every rank, as its batch, so that shards of it fit no more.
+    A step may mix the result with what is different on every rank, as its batch, so that shards of
+    it fit no more.
     """
     if place.table.gathering is None or place.kind != "weight" or name in ALIASES:
         return False
@@ -250,17 +305,22 @@ def _takes_full(name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace)
         return not is_guarded(first_of(args))
     if place.table.state.in_step:
         return True
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in([args, kwargs]))
+    return torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in tensors_in([args, kwargs])
+    )
 
 
-def _on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> Any:
+def _on_full(
+    func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace
+) -> Any:
     if place.table.gathering is None or place.kind != "weight":
         raise place.refusal(name)
     return call_on_full(func, args, kwargs)
 
 
 def _same_place(*tensors: Any) -> bool:
-    """Return torch.equal of two tensors, of which one is a shard's: False where they are of different shards."""
+    """Return torch.equal of two tensors, of which one is a shard's: False where they are of
+    different shards."""
     if len({tensor.place.key if hasattr(tensor, "place") else None for tensor in tensors}) > 1:
         return False
     with without_guard():
@@ -270,7 +330,13 @@ def _same_place(*tensors: Any) -> bool:
 def _shards_in(value: Any) -> list[Any]:
     if isinstance(value, (ShardValues, ShardWeight)):
         return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return [shard for part in parts for shard in _shards_in(part)]
 
 
@@ -291,7 +357,8 @@ def _wrap(result: Any, place: ShardPlace, is_computed: bool = False) -> Any:
 
 
 def _full_like(shard: Any) -> Tensor:
-    """Return an empty tensor of the table's shape. Raises ShardedWeightError: there is no memory for it."""
+    """Return an empty tensor of the table's shape. Raises ShardedWeightError: there is no memory
+    for it."""
     shape = shard.place.meta().shape
     with without_guard():
         device, dtype = shard.device, shard.dtype
@@ -300,22 +367,30 @@ def _full_like(shard: Any) -> Tensor:
     free = free_host_bytes() if device.type == "cpu" else gpu.free_bytes(device)
     if num_bytes > free:
         raise ShardedWeightError(
-            f"table '{shard.place.table.name}': to draw its weight takes {format_bytes(num_bytes)} on every rank, and "
-            f"{format_bytes(free)} are free. Build it in configure_model: each rank draws its rows by the init_fn."
+            f"table '{shard.place.table.name}': to draw its weight takes "
+            f"{format_bytes(num_bytes)} on every rank, and "
+            f"{format_bytes(free)} are free. Build it in configure_model: each rank draws its "
+            "rows by the init_fn."
         )
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _fill(shard: Any, full: Tensor) -> Any:
-    """Copy this rank's rectangles of a full table into `shard`, or into all of its shards where there are several."""
+    """Copy this rank's rectangles of a full table into `shard`, or into all of its shards where
+    there are several."""
     place: ShardPlace = shard.place
     with without_guard():
         # torch's own error: user code gets it unsharded too, and no_grad below would hide it.
         if shard.requires_grad and shard.is_leaf and torch.is_grad_enabled():
-            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation."
+            )
         if not place.stands_for_table:
             return shard
-        if not place.table.has_single_shards and shard.data_ptr() != place.table.weights[0].data_ptr():
+        if (
+            not place.table.has_single_shards
+            and shard.data_ptr() != place.table.weights[0].data_ptr()
+        ):
             raise place.refusal("a random draw into a copy")
         place.note_write()
         for target in [shard] if place.table.has_single_shards else place.table.weights:

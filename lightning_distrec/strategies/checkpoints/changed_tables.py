@@ -1,13 +1,16 @@
-"""Which rows of tables may have changed since a moment: those that were looked up, or all of a table, and why.
+"""Which rows of tables may have changed since a moment: those that were looked up, or all of a
+table, and why.
 
 Who writes rows:
 
     FBGEMM inside of backward        rows that get a gradient (TouchedRows)
     the user's optimizer, sparse     rows that get a gradient, by optimizers that move no others
     the user's optimizer, dense      all rows
-    anything else                    all rows: callbacks, user code, loading. torch counts writes into a tensor
-                                     (`_version`), and FBGEMM's are not among them; those of optimizers are taken out
-                                     here, and those through `.data`, which torch does not count, are in `writes`
+    anything else                    all rows: callbacks, user code, loading. torch counts writes
+    into a tensor
+                                     (`_version`), and FBGEMM's are not among them; those of
+                                     optimizers are taken out here, and those through `.data`, which
+                                     torch does not count, are in `writes`
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
 
 
 class ChangedTables:
-    """Follows writes into a fit's tables and their optimizers' state. plugin: of precision, whose closures step."""
+    """Follows writes into a fit's tables and their optimizers' state. plugin: of precision, whose
+    closures step."""
 
     def __init__(self, tables: SavedTables, plugin: Any) -> None:
         from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
@@ -38,20 +42,27 @@ class ChangedTables:
         self._touched = TouchedRows(tables.shards.kernels)
         self._undo: list[Callable[[], None]] = [self._touched.release]
         self._fused_state = tables.shards.fused_state()
-        self._written = {name: _Writes(partial(self.table_memory, name)) for name in tables.shards.shards}
+        self._written = {
+            name: _Writes(partial(self.table_memory, name)) for name in tables.shards.shards
+        }
         for optimizer in tables.all_optimizers:
             self._undo.append(optimizer.register_step_pre_hook(self._before_update).remove)
             self._undo.append(optimizer.register_step_post_hook(self._after_update).remove)
-        # The pre-hook comes before the closure, in which Lightning runs forward and backward: what user hooks write
-        # there is looked at after it.
+        # The pre-hook comes before the closure, in which Lightning runs forward and backward: what
+        # user hooks write there is looked at after it.
         self._undo.append(call_after_closure(plugin, self._before_update).close)
         self.begin()
 
     @property
     def _unfused(self) -> list[str]:
-        """Tables whose gradients are left to the user's optimizers; after the first step there may be more."""
+        """Tables whose gradients are left to the user's optimizers; after the first step there may
+        be more."""
         updates = self.tables.updates
-        return [name for name in updates if not updates[name].in_backward and not self._shards(name)[0].replicated]
+        return [
+            name
+            for name in updates
+            if not updates[name].in_backward and not self._shards(name)[0].replicated
+        ]
 
     def begin(self) -> None:
         """Forget what has changed so far."""
@@ -68,7 +79,8 @@ class ChangedTables:
             self._undo.pop()()
 
     def ids_of(self, shard: LocalShard) -> Tensor:
-        """Return the rows of a shard that may have changed, counted from its first; not of tables in `in_full`."""
+        """Return the rows of a shard that may have changed, counted from its first; not of tables
+        in `in_full`."""
         return self._touched.ids_of(shard)
 
     def in_full(self) -> dict[str, str]:
@@ -80,16 +92,22 @@ class ChangedTables:
             elif name in self._unfused and (reason := self._moves_all(name)):
                 reasons[name] = reason
             elif written.look() or self._writes[name] != self._written_by_user.get(name, 0):
-                reasons[name] = "something besides its optimizer has written its rows, a callback for example"
+                reasons[name] = (
+                    "something besides its optimizer has written its rows, a callback for example"
+                )
         return reasons
 
     def table_memory(self, name: str) -> list[Tensor]:
         """Return what this rank has of a table: its weights and its optimizer's state."""
         weights = [shard.weight for shard in self._shards(name)]
-        states = [state for shard in self._shards(name) for state in self._fused_state.get(id(shard), [])]
+        states = [
+            state for shard in self._shards(name) for state in self._fused_state.get(id(shard), [])
+        ]
         if name in self._unfused:
             held = [o.state[w] for o in self.tables.all_optimizers for w in weights if w in o.state]
-            states += [value for state in held for value in state.values() if isinstance(value, Tensor)]
+            states += [
+                value for state in held for value in state.values() if isinstance(value, Tensor)
+            ]
         return [*weights, *states]
 
     def _shards(self, name: str) -> list[LocalShard]:
@@ -118,7 +136,8 @@ class ChangedTables:
 
 
 class _Writes:
-    """Whether anything but updates has written into some tensors. memory: returns them, as they are now."""
+    """Whether anything but updates has written into some tensors. memory: returns them, as they are
+    now."""
 
     def __init__(self, memory: Callable[[], list[Tensor]]) -> None:
         self._memory = memory
@@ -136,8 +155,11 @@ class _Writes:
         with without_torch_function():
             if not self._is_written:
                 tensors = self._memory()
-                # `_version` counts in-place writes into one tensor; that a tensor was replaced shows in its identity.
-                are_same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+                # `_version` counts in-place writes into one tensor; that a tensor was replaced
+                # shows in its identity.
+                are_same = len(tensors) == len(self._tensors) and all(
+                    map(is_, tensors, self._tensors)
+                )
                 self._is_written = not are_same or versions_of(tensors) != self._versions
             return self._is_written
 

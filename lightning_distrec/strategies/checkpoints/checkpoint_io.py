@@ -1,4 +1,5 @@
-"""Lightning's CheckpointIO: it has the files that are not on a local path, and all of them if the user has set one."""
+"""Lightning's CheckpointIO: it has the files that are not on a local path, and all of them if the
+user has set one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +23,8 @@ def is_plugin(io: CheckpointIO) -> bool:
 
 
 def is_elsewhere(path: str, io: CheckpointIO) -> bool:
-    """Whether the CheckpointIO writes and removes a checkpoint: the path is no local one, or the user has set it."""
+    """Whether the CheckpointIO writes and removes a checkpoint: the path is no local one, or the
+    user has set it."""
     return "://" in path or is_plugin(io)
 
 
@@ -35,9 +37,14 @@ def open_stored(path: str | Path, io: CheckpointIO) -> StoredCheckpoint:
 
 
 def read_checked(
-    open_it: Callable[[], StoredCheckpoint], path: str | Path, ranks: Consensus, pickles: bool, is_checked: bool = False
+    open_it: Callable[[], StoredCheckpoint],
+    path: str | Path,
+    ranks: Consensus,
+    pickles: bool,
+    is_checked: bool = False,
 ) -> Loaded:
-    """Collective. Return a checkpoint whose bytes match their checksums. Raises CheckpointError on all ranks.
+    """Collective. Return a checkpoint whose bytes match their checksums. Raises CheckpointError on
+    all ranks.
 
     is_checked: whether they were compared before.
     """
@@ -49,7 +56,9 @@ def read_checked(
     stored, ranges = ranks.all_or_none("loading a checkpoint", open_with_ranges)
     if not is_checked:
         check_bytes(path, ranges, ranks)
-    return ranks.all_or_none("loading a checkpoint", lambda: stored.load(ranks.rank, ranks.num_ranks, pickles))
+    return ranks.all_or_none(
+        "loading a checkpoint", lambda: stored.load(ranks.rank, ranks.num_ranks, pickles)
+    )
 
 
 def _read_with(io: CheckpointIO, path: str | Path, pickles: bool) -> object:
@@ -68,11 +77,15 @@ def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:
         "async_save": options.async_save,
         "incremental": options.incremental,
     }
-    if is_plugin(io) and (setting := next((name for name, value in settings.items() if value), None)):
+    if is_plugin(io) and (
+        setting := next((name for name, value in settings.items() if value), None)
+    ):
         value = "{...}" if setting == "incremental" else "True"
         raise ConfigError(
-            f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': {value}}} goes to the "
-            "file system directly. Set checkpoint={'distributed': False}, or checkpoint={'async_save': True} alone."
+            f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': "
+            f"{value}}} goes to the "
+            "file system directly. Set checkpoint={'distributed': False}, or "
+            "checkpoint={'async_save': True} alone."
         )
 
 
@@ -82,6 +95,7 @@ def refuse_folder(path: str, storage_options: Any) -> NoReturn:
         setting = "checkpoint={'distributed': False}, without async_save"
         raise ConfigError(f"storage_options belong to a CheckpointIO. Set {setting}, to use one.")
     raise ConfigError(
-        f"{path}: folders that all ranks write, and files that are written in the background, need a file system. Set "
+        f"{path}: folders that all ranks write, and files that are written in the background, "
+        "need a file system. Set "
         "dirpath to a folder on one, or checkpoint={'distributed': False}, without async_save."
     )

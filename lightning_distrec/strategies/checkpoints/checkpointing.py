@@ -1,4 +1,5 @@
-"""A strategy's checkpoints: what Lightning's hooks for saving and loading do, in the order of their calls."""
+"""A strategy's checkpoints: what Lightning's hooks for saving and loading do, in the order of their
+calls."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,7 +28,14 @@ from lightning_distrec.checkpoint.host_copies import gather_full
 from lightning_distrec.checkpoint.hyperparameters import HYPERPARAMETERS, saved_form
 from lightning_distrec.checkpoint.load import Loaded
 from lightning_distrec.checkpoint.plain_state import as_chunked, refuse_not_plain, with_plain_types
-from lightning_distrec.checkpoint.save import STATE_FILE, RankContent, Saver, Snapshot, rank_file, take_folder_snapshot
+from lightning_distrec.checkpoint.save import (
+    STATE_FILE,
+    RankContent,
+    Saver,
+    Snapshot,
+    rank_file,
+    take_folder_snapshot,
+)
 from lightning_distrec.checkpoint.single_file import fits_in_one_file, take_file_snapshot
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
@@ -35,7 +48,12 @@ from lightning_distrec.strategies.checkpoints.checkpoint_io import (
 )
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
-from lightning_distrec.strategies.checkpoints.optimizer_state import OF_TABLES, START, OptimizerStates, StateRanks
+from lightning_distrec.strategies.checkpoints.optimizer_state import (
+    OF_TABLES,
+    START,
+    OptimizerStates,
+    StateRanks,
+)
 from lightning_distrec.strategies.checkpoints.positions import HookDraws, Positions
 from lightning_distrec.strategies.checkpoints.resuming import JobFit
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
@@ -61,7 +79,8 @@ class Checkpointing:
         module: LightningModule,
         note_writing: Callable[[bool], None],
     ) -> None:
-        """writer_ranks: where a thread writes while training goes on, its own consensus. note_writing: as Saver's."""
+        """writer_ranks: where a thread writes while training goes on, its own consensus.
+        note_writing: as Saver's."""
         self.options = options
         self._ranks = consensus
         self._saver = Saver(writer_ranks, options.async_save, options.writing_limit, note_writing)
@@ -78,13 +97,22 @@ class Checkpointing:
         self._warned: set[str] = set()
 
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
-        """Drop what belongs to the run before; called when a run's set-up starts. job: what its checkpoints are of."""
-        self._module, self._tables, self.state_ranks, self._job, self._incremental = module, None, None, job, None
-        if job is None or module.trainer.state.fn == TrainerFn.FITTING:  # else the position is that of the last fit
+        """Drop what belongs to the run before; called when a run's set-up starts. job: what its
+        checkpoints are of."""
+        self._module, self._tables, self.state_ranks, self._job, self._incremental = (
+            module,
+            None,
+            None,
+            job,
+            None,
+        )
+        # else the position is that of the last fit
+        if job is None or module.trainer.state.fn == TrainerFn.FITTING:
             self.positions = Positions(self._ranks, HookDraws(*self.fingerprints))
 
     def begin(self, tables: SavedTables | None) -> None:
-        """Collective, when a run is set up. Load the weights that it starts from, unless an earlier run has."""
+        """Collective, when a run is set up. Load the weights that it starts from, unless an earlier
+        run has."""
         self._tables, module = tables, self._module
         # Agreed on with the other flags of a step: all ranks raise at the same step.
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
@@ -92,15 +120,20 @@ class Checkpointing:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
             if module.trainer.state.fn == TrainerFn.FITTING and module.trainer.checkpoint_callbacks:
                 prepare_hyperparameters(current_hyperparameters(module.trainer), self._warned)
-                # What it returns is known when it is called: a trial could change what the user's hook changes.
+                # What it returns is known when it is called: a trial could change what the user's
+                # hook changes.
                 if is_overridden("on_save_checkpoint", module):
                     rank_zero_info(
-                        f"What {type(module).__name__}.on_save_checkpoint adds to checkpoints must be of plain types: "
-                        "objects are an error when the first one is saved, unless checkpoint={'pickles': True} is set."
+                        f"What {type(module).__name__}.on_save_checkpoint adds to checkpoints "
+                        "must be of plain types: "
+                        "objects are an error when the first one is saved, unless "
+                        "checkpoint={'pickles': True} is set."
                     )
         if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
-        if (incremental := self.options.incremental) is not None and module.trainer.state.fn == TrainerFn.FITTING:
+        if (
+            incremental := self.options.incremental
+        ) is not None and module.trainer.state.fn == TrainerFn.FITTING:
             label = self._job.label if self._job is not None else ""
             self._incremental = IncrementalSaves(
                 incremental, self._ranks, tables, module.trainer, label, self._saver.remove
@@ -119,19 +152,23 @@ class Checkpointing:
         return [] if self._tables is None else self._tables.own_optimizers
 
     def require_all_ranks(self, meet: Callable[[float], bool]) -> None:
-        """Collective, before a checkpoint after an exception. Raises CheckpointError: a rank is missing for 20 s.
+        """Collective, before a checkpoint after an exception. Raises CheckpointError: a rank is
+        missing for 20 s.
 
         meet: returns whether all ranks arrive within some seconds.
         """
         self._saver.finish(LEAVING_SECONDS)
         if not meet(MEETING_SECONDS):
             raise CheckpointError(
-                f"no checkpoint is saved after the exception above: it was raised on rank {self._ranks.rank}, and not "
-                f"all of the other ranks arrived to save their shards within {MEETING_SECONDS:.0f} s."
+                "no checkpoint is saved after the exception above: it was raised on rank "
+                f"{self._ranks.rank}, and not "
+                "all of the other ranks arrived to save their shards within "
+                f"{MEETING_SECONDS:.0f} s."
             )
 
     def full_state(self, state: Mapping[str, Any], everywhere: bool = False) -> dict[str, Any]:
-        """Collective. Return a state with full tables on rank 0's host, and none elsewhere; or full on all ranks."""
+        """Collective. Return a state with full tables on rank 0's host, and none elsewhere; or full
+        on all ranks."""
         full: dict[str, Any] = gather_full(state, self._ranks, everywhere=everywhere)
         if everywhere or self._ranks.rank == 0:
             return full
@@ -142,21 +179,31 @@ class Checkpointing:
         return self._optimizer_states().collect(optimizer)
 
     def _optimizer_states(self) -> OptimizerStates:
-        return OptimizerStates(self._module, self._tables, self._ranks, self.state_ranks, self.options.grow_tables)
+        return OptimizerStates(
+            self._module, self._tables, self._ranks, self.state_ranks, self.options.grow_tables
+        )
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any) -> None:
+    def save(
+        self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any
+    ) -> None:
         """Collective. Write a checkpoint, a folder or a file, or start to.
 
-        io: what writes files that are not on a local path, or all files if it is a plugin of the user's.
-        Raises CheckpointError on every rank: it cannot be written; ConfigError: a folder is not for `io`.
+        io: what writes files that are not on a local path, or all files if it is a plugin of the
+        user's.
+        Raises CheckpointError on every rank: it cannot be written; ConfigError: a folder is not for
+        `io`.
         """
         pickles = self.options.pickles
         if not pickles:
             prepare_hyperparameters(checkpoint, self._warned)
         if self._tables is not None and "optimizer_states" in checkpoint:
-            table_states = [self.optimizer_state(optimizer) | {OF_TABLES: True} for optimizer in self._own_optimizers]
+            table_states = [
+                self.optimizer_state(optimizer) | {OF_TABLES: True}
+                for optimizer in self._own_optimizers
+            ]
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *table_states]
-        # ModelCheckpoint names files by metrics and by what is on disk, which may differ between ranks.
+        # ModelCheckpoint names files by metrics and by what is on disk, which may differ between
+        # ranks.
         location: str = self._ranks.all_gather(str(path))[0]
         rank_state = self.positions.extract_rank_state(checkpoint, self._module.trainer)
         label = self._job_label(checkpoint, location)
@@ -170,8 +217,11 @@ class Checkpointing:
             extra_files={} if self._tables is None else self._tables.plan_files(),
             pickles=pickles,
         )
-        # A plugin writes files only, and a difference is a folder. Rank 0 decides: it depends on free memory.
-        is_file = not mark and (is_plugin(io) or fits_in_one_file(checkpoint, self.options, self._ranks))
+        # A plugin writes files only, and a difference is a folder. Rank 0 decides: it depends on
+        # free memory.
+        is_file = not mark and (
+            is_plugin(io) or fits_in_one_file(checkpoint, self.options, self._ranks)
+        )
         uses_io = is_elsewhere(location, io) or storage_options is not None
         if uses_io and (self.options.async_save or not is_file):
             refuse_folder(location, storage_options)
@@ -180,18 +230,23 @@ class Checkpointing:
             snapshot = take_folder_snapshot(content, self._ranks)
         else:
             # Stock Lightning reads files as well, and looks for its loaders' states there.
-            content = replace(content, checkpoint=self.positions.add_loader_states(checkpoint, rank_state))
+            content = replace(
+                content, checkpoint=self.positions.add_loader_states(checkpoint, rank_state)
+            )
             # By position: a plugin of the user's may call the path something else.
             save = partial(_save_with, io, location, storage_options) if uses_io else None
             snapshot = take_file_snapshot(content, self._ranks, save)
         self._saver.save(snapshot)
-        if self._module.trainer.state.status != TrainerStatus.RUNNING:  # after the run nothing else waits for it
+        # after the run nothing else waits for it
+        if self._module.trainer.state.status != TrainerStatus.RUNNING:
             self._saver.finish()
 
     def _job_label(self, checkpoint: Mapping[str, Any], path: str) -> str:
-        """Return what a checkpoint says of its job; "" where a restart may not go on from it: after exceptions."""
+        """Return what a checkpoint says of its job; "" where a restart may not go on from it: after
+        exceptions."""
         trainer = self._module.trainer
-        # After an exception it may be of the middle of a step, which some parameters have made already.
+        # After an exception it may be of the middle of a step, which some parameters have made
+        # already.
         is_of_fit = trainer.state.fn == TrainerFn.FITTING and "optimizer_states" in checkpoint
         if self._job is None or not is_of_fit or trainer.interrupted:
             return ""
@@ -204,13 +259,16 @@ class Checkpointing:
         self._saver.remove(Path(path).absolute())
 
     def before_step(self) -> None:
-        """Raise CheckpointError on every rank, at the same step, once a write in the background has failed."""
+        """Raise CheckpointError on every rank, at the same step, once a write in the background has
+        failed."""
         if self._ranks.flags.has_failed:
             self._saver.finish()
 
     def finish(self, has_failed: bool) -> None:
-        """Collective. Wait for a checkpoint that is being written. has_failed: the run has; wait 120 s at most."""
-        # Flags live as long as the process, and the function that they hold leads to this run's tables.
+        """Collective. Wait for a checkpoint that is being written. has_failed: the run has; wait
+        120 s at most."""
+        # Flags live as long as the process, and the function that they hold leads to this run's
+        # tables.
         self._ranks.flags.watch_failures(None)
         if self._incremental is not None:
             self._incremental.release()
@@ -222,14 +280,19 @@ class Checkpointing:
             rank_zero_warn(str(error))  # the exception that ends the run is the one to raise
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Collective. Return a checkpoint for Lightning's hooks; tables and their state are handles to read from."""
+        """Collective. Return a checkpoint for Lightning's hooks; tables and their state are handles
+        to read from."""
         # The checkpoint to load may be the one that is being written.
         self._saver.finish()
         loaded = self._load(path)
         checkpoint = loaded.checkpoint
-        if self._module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
+        if (
+            self._module.trainer.state.fn == TrainerFn.FITTING
+            and "optimizer_states" not in checkpoint
+        ):
             raise CheckpointError(
-                f"{path} holds weights only, so that training cannot resume from it. To start from them, set "
+                f"{path} holds weights only, so that training cannot resume from it. To start "
+                "from them, set "
                 "checkpoint={'start_from': path} in the strategy, and no ckpt_path."
             )
         if self._module.trainer.state.fn == TrainerFn.FITTING:
@@ -241,11 +304,14 @@ class Checkpointing:
         """Raises CheckpointError: the state of the loops, or of this rank, lacks something."""
         try:
             trainer = self._module.trainer
-            num_accumulated = trainer.accumulate_grad_batches if self._module.automatic_optimization else 1
+            num_accumulated = (
+                trainer.accumulate_grad_batches if self._module.automatic_optimization else 1
+            )
             self.positions.restore(loaded, num_accumulated)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
-                f"{path} is damaged: {STATE_FILE} or {rank_file(self._ranks.rank)} is not as written ({error!r})."
+                f"{path} is damaged: {STATE_FILE} or {rank_file(self._ranks.rank)} is not as "
+                f"written ({error!r})."
             ) from error
 
     def _load(self, path: str | Path) -> Loaded:
@@ -253,10 +319,14 @@ class Checkpointing:
         is_checked = self._job is not None and str(path) == self._job.checked_path
         if self._job is not None:
             self._job.checked_path = ""
-        loaded = read_checked(partial(open_stored, path, io), path, self._ranks, self.options.pickles, is_checked)
+        loaded = read_checked(
+            partial(open_stored, path, io), path, self._ranks, self.options.pickles, is_checked
+        )
         checkpoint = loaded.checkpoint
         renamed = self.options.renamed
-        checkpoint["state_dict"] = {renamed(name): value for name, value in checkpoint["state_dict"].items()}
+        checkpoint["state_dict"] = {
+            renamed(name): value for name, value in checkpoint["state_dict"].items()
+        }
         for state in checkpoint.get("optimizer_states", []):
             if "optimizer" in state:  # torch's own have numbers
                 state["state"] = {renamed(name): value for name, value in state["state"].items()}
@@ -271,35 +341,49 @@ class Checkpointing:
         shards = None if self._tables is None else self._tables.shards
         state, grow = checkpoint["state_dict"], self.options.grow_tables
         self._ranks.all_or_none(
-            "loading a checkpoint", lambda: load_weights(self._module, shards, state, strict=strict, grow=grow)
+            "loading a checkpoint",
+            lambda: load_weights(self._module, shards, state, strict=strict, grow=grow),
         )
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
         states, saved = self._optimizer_states(), checkpoint["optimizer_states"]
-        self._ranks.all_or_none("loading a checkpoint", lambda: states.load(saved, optimizers, self._own_optimizers))
+        self._ranks.all_or_none(
+            "loading a checkpoint", lambda: states.load(saved, optimizers, self._own_optimizers)
+        )
 
 
 def _plan_in_words(plan: ShardingByTable) -> dict[str, Any]:
     """Return each table's sharding type, kernel and ranks, for people and for JSON."""
     return {
-        name: {"sharding_type": p.sharding_type, "kernel": p.compute_kernel, "ranks": sorted(set(p.ranks or []))}
+        name: {
+            "sharding_type": p.sharding_type,
+            "kernel": p.compute_kernel,
+            "ranks": sorted(set(p.ranks or [])),
+        }
         for name, p in plan.items()
     }
 
 
-def _save_with(io: CheckpointIO, location: str, storage_options: Any, content: dict[str, Any]) -> None:
+def _save_with(
+    io: CheckpointIO, location: str, storage_options: Any, content: dict[str, Any]
+) -> None:
     io.save_checkpoint(content, location, storage_options=storage_options)
 
 
 def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
-    """Let ModelCheckpoint see the checkpoint in flight: it asks the file system whether a name is taken."""
+    """Let ModelCheckpoint see the checkpoint in flight: it asks the file system whether a name is
+    taken."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             if callback.save_last == "link":
                 problem = "the link would lead to a checkpoint that is not there yet"
-                raise ConfigError(f"ModelCheckpoint(save_last='link') and async_save: {problem}. Set save_last=True.")
-            # On the instance: ModelCheckpoints of other trainers, without async_save, keep the method of the class.
+                raise ConfigError(
+                    f"ModelCheckpoint(save_last='link') and async_save: {problem}. "
+                    "Set save_last=True."
+                )
+            # On the instance: ModelCheckpoints of other trainers, without async_save, keep the
+            # method of the class.
             callback.file_exists = partial(_is_written, saver, callback)  # type: ignore[method-assign]
 
 
@@ -310,9 +394,11 @@ def _is_written(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer:
 
 
 def prepare_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> None:
-    """Put what can be saved in place of hyperparameters that cannot, and warn of those, and of those that are objects.
+    """Put what can be saved in place of hyperparameters that cannot, and warn of those, and of
+    those that are objects.
 
-    Loading an object by itself would run code, so that load_from_checkpoint asks for it by its name.
+    Loading an object by itself would run code, so that load_from_checkpoint asks for it by its
+    name.
     """
     reasons: dict[str, str] = {}
     for key in HYPERPARAMETERS.keys() & checkpoint.keys():
@@ -320,11 +406,15 @@ def prepare_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> Non
             continue
         forms = {name: saved_form(name, value) for name, value in values.items()}
         checkpoint[key] = {name: form for name, (form, _) in forms.items()}
-        reasons |= {name: reason for name, (_, reason) in forms.items() if reason and name not in warned}
+        reasons |= {
+            name: reason for name, (_, reason) in forms.items() if reason and name not in warned
+        }
     if reasons:
         rank_zero_warn(
-            f"checkpoints of this run hold hyperparameters that are objects: {'; '.join(reasons.values())}. "
-            "load_from_checkpoint(path) asks for these by name; load_from_checkpoint(path, weights_only=False) reads "
+            "checkpoints of this run hold hyperparameters that are objects: "
+            f"{'; '.join(reasons.values())}. "
+            "load_from_checkpoint(path) asks for these by name; load_from_checkpoint(path, "
+            "weights_only=False) reads "
             "those that can be saved, and runs their code."
         )
         warned.update(reasons)
@@ -345,26 +435,35 @@ def add_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return
     parameters = dict(trainer.lightning_module.named_parameters(remove_duplicate=False))
-    for number, (optimizer, state) in enumerate(zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)):
+    for number, (optimizer, state) in enumerate(
+        zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)
+    ):
         groups, saved = len(optimizer.param_groups), len(state["param_groups"])
         for group in state["param_groups"][groups:]:
             if not parameters.keys() >= set(group["params"]):
                 raise CheckpointError(
-                    f"optimizer {number} has {groups} param group(s), and the checkpoint's had {saved}: a "
-                    "BaseFinetuning callback has added some, and would unfreeze nothing now. Return as many, " + START
+                    f"optimizer {number} has {groups} param group(s), and the checkpoint's had "
+                    f"{saved}: a "
+                    "BaseFinetuning callback has added some, and would unfreeze nothing now. "
+                    "Return as many, " + START
                 )
             unfrozen = [parameters[name].requires_grad_() for name in group["params"]]
             optimizer.add_param_group({**group, "params": unfrozen})
 
 
 def refuse_callbacks(trainer: Trainer) -> None:
-    """Raise CheckpointError, before the run starts, where the state of a callback of the user's could not be saved."""
+    """Raise CheckpointError, before the run starts, where the state of a callback of the user's
+    could not be saved."""
     if trainer.state.fn != TrainerFn.FITTING or not trainer.checkpoint_callbacks:
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Lightning's averages are copies of the whole model, also in subclasses; its other callbacks have plain types.
+        # Lightning's averages are copies of the whole model, also in subclasses; its other
+        # callbacks have plain types.
         is_lightnings = type(callback).__module__.startswith("lightning.")
-        if not is_lightnings and not isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        if not is_lightnings and not isinstance(
+            callback, (StochasticWeightAveraging, WeightAveraging)
+        ):
             refuse_not_plain(
-                with_plain_types(callback.state_dict()), f"the state_dict of {type(callback).__name__}: state"
+                with_plain_types(callback.state_dict()),
+                f"the state_dict of {type(callback).__name__}: state",
             )

@@ -1,4 +1,5 @@
-"""Loads a checkpoint's weights into the module: each rank reads its shards of tables, and of DTensors."""
+"""Loads a checkpoint's weights into the module: each rank reads its shards of tables, and of
+DTensors."""
 
 from __future__ import annotations
 
@@ -18,9 +19,15 @@ if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
 
 
 def load_weights(
-    module: LightningModule, shards: ShardedTables | None, state: Mapping[str, Any], *, strict: bool, grow: bool
+    module: LightningModule,
+    shards: ShardedTables | None,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+    grow: bool,
 ) -> None:
-    """Load a state_dict of tensors or handles. grow: accept more rows. Raises CheckpointError: it does not fit."""
+    """Load a state_dict of tensors or handles. grow: accept more rows. Raises CheckpointError: it
+    does not fit."""
     keys: dict[str, str] = {}
     mapped: set[str] = set()
     if shards is not None:
@@ -45,9 +52,14 @@ def load_weights(
         if isinstance(parameter, DTensor)
     }
     done = keys.keys() | mapped
-    other_state = {key: materialized_as(value, sharded.get(key)) for key, value in state.items() if key not in done}
+    other_state = {
+        key: materialized_as(value, sharded.get(key))
+        for key, value in state.items()
+        if key not in done
+    }
     try:
-        # Never strict: tables and mappings are loaded already, and torch would report them as missing.
+        # Never strict: tables and mappings are loaded already, and torch would report them as
+        # missing.
         missing, unexpected = module.load_state_dict(other_state, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"the checkpoint does not fit the module: {error}") from error
@@ -59,38 +71,58 @@ def load_weights(
     missing += [key for key, full_name in keys.items() if full_name not in loaded]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. Build the module "
-            "that was saved, map names by checkpoint={'rename': {old: new}}, or set strict_loading=False on the module."
+            f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. "
+            "Build the module "
+            "that was saved, map names by checkpoint={'rename': {old: new}}, or set "
+            "strict_loading=False on the module."
         )
     if missing or unexpected:
         rank_zero_warn(
-            f"the checkpoint was loaded in part, as strict_loading=False allows: missing, and unchanged, {missing}; "
+            "the checkpoint was loaded in part, as strict_loading=False allows: missing, and "
+            f"unchanged, {missing}; "
             f"in the checkpoint only {unexpected}."
         )
 
 
-def _refuse_resized_mapping(key: str, name: str, num_rows: int, value: Any, sizes: set[tuple[int, int]]) -> None:
+def _refuse_resized_mapping(
+    key: str, name: str, num_rows: int, value: Any, sizes: set[tuple[int, int]]
+) -> None:
     """Raise CheckpointError: the table's ids have rows by a mapping of another size."""
     shape = tuple(getattr(as_lazy(value), "shape", ())) or (0,)
     if (num_rows, shape[0]) in sizes:
         raise CheckpointError(
-            f"table '{name}' has {num_rows} rows, and the checkpoint's '{key}' has {shape[0]}, to which its ids are "
-            f"mapped: such a table cannot grow or shrink. Keep {shape[0]} rows; or let it start over under another "
+            f"table '{name}' has {num_rows} rows, and the checkpoint's '{key}' has {shape[0]}, to "
+            "which its ids are "
+            f"mapped: such a table cannot grow or shrink. Keep {shape[0]} rows; or let it start "
+            "over under another "
             "name, with strict_loading=False on the module."
         )
 
 
-def _load_table(shards: ShardedTables, key: str, name: str, shape: tuple[int, int], value: Any, grow: bool) -> None:
+def _load_table(
+    shards: ShardedTables, key: str, name: str, shape: tuple[int, int], value: Any, grow: bool
+) -> None:
     lazy = as_lazy(value)
     saved_shape = tuple(lazy.shape) if lazy is not None else type(value).__name__
-    grows = lazy is not None and len(lazy.shape) == 2 and lazy.shape[1] == shape[1] and lazy.shape[0] < shape[0]
+    grows = (
+        lazy is not None
+        and len(lazy.shape) == 2
+        and lazy.shape[1] == shape[1]
+        and lazy.shape[0] < shape[0]
+    )
     if saved_shape != shape and not (grows and grow):
-        hint = " To load its rows and initialize the others, set checkpoint={'grow_tables': True}." if grows else ""
+        hint = (
+            " To load its rows and initialize the others, set checkpoint={'grow_tables': True}."
+            if grows
+            else ""
+        )
         raise CheckpointError(
-            f"table '{name}' is {shape[0]} x {shape[1]}, but the checkpoint's '{key}' is {saved_shape}.{hint}"
+            f"table '{name}' is {shape[0]} x {shape[1]}, but the checkpoint's '{key}' is "
+            f"{saved_shape}.{hint}"
         )
     shards.load(name, lazy if not isinstance(value, Tensor) else value)
     if saved_shape != shape:
         rank_zero_info(
-            f"table '{name}' has grown from {saved_shape[0]} rows to {shape[0]}; the added rows are initialized."
+            f"table '{name}' has grown from {saved_shape[0]} rows to {shape[0]}; the added rows "
+            "are initialized."
         )

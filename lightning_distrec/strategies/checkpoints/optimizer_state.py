@@ -1,6 +1,8 @@
-"""The optimizers' state under the user's own names, whoever keeps it: torch, this rank's shards, or FBGEMM.
+"""The optimizers' state under the user's own names, whoever keeps it: torch, this rank's shards, or
+FBGEMM.
 
-It has the unsharded module's names and shapes: kernel, sharding type and ranks may differ when it is loaded.
+It has the unsharded module's names and shapes: kernel, sharding type and ranks may differ when it
+is loaded.
 """
 
 from __future__ import annotations
@@ -19,20 +21,26 @@ from lightning_distrec.checkpoint.lazy_tensors import materialized_as
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
-from lightning_distrec.strategies.checkpoints.table_states import SavedTable, SavedTables, class_name
+from lightning_distrec.strategies.checkpoints.table_states import (
+    SavedTable,
+    SavedTables,
+    class_name,
+)
 
 UNSAVED_KEYS = ("params", "param_names")
 """Keys of param groups that are the optimizer's, not the checkpoint's."""
 START = "or start a new run from its weights: checkpoint={'start_from': path}."
 OF_TABLES = "of_tables"
-"""Marks the states of tables' own optimizers, which follow those of configure_optimizers in Lightning's list."""
+"""Marks the states of tables' own optimizers, which follow those of configure_optimizers in
+Lightning's list."""
 
 RankOf = Callable[[Tensor], int]
 """Returns the rank that holds a parameter's optimizer state; of several, the one that saves it."""
 
 
 class StateRanks(NamedTuple):
-    """Which ranks hold the optimizer state of a parameter, where not all do: those of a pipeline's stages."""
+    """Which ranks hold the optimizer state of a parameter, where not all do: those of a pipeline's
+    stages."""
 
     rank_of: RankOf
     is_local: Callable[[Tensor], bool]
@@ -42,7 +50,8 @@ class StateRanks(NamedTuple):
 class OptimizerStates:
     """The states of one fit's optimizers.
 
-    state_ranks: which ranks hold a parameter's state; None: all ranks do. grow: accept tables with more rows.
+    state_ranks: which ranks hold a parameter's state; None: all ranks do. grow: accept tables with
+    more rows.
     """
 
     def __init__(
@@ -60,12 +69,21 @@ class OptimizerStates:
         """Name of a table's weight -> the table."""
         if tables is not None:
             shards = tables.shards.shards
-            self._tables = {t.key: SavedTable(t, shards[t.full_name], tables, grow) for t in tables.shards.tables}
-            # Shards replaced the parameters of the unsharded module, and are saved under its name for the table.
-            self._names |= {id(shard.weight): key for key, saved in self._tables.items() for shard in saved.shards}
+            self._tables = {
+                t.key: SavedTable(t, shards[t.full_name], tables, grow)
+                for t in tables.shards.tables
+            }
+            # Shards replaced the parameters of the unsharded module, and are saved under its name
+            # for the table.
+            self._names |= {
+                id(shard.weight): key
+                for key, saved in self._tables.items()
+                for shard in saved.shards
+            }
 
     def collect(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Collective. Return an optimizer's class, its param groups with names for parameters, and state by name."""
+        """Collective. Return an optimizer's class, its param groups with names for parameters, and
+        state by name."""
         members = [self._collect(member) for member in _members(optimizer)]
         return {
             "optimizer": " + ".join(member["optimizer"] for member in members),
@@ -76,13 +94,20 @@ class OptimizerStates:
     def _collect(self, optimizer: Optimizer) -> dict[str, Any]:
         names = self._named_groups(optimizer)
         groups = [
-            {**{k: v for k, v in group.items() if k not in UNSAVED_KEYS}, "params": list(parameters)}
+            {
+                **{k: v for k, v in group.items() if k not in UNSAVED_KEYS},
+                "params": list(parameters),
+            }
             for group, parameters in zip(optimizer.param_groups, names, strict=True)
         ]
         used = {name: parameters for group in names for name, parameters in group.items()}
-        plain = {name: parameters[0] for name, parameters in used.items() if name not in self._tables}
+        plain = {
+            name: parameters[0] for name, parameters in used.items() if name not in self._tables
+        }
         if self._state_ranks is not None:
-            state = _collect_partitioned(plain, optimizer, self._state_ranks.rank_of, self._consensus)
+            state = _collect_partitioned(
+                plain, optimizer, self._state_ranks.rank_of, self._consensus
+            )
         else:
             state = {
                 name: {key: _reduced(value) for key, value in optimizer.state[p].items()}
@@ -93,38 +118,66 @@ class OptimizerStates:
         state |= self._collect_tables(tables, optimizer)
         return {"optimizer": class_name(optimizer), "state": state, "param_groups": groups}
 
-    def _collect_tables(self, tables: dict[str, SavedTable], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-        state = {name: table.collect_fused() for name, table in tables.items() if table.update.in_backward}
+    def _collect_tables(
+        self, tables: dict[str, SavedTable], optimizer: Optimizer
+    ) -> dict[str, dict[str, Any]]:
+        state = {
+            name: table.collect_fused()
+            for name, table in tables.items()
+            if table.update.in_backward
+        }
         unfused = {name: table for name, table in tables.items() if not table.update.in_backward}
         if not unfused:
             return state
         # A rank without rows of a table does not know which tensors its state has.
-        per_rank = self._consensus.all_gather({n: table.describe_state(optimizer) for n, table in unfused.items()})
+        per_rank = self._consensus.all_gather({
+            n: table.describe_state(optimizer) for n, table in unfused.items()
+        })
         for name, table in unfused.items():
-            described = next((descriptions[name] for descriptions in per_rank if descriptions[name] is not None), None)
+            described = next(
+                (descriptions[name] for descriptions in per_rank if descriptions[name] is not None),
+                None,
+            )
             if described:
-                state[name] = {key: table.collect_value(key, value, optimizer) for key, value in described.items()}
+                state[name] = {
+                    key: table.collect_value(key, value, optimizer)
+                    for key, value in described.items()
+                }
         return state
 
     def load(
-        self, saved: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], own_optimizers: Sequence[Optimizer]
+        self,
+        saved: Sequence[Mapping[str, Any]],
+        optimizers: Sequence[Optimizer],
+        own_optimizers: Sequence[Optimizer],
     ) -> None:
-        """Load each optimizer's saved state. Raises CheckpointError: other ones, or other groups, were saved."""
+        """Load each optimizer's saved state. Raises CheckpointError: other ones, or other groups,
+        were saved."""
         saved_of_tables = [state for state in saved if OF_TABLES in state]
         saved = [state for state in saved if OF_TABLES not in state]
-        if own_optimizers and not saved_of_tables and not any("optimizer" in state for state in saved):
-            # Lightning's own checkpoints have none of in-backward optimizers, and start theirs again as well.
-            rank_zero_warn("the checkpoint has no state of the optimizers of tables alone: it starts empty.")
+        if (
+            own_optimizers
+            and not saved_of_tables
+            and not any("optimizer" in state for state in saved)
+        ):
+            # Lightning's own checkpoints have none of in-backward optimizers, and start theirs
+            # again as well.
+            rank_zero_warn(
+                "the checkpoint has no state of the optimizers of tables alone: it starts empty."
+            )
             own_optimizers = []
         if len(saved_of_tables) != len(own_optimizers):
             raise CheckpointError(
-                f"the checkpoint has the state of {len(saved_of_tables)} optimizers of tables alone, and this run has "
-                f"{len(own_optimizers)} (table_optimizer, optimizer in tables, apply_optimizer_in_backward). Set them "
+                f"the checkpoint has the state of {len(saved_of_tables)} optimizers of tables "
+                "alone, and this run has "
+                f"{len(own_optimizers)} (table_optimizer, optimizer in tables, "
+                "apply_optimizer_in_backward). Set them "
                 f"as they were, {START}"
             )
         if len(saved) != len(optimizers):
             raise CheckpointError(
-                f"the checkpoint has the state of {len(saved)} optimizers, and configure_optimizers returned "
+                f"the checkpoint has the state of {len(saved)} optimizers, and "
+                "configure_optimizers returned "
                 f"{len(optimizers)}. Return as many, {START}"
             )
         for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
@@ -137,15 +190,21 @@ class OptimizerStates:
         kind = " + ".join(map(class_name, members))
         if "param_groups" not in saved:
             raise CheckpointError(
-                f"{label}: the checkpoint has its state in the form of torchrec's KeyedOptimizer, without param "
-                "groups, as other strategies save it. Start a new run from its weights by checkpoint.start_from."
+                f"{label}: the checkpoint has its state in the form of torchrec's KeyedOptimizer, "
+                "without param "
+                "groups, as other strategies save it. Start a new run from its weights by "
+                "checkpoint.start_from."
             )
         if saved.get("optimizer", kind) != kind:
             rank_zero_warn(
-                f"{label} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state starts empty."
+                f"{label} is a {kind}, and the checkpoint's was a {saved['optimizer']}: its state "
+                "starts empty."
             )
             return
-        groups, num_groups = list(saved["param_groups"]), sum(len(member.param_groups) for member in members)
+        groups, num_groups = (
+            list(saved["param_groups"]),
+            sum(len(member.param_groups) for member in members),
+        )
         if len(groups) != num_groups:
             raise CheckpointError(
                 f"{label} has {num_groups} param groups, and the checkpoint's had {len(groups)}. "
@@ -167,29 +226,48 @@ class OptimizerStates:
             first = index
             for name, parameters in named_parameters.items():
                 for parameter in parameters:
-                    state = self._local_state(name, parameter, states.get(name), optimizer, name in saved_names)
+                    state = self._local_state(
+                        name, parameter, states.get(name), optimizer, name in saved_names
+                    )
                     states_by_index |= {} if state is None else {index: state}
                     index += 1
             unsaved = {key: current_group[key] for key in UNSAVED_KEYS if key in current_group}
             numbered.append({**group, **unsaved, "params": list(range(first, index))})
-        # torch's own loading moves values to the parameter's device and type, and keeps "step" as it is.
+        # torch's own loading moves values to the parameter's device and type, and keeps "step" as
+        # it is.
         optimizer.load_state_dict({"state": states_by_index, "param_groups": numbered})
         if any(hasattr(parameter, "place") for parameter in optimizer.state):
             # Here, since runs without tables import no torchrec.
             from lightning_distrec.sharding.weights.shard_weight import guard_state
 
             guard_state(optimizer)
-        fresh = [name for named_parameters in names for name in named_parameters if name not in saved_names]
+        fresh = [
+            name
+            for named_parameters in names
+            for name in named_parameters
+            if name not in saved_names
+        ]
         if fresh:
             ending = f" and {len(fresh) - 1} more" if fresh[1:] else ""
-            rank_zero_warn(f"{label}: the checkpoint has no state of '{fresh[0]}'{ending}; it starts empty.")
+            rank_zero_warn(
+                f"{label}: the checkpoint has no state of '{fresh[0]}'{ending}; it starts empty."
+            )
 
     def _local_state(
-        self, name: str, parameter: nn.Parameter, values: Mapping[str, Any] | None, optimizer: Optimizer, is_saved: bool
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        values: Mapping[str, Any] | None,
+        optimizer: Optimizer,
+        is_saved: bool,
     ) -> dict[str, Any] | None:
         """Return the state that torch keeps for a parameter; None for none."""
         if values is None:  # it had no state when it was saved, or was not there
-            return None if is_saved or parameter not in optimizer.state else dict(optimizer.state[parameter])
+            return (
+                None
+                if is_saved or parameter not in optimizer.state
+                else dict(optimizer.state[parameter])
+            )
         if (table := self._tables.get(name)) is not None:
             if table.update.in_backward:
                 table.load_fused(parameter, values)
@@ -200,12 +278,15 @@ class OptimizerStates:
         return {key: materialized_as(value, parameter) for key, value in values.items()}
 
     def _named_groups(self, optimizer: Optimizer) -> list[dict[str, list[nn.Parameter]]]:
-        """Return, for each param group, the names of its parameters in order; a table's shards have one name."""
+        """Return, for each param group, the names of its parameters in order; a table's shards have
+        one name."""
         groups: list[dict[str, list[nn.Parameter]]] = []
         for j, group in enumerate(optimizer.param_groups):
             named: dict[str, list[nn.Parameter]] = {}
             for i, parameter in enumerate(group["params"]):
-                named.setdefault(self._names.get(id(parameter), f"group {j} parameter {i}"), []).append(parameter)
+                named.setdefault(
+                    self._names.get(id(parameter), f"group {j} parameter {i}"), []
+                ).append(parameter)
             groups.append(named)
         return groups
 
@@ -213,9 +294,12 @@ class OptimizerStates:
 def _state_by_name(
     saved: Mapping[str, Any], names: list[dict[str, list[nn.Parameter]]], label: str
 ) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
-    """Return the saved state by parameters' names, which torch's own numbers in order, and all names that it is of."""
+    """Return the saved state by parameters' names, which torch's own numbers in order, and all
+    names that it is of."""
     if "optimizer" in saved:
-        return dict(saved["state"]), {name for group in saved["param_groups"] for name in group["params"]}
+        return dict(saved["state"]), {
+            name for group in saved["param_groups"] for name in group["params"]
+        }
     states: dict[str, Mapping[str, Any]] = {}
     for j, (group, named) in enumerate(zip(saved["param_groups"], names, strict=True)):
         if len(group["params"]) != len(named):
@@ -232,15 +316,22 @@ def _state_by_name(
 def _collect_partitioned(
     parameters: Mapping[str, Tensor], optimizer: Optimizer, rank_of: RankOf, consensus: Consensus
 ) -> dict[str, dict[str, Any]]:
-    """Collective. Return state by name: the rank that holds it has the values, the others shapes and types."""
+    """Collective. Return state by name: the rank that holds it has the values, the others shapes
+    and types."""
     local_states = {
         name: optimizer.state[parameter]
         for name, parameter in parameters.items()
         if rank_of(parameter) == consensus.rank and parameter in optimizer.state
     }
-    local = {name: {k: _describe(v) for k, v in state.items()} for name, state in local_states.items()}
+    local = {
+        name: {k: _describe(v) for k, v in state.items()} for name, state in local_states.items()
+    }
     # All ranks make the same entries, one with data: writing needs equal names on all of them.
-    described = {name: values for per_rank in consensus.all_gather(local) for name, values in per_rank.items()}
+    described = {
+        name: values
+        for per_rank in consensus.all_gather(local)
+        for name, values in per_rank.items()
+    }
 
     def entry(name: str, key: str, shape: tuple[int, ...] | None, dtype_or_value: Any) -> Any:
         if shape is None:
@@ -259,7 +350,8 @@ def _collect_partitioned(
 def _describe(value: Any) -> tuple[tuple[int, ...] | None, Any]:
     """Return a tensor's shape and type; None and a small value as it is."""
     if isinstance(value, Tensor):
-        # Numbers, such as torch's "step", go along with the descriptions: too small for chunks of a file.
+        # Numbers, such as torch's "step", go along with the descriptions: too small for chunks of a
+        # file.
         return (tuple(value.shape), value.dtype) if value.dim() else (None, value.detach().cpu())
     return None, value
 
@@ -269,14 +361,18 @@ def _reduced(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     # Each rank has only a summand of a partial value; replicating it adds them up.
-    placements = [Replicate() if placement.is_partial() else placement for placement in value.placements]
+    placements = [
+        Replicate() if placement.is_partial() else placement for placement in value.placements
+    ]
     value = value.redistribute(placements=placements)
     return value if value.dim() else value.to_local()
 
 
 def _members(optimizer: Optimizer) -> list[Optimizer]:
-    """Return torch's optimizers inside of TorchRec's wrappers, whose own state dicts have other forms."""
-    if "torchrec.optim.keyed" not in sys.modules:  # so it is none of those; modules without tables need no torchrec
+    """Return torch's optimizers inside of TorchRec's wrappers, whose own state dicts have other
+    forms."""
+    # so it is none of those; modules without tables need no torchrec
+    if "torchrec.optim.keyed" not in sys.modules:
         return [optimizer]
     from lightning_distrec.optimizers.torchrec_optimizers import members_of
 

@@ -1,4 +1,5 @@
-"""Where a run continues, in the middle of an epoch too: loaders' positions, random generators, Lightning's counters."""
+"""Where a run continues, in the middle of an epoch too: loaders' positions, random generators,
+Lightning's counters."""
 
 import hashlib
 import random
@@ -12,7 +13,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec._compat.lightning_checkpoints import num_batches_stepped, update_plateaus_of_this_epoch
+from lightning_distrec._compat.lightning_checkpoints import (
+    num_batches_stepped,
+    update_plateaus_of_this_epoch,
+)
 from lightning_distrec._compat.lightning_data import (
     current_loader_states,
     reload_epochs,
@@ -31,7 +35,12 @@ from lightning_distrec.prefetch.loaders import (
     is_stateful,
     loses_order,
 )
-from lightning_distrec.prefetch.position import PositionedLoader, adapt_progress, merge_states, resumable
+from lightning_distrec.prefetch.position import (
+    PositionedLoader,
+    adapt_progress,
+    merge_states,
+    resumable,
+)
 
 
 def generator_states() -> dict[str, Any]:
@@ -40,7 +49,8 @@ def generator_states() -> dict[str, Any]:
     states = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        # A tensor, since torch.load(weights_only=True) refuses arrays; int64, since torch's uint32 is limited.
+        # A tensor, since torch.load(weights_only=True) refuses arrays; int64, since torch's uint32
+        # is limited.
         "numpy": (torch.from_numpy(numpy.asarray(keys, dtype="int64")), *position),
     }
     if torch.cuda.is_available():
@@ -68,23 +78,32 @@ def check_generator_states(states: Mapping[str, Any]) -> None:
 def fingerprint() -> str:
     """Return a short text that differs where states of the host's generators do."""
     states: Any = numpy.random.get_state(legacy=True)
-    content = torch.get_rng_state().numpy().tobytes(), random.getstate(), states[1].tobytes(), states[2:]
+    content = (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        states[1].tobytes(),
+        states[2:],
+    )
     return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
 
 
 class HookDraws:
-    """What hooks of the user draw before training: in a resumed run they draw as they did in the first one.
+    """What hooks of the user draw before training: in a resumed run they draw as they did in the
+    first one.
 
-    `train_dataloader` and `val_dataloader` begin with the generators that they began with when they made the loaders
-    that the checkpoint is of. What is drawn before the checkpoint is loaded begins from the seed in both runs.
+    `train_dataloader` and `val_dataloader` begin with the generators that they began with when they
+    made the loaders that the checkpoint is of. What is drawn before the checkpoint is loaded begins
+    from the seed in both runs.
     """
 
     def __init__(self, environment: str = "", setup: str = "") -> None:
-        """environment, setup: fingerprints when the ranks had met, and after the last `setup` hook."""
+        """environment, setup: fingerprints when the ranks had met, and after the last `setup`
+        hook."""
         self._environment, self._has_drawn = environment, environment != setup
         self._calls: dict[str, Any] = {}
         self._starts: dict[str, Any] = {}
-        """States before the last call of each hook, and after the one before training, and after the first batch."""
+        """States before the last call of each hook, and after the one before training, and after
+        the first batch."""
         self._saved: dict[str, Any] | None = None
         self._reload_epochs: Any = None
         self._has_begun = False
@@ -92,10 +111,16 @@ class HookDraws:
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what a checkpoint holds of this rank's."""
         calls, starts = dict(self._calls), dict(self._starts)
-        return {"environment": self._environment, "calls": calls, "starts": starts, "reloads": reload_epochs(trainer)}
+        return {
+            "environment": self._environment,
+            "calls": calls,
+            "starts": starts,
+            "reloads": reload_epochs(trainer),
+        }
 
     def restore(self, state: Mapping[str, Any], is_same_number: bool) -> None:
-        """Let hooks that are still to be called draw as before. is_same_number: of ranks; if not, they use the seed."""
+        """Let hooks that are still to be called draw as before. is_same_number: of ranks; if not,
+        they use the seed."""
         self._reload_epochs = state["reloads"]
         if is_same_number:
             self._saved, self._starts = dict(state["calls"]), dict(state["starts"])
@@ -103,9 +128,12 @@ class HookDraws:
                 check_generator_states(states)
         if self._has_drawn and state["environment"] != self._environment:
             rank_zero_warn(
-                "prepare_data or setup drew random numbers, and the generators began with another seed than in the run "
-                "that is resumed: a random_split, for one, has other parts now, and positions in the epoch point into "
-                "them. Call lightning.seed_everything(N) before the Trainer is made, with the same N in both runs."
+                "prepare_data or setup drew random numbers, and the generators began with another "
+                "seed than in the run "
+                "that is resumed: a random_split, for one, has other parts now, and positions in "
+                "the epoch point into "
+                "them. Call lightning.seed_everything(N) before the Trainer is made, with the "
+                "same N in both runs."
             )
 
     def watch(self, trainer: Trainer) -> Patches:
@@ -114,7 +142,11 @@ class HookDraws:
 
     @contextmanager
     def _around(self, trainer: Trainer, hook: str) -> Iterator[None]:
-        states_before, earlier, is_resumed = generator_states(), fingerprint(), self._saved is not None
+        states_before, earlier, is_resumed = (
+            generator_states(),
+            fingerprint(),
+            self._saved is not None,
+        )
         saved = (self._saved or {}).pop(hook, None)
         if saved is not None and self._has_begun and self._is_due(trainer):
             saved = None  # the run that never stopped makes new loaders here, too
@@ -125,19 +157,24 @@ class HookDraws:
         if not (self._has_begun or trainer.sanity_checking or is_resumed):
             self._starts[hook] = generator_states()
         if saved is not None:
-            # The sanity check undoes what is drawn in it, and loaders may have been made again, or for the first time,
-            # in a later epoch: hooks that come next draw as if this one had been called where the first run called it.
-            set_generator_states(states_before if self._has_begun else self._starts.get(hook, states_before))
+            # The sanity check undoes what is drawn in it, and loaders may have been made again, or
+            # for the first time, in a later epoch: hooks that come next draw as if this one had
+            # been called where the first run called it.
+            set_generator_states(
+                states_before if self._has_begun else self._starts.get(hook, states_before)
+            )
             if self._has_begun:
                 set_reload_epochs(trainer, [None, self._reload_epochs[1]])
         elif is_resumed and not self._has_begun and fingerprint() != earlier:
             rank_zero_warn(
-                f"{hook} draws random numbers, and the run that is resumed had not called it yet: it would have drawn "
+                f"{hook} draws random numbers, and the run that is resumed had not called it yet: "
+                "it would have drawn "
                 "others. Draw in setup, or from a torch.Generator of its own with a seed."
             )
 
     def note_first_batch(self) -> None:
-        """Note the states after a batch is drawn ahead of on_train_start; a resumed run sets them as if it were."""
+        """Note the states after a batch is drawn ahead of on_train_start; a resumed run sets them
+        as if it were."""
         if self._has_begun:
             return
         if self._saved is None:
@@ -158,10 +195,13 @@ class HookDraws:
 
 
 def update_in_resumed_epoch(trainer: Trainer) -> None:
-    """Let schedulers be updated at the end of a resumed epoch too, if a validation in it has given their metrics."""
+    """Let schedulers be updated at the end of a resumed epoch too, if a validation in it has given
+    their metrics."""
     if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop.restarting:
         return
-    monitors = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    monitors = [
+        config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau
+    ]
     if monitors and all(monitor in trainer.callback_metrics for monitor in monitors):
         update_plateaus_of_this_epoch(trainer)
 
@@ -169,7 +209,8 @@ def update_in_resumed_epoch(trainer: Trainer) -> None:
 FIRST_BATCH = "first batch"
 COUNTERS = ("ready", "started", "processed", "completed")
 POSITIONS = "distrec_positions"
-"""Key of the loaders' positions in the fit loop's state. Stock Lightning, which could not use them, ignores it."""
+"""Key of the loaders' positions in the fit loop's state. Stock Lightning, which could not use them,
+ignores it."""
 NUM_STEPPED = "distrec_num_batches_stepped"
 """Key, there too, of the step that loggers get for the next batch."""
 
@@ -180,12 +221,15 @@ class RankState(Protocol):
     def state(self) -> dict[str, Any]:
         """Return this rank's."""
 
-    def restore(self, rank_state: Mapping[str, Any] | None, rank_0_state: Mapping[str, Any] | None) -> None:
+    def restore(
+        self, rank_state: Mapping[str, Any] | None, rank_0_state: Mapping[str, Any] | None
+    ) -> None:
         """Set it; None: of another number of ranks, or not in the checkpoint."""
 
 
 class Positions:
-    """The positions of one fit: what checkpoints get of them, and what they are set to on resuming."""
+    """The positions of one fit: what checkpoints get of them, and what they are set to on
+    resuming."""
 
     def __init__(self, ranks: Consensus, draws: HookDraws | None = None) -> None:
         self._ranks = ranks
@@ -197,7 +241,8 @@ class Positions:
         self._generators: Mapping[str, Any] | None = None
         """The state of the random generators in the checkpoint that the run resumes from."""
         self.num_stepped: int | None = None
-        """The step that loggers get for the first batch of a run that resumes, until its training begins."""
+        """The step that loggers get for the first batch of a run that resumes, until its training
+        begins."""
         self._is_resumed = False
         """Whether the run resumes, and its training has not begun."""
         self._begins_at_an_end = False
@@ -212,9 +257,12 @@ class Positions:
     def keep(self, loader: Any) -> Any:
         """Return the training loader, with a position that checkpoints hold if it can have one."""
         positioned = resumable(loader, *self.data_ranks, rank_zero_warn)
-        # Other loaders draw seeds when they begin, which belong to the run: with the first batch, once they are set.
+        # Other loaders draw seeds when they begin, which belong to the run: with the first batch,
+        # once they are set.
         self._loaders.append(
-            positioned if isinstance(positioned, (PositionedLoader, EvenLoader)) else LateLoader(loader)
+            positioned
+            if isinstance(positioned, (PositionedLoader, EvenLoader))
+            else LateLoader(loader)
         )
         return self._loaders[-1]
 
@@ -223,12 +271,16 @@ class Positions:
         self._rank_states[name] = holder
 
     def extract_rank_state(self, checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-        """Collective. Return what this rank alone saves; positions for any number of ranks stay in the checkpoint."""
+        """Collective. Return what this rank alone saves; positions for any number of ranks stay in
+        the checkpoint."""
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # Taken out: the state that is written is rank 0's, and each rank's loaders are elsewhere.
         loader_states: list[Any] = state.pop("combined_loader", [])
-        state[NUM_STEPPED] = num_batches_stepped(trainer) if self.num_stepped is None else self.num_stepped
-        # After the fit batches in flight are gone, and the user's code may have drawn random numbers.
+        state[NUM_STEPPED] = (
+            num_batches_stepped(trainer) if self.num_stepped is None else self.num_stepped
+        )
+        # After the fit batches in flight are gone, and the user's code may have drawn random
+        # numbers.
         last = self._last or self._now(trainer, loader_states)
         loader_states = last["loaders"]
         # Every rank gathers, though only rank 0 writes them.
@@ -246,20 +298,28 @@ class Positions:
         if trainer.state.fn == TrainerFn.FITTING:
             self._last = self._now(trainer, current_loader_states(trainer))
 
-    def add_loader_states(self, checkpoint: dict[str, Any], rank_state: dict[str, Any]) -> dict[str, Any]:
-        """Return a checkpoint for stock Lightning, which takes rank 0's loaders' states where there is no position."""
+    def add_loader_states(
+        self, checkpoint: dict[str, Any], rank_state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return a checkpoint for stock Lightning, which takes rank 0's loaders' states where there
+        is no position."""
         fit_loop = checkpoint["loops"]["fit_loop"]
         state = fit_loop["state_dict"]
         if not rank_state["loaders"] or POSITIONS in state:
             return checkpoint
         state = {**state, "combined_loader": rank_state["loaders"]}
-        return {**checkpoint, "loops": {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}}}
+        return {
+            **checkpoint,
+            "loops": {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}},
+        }
 
     def restore(self, loaded: Loaded, num_accumulated: int = 1) -> None:
-        """Let the run continue where the checkpoint was saved. num_accumulated: batches to an optimizer step."""
+        """Let the run continue where the checkpoint was saved. num_accumulated: batches to an
+        optimizer step."""
         fit_loop, self._is_resumed = loaded.checkpoint["loops"]["fit_loop"], True
         self.num_stepped = fit_loop["state_dict"].pop(NUM_STEPPED, None)
-        # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the shared positions.
+        # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the
+        # shared positions.
         if shared := fit_loop["state_dict"].pop(POSITIONS, []):
             fit_loop["state_dict"]["combined_loader"] = shared
         if loaded.rank_state is not None:
@@ -268,28 +328,42 @@ class Positions:
             check_generator_states(loaded.rank_state["generators"])
         elif loaded.rank_0_state is not None and loaded.marker is not None:
             rank_zero_info(
-                f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there are "
-                f"{self._ranks.num_ranks}: random generators are not restored, and start from the seed."
+                f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there "
+                "are "
+                f"{self._ranks.num_ranks}: random generators are not restored, and start from the "
+                "seed."
             )
         if hooks := (loaded.rank_state or loaded.rank_0_state or {}).get("hooks"):
             self.draws.restore(hooks, is_same_number=loaded.rank_state is not None)
         for name, holder in self._rank_states.items():
-            holder.restore((loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name))
+            holder.restore(
+                (loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name)
+            )
         # After the loaders' states have their place in fit_loop, for it compares counts with them.
         adapt_progress(fit_loop, self.data_ranks[1], num_accumulated)
-        epochs, batches = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
-        is_last, is_unfinished = bool(batches["is_last_batch"]), epochs["completed"] < epochs["ready"]
+        epochs, batches = (
+            fit_loop["epoch_progress"]["current"],
+            fit_loop["epoch_loop.batch_progress"],
+        )
+        is_last, is_unfinished = (
+            bool(batches["is_last_batch"]),
+            epochs["completed"] < epochs["ready"],
+        )
         self._begins_at_an_end = is_last and is_unfinished
         self._begins_in_an_epoch = not is_last and is_unfinished and batches["current"]["ready"] > 0
         self._loader_states = list(fit_loop["state_dict"].get("combined_loader", []))
 
     def begins_late(self) -> bool:
-        """Return whether nothing is drawn before `on_train_start`: only loaders of a position are where they go on."""
-        has_position = self._begins_in_an_epoch and any(is_stateful(loader) for loader in self._loaders)
+        """Return whether nothing is drawn before `on_train_start`: only loaders of a position are
+        where they go on."""
+        has_position = self._begins_in_an_epoch and any(
+            is_stateful(loader) for loader in self._loaders
+        )
         return self._is_resumed and not has_position
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Set the random generators, after all hooks, and Lightning's count of batches to the loaders' positions."""
+        """Set the random generators, after all hooks, and Lightning's count of batches to the
+        loaders' positions."""
         self._count_batches(trainer)
         stateful = [loader for loader in self._loaders if is_stateful(loader)]
         for loader, state in zip(stateful, self._loader_states, strict=False):
@@ -304,13 +378,16 @@ class Positions:
             for config in trainer.lr_scheduler_configs:
                 if config.reduce_on_plateau and config.interval == "epoch":
                     rank_zero_warn(
-                        f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the checkpoint was saved at "
-                        "the end of one, before Lightning updated the scheduler. Resume from one of the middle of an "
+                        f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the "
+                        "checkpoint was saved at "
+                        "the end of one, before Lightning updated the scheduler. Resume from one "
+                        "of the middle of an "
                         "epoch (ModelCheckpoint(every_n_train_steps=N)) to update it in each."
                     )
 
     def _continue_order(self, loader: Any, state: Any) -> None:
-        """Let a loader continue with what only its state in the checkpoint has, or warn that it is not there."""
+        """Let a loader continue with what only its state in the checkpoint has, or warn that it is
+        not there."""
         if isinstance(loader, PositionedLoader):
             loader.continue_generators(state)
             return
@@ -320,13 +397,16 @@ class Positions:
             end_epoch(loader, state)
         if loses_order(loader):
             rank_zero_warn(
-                f"{describe_loader(loader)} continues in another order than in the run that is resumed: Lightning has "
-                "wrapped its sampler in a DistributedSamplerWrapper, which has no state. Give the loader torchdata's "
+                f"{describe_loader(loader)} continues in another order than in the run that is "
+                "resumed: Lightning has "
+                "wrapped its sampler in a DistributedSamplerWrapper, which has no state. Give the "
+                "loader torchdata's "
                 "StatefulDistributedSampler, or a dataset without a state of its own."
             )
 
     def _count_batches(self, trainer: Trainer) -> None:
-        """Let Lightning count the batches before the loaders' positions: with another batch size its own differs."""
+        """Let Lightning count the batches before the loaders' positions: with another batch size
+        its own differs."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch or not trainer.fit_loop.restarting:
             return
@@ -341,13 +421,18 @@ class Positions:
 
     def _warn_of_restarts(self) -> list[Any]:
         """Warn of the loaders that cannot continue in the middle of the epoch, and return them."""
-        restarted = [loader for loader in self._loaders if not (self._loader_states and is_stateful(loader))]
+        restarted = [
+            loader for loader in self._loaders if not (self._loader_states and is_stateful(loader))
+        ]
         names = ", ".join(dict.fromkeys(describe_loader(loader) for loader in restarted))
         if restarted:
             rank_zero_warn(
-                f"resuming in the middle of an epoch: the checkpoint holds no position of {names}, which this rank can "
-                "continue from. So this epoch starts again, with samples that were trained. Resume from the end of an "
-                "epoch, on as many ranks, or use a map-style dataset, or a loader with state_dict and load_state_dict "
+                "resuming in the middle of an epoch: the checkpoint holds no position of "
+                f"{names}, which this rank can "
+                "continue from. So this epoch starts again, with samples that were trained. "
+                "Resume from the end of an "
+                "epoch, on as many ranks, or use a map-style dataset, or a loader with state_dict "
+                "and load_state_dict "
                 "(torchdata's StatefulDataLoader)."
             )
         return restarted

@@ -1,4 +1,5 @@
-"""A fit of a job over restarts: its name, where its checkpoints are, and the furthest of them, at which it begins."""
+"""A fit of a job over restarts: its name, where its checkpoints are, and the furthest of them, at
+which it begins."""
 
 import contextlib
 import itertools
@@ -56,25 +57,30 @@ RUN_NAME = "LIGHTNING_DISTREC_RUN_NAME"
 """Variable for `run_name`, where the options do not set it."""
 
 FIT_NUMBERS = itertools.count(1)
-"""Of the process: a script may fit several times, and its restart numbers the fits in the same order."""
+"""Of the process: a script may fit several times, and its restart numbers the fits in the same
+order."""
 
 
 def run_name(option: str | None, variables: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the run by the options or the environment; "" for none. Raises ConfigError: it is invalid."""
+    """Return the name of the run by the options or the environment; "" for none. Raises
+    ConfigError: it is invalid."""
     name = option if option is not None else variables.get(RUN_NAME, "")
     if name and not re.fullmatch(r"[\w.-]{1,100}", name):
         raise ConfigError(
-            f"run_name={name!r}: it becomes part of a file's name. Use 1 to 100 letters, digits, '_', '-' and '.'."
+            f"run_name={name!r}: it becomes part of a file's name. Use 1 to 100 letters, digits, "
+            "'_', '-' and '.'."
         )
     return name
 
 
 class JobFit:
-    """What one fit of a job keeps over restarts and shares with no other, and a record of where its checkpoints are.
+    """What one fit of a job keeps over restarts and shares with no other, and a record of where its
+    checkpoints are.
 
-    root: the trainer's default_root_dir. job: what a job keeps over restarts, by its launcher; "" for none. fit: which
-    fit of the process it is. run: the user's name for the run; "" for none.
-    A job may run several programs: their arguments are part of the name, unless the user names the run.
+    root: the trainer's default_root_dir. job: what a job keeps over restarts, by its launcher; ""
+    for none. fit: which fit of the process it is. run: the user's name for the run; "" for none.
+    A job may run several programs: their arguments are part of the name, unless the user names the
+    run.
     """
 
     def __init__(self, root: str, job: str, fit: int = 0, run: str = "") -> None:
@@ -87,9 +93,12 @@ class JobFit:
         self.start = ""
         """Drawn where a fit begins at its first step; it differs between fits of the same name."""
         self.checked_path = ""
-        """The checkpoint that a restart has chosen and compared with its checksums, until it is loaded."""
+        """The checkpoint that a restart has chosen and compared with its checksums, until it is
+        loaded."""
         self._has_warned = False
-        self.take_name(f"run-{run}-fit{fit}" if run else f"{job or 'stopped'}-{program:08x}-fit{fit}")
+        self.take_name(
+            f"run-{run}-fit{fit}" if run else f"{job or 'stopped'}-{program:08x}-fit{fit}"
+        )
 
     def take_name(self, name: str) -> None:
         """Take rank 0's name: programs' arguments may differ between ranks."""
@@ -104,7 +113,8 @@ class JobFit:
         return f"{self.name}@{self.start}" if self.has_name else ""
 
     def begin(self, label: str) -> None:
-        """Begin as a new fit, or go on as that of a checkpoint. label: "@" and what is drawn, or the checkpoint's."""
+        """Begin as a new fit, or go on as that of a checkpoint. label: "@" and what is drawn, or
+        the checkpoint's."""
         self.start = label.rpartition("@")[2]
 
     def has_label(self, label: str) -> bool:
@@ -125,12 +135,16 @@ class JobFit:
     def candidates(self, more_folders: list[Path]) -> list[Path]:
         """Return what may be a checkpoint of the fit. more_folders: to look into."""
         folders = dict.fromkeys([*map(Path, self.places.folders), *more_folders])
-        paths = [path for folder in folders for path in sorted(folder.glob(f"[!.]*{CHECKPOINT_SUFFIX}"))]
-        resolved = (path.resolve() for path in [*paths, *map(Path, self.places.files)])  # last.ckpt may be a link
+        paths = [
+            path for folder in folders for path in sorted(folder.glob(f"[!.]*{CHECKPOINT_SUFFIX}"))
+        ]
+        # last.ckpt may be a link
+        resolved = (path.resolve() for path in [*paths, *map(Path, self.places.files)])
         return list(dict.fromkeys(path for path in resolved if path.exists()))
 
     def note_saving(self, path: str) -> None:
-        """Note where a checkpoint will be, before it is written. On every rank, of which rank 0 writes."""
+        """Note where a checkpoint will be, before it is written. On every rank, of which rank 0
+        writes."""
         if not self.has_name:
             return
         old_places = asdict(self.places)
@@ -156,7 +170,8 @@ class JobFit:
             self._write()
 
     def end(self) -> None:
-        """Note, on rank 0, that the fit has come to its end: only a restart goes on from there, no other start."""
+        """Note, on rank 0, that the fit has come to its end: only a restart goes on from there, no
+        other start."""
         if not self.has_name:
             return
         remove(self.path)
@@ -171,19 +186,25 @@ class JobFit:
             self._record.parent.rmdir()  # where it is the last one
 
     def note_failure(self, step: int) -> None:
-        """Note how far a fit has come that fails now. On any rank: in the name of an empty file, since ranks race."""
+        """Note how far a fit has come that fails now. On any rank: in the name of an empty file,
+        since ranks race."""
         if self.has_name and (self.places.folders or self.places.files or self.places.elsewhere):
             with contextlib.suppress(OSError):
                 self._record.with_suffix(f"{REACHED}{step}").touch()
 
     def reached(self) -> int | None:
-        """Return the last step that the fit came to before any failure; None where it is not known."""
+        """Return the last step that the fit came to before any failure; None where it is not
+        known."""
         steps = [path.name.rpartition(REACHED)[2] for path in self._reached_files()]
         return max((int(step) for step in steps if step.isdecimal()), default=None)
 
     def _reached_files(self) -> list[Path]:
         # By prefix, not by pattern: names may hold what glob takes for wildcards.
-        return [f for f in self._record.parent.glob(f"*{REACHED}*") if f.name.startswith(f"{self.name}{REACHED}")]
+        return [
+            f
+            for f in self._record.parent.glob(f"*{REACHED}*")
+            if f.name.startswith(f"{self.name}{REACHED}")
+        ]
 
     @rank_zero_only
     def _write(self) -> None:
@@ -199,7 +220,8 @@ class JobFit:
             if not self._has_warned:
                 self._has_warned = True
                 rank_zero_warn(
-                    f"{self._record} cannot be written ({error}): a restart looks for checkpoints in the dirpath of "
+                    f"{self._record} cannot be written ({error}): a restart looks for checkpoints "
+                    "in the dirpath of "
                     "ModelCheckpoint only. Set default_root_dir to a folder that can be written."
                 )
 
@@ -213,24 +235,37 @@ class ResumePoint(NamedTuple):
 
 
 class Resuming:
-    """Decides where one fit begins. Made before the fit, when the trainer's callbacks are as the user made them.
+    """Decides where one fit begins. Made before the fit, when the trainer's callbacks are as the
+    user made them.
 
-    attempt: how often the launcher, named `launcher`, has started the job again. never: whether not to resume.
+    attempt: how often the launcher, named `launcher`, has started the job again. never: whether not
+    to resume.
     """
 
     def __init__(
-        self, trainer: Trainer, job: JobFit, attempt: int, launcher: str, never: bool, pickles: bool = False
+        self,
+        trainer: Trainer,
+        job: JobFit,
+        attempt: int,
+        launcher: str,
+        never: bool,
+        pickles: bool = False,
     ) -> None:
         self.job, self._pickles = job, pickles
         self._attempt, self._launcher, self._never = attempt, launcher, never
-        callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+        callbacks = [
+            callback
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint)
+        ]
         self._without_dirpath = [callback for callback in callbacks if not callback.dirpath]
         dirpaths = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
         self._dirpaths = [Path(dirpath).absolute() for dirpath in dirpaths if "://" not in dirpath]
         self._resumed: ResumePoint | None = None
 
     def find(self, ckpt_path: Any, ranks: Consensus) -> str | None:
-        """Collective. Return the checkpoint from which the fit goes on, if any. ckpt_path: for a job's first start."""
+        """Collective. Return the checkpoint from which the fit goes on, if any. ckpt_path: for a
+        job's first start."""
         self.job.take_name(ranks.all_gather(self.job.name)[0])
         self._resumed = newest = None if self._never else self._furthest(ranks)
         self.job.begin(ranks.all_gather(newest.label if newest else f"@{secrets.token_hex(4)}")[0])
@@ -246,7 +281,8 @@ class Resuming:
         return newest.path
 
     def keep_folders(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Let ModelCheckpoints without a dirpath go on in their folder of before the restart; Lightning makes new."""
+        """Let ModelCheckpoints without a dirpath go on in their folder of before the restart;
+        Lightning makes new."""
         if self._resumed is None or str(path) != self._resumed.path:
             return
         for callback in self._without_dirpath:
@@ -258,9 +294,12 @@ class Resuming:
         """Collective. Return the furthest checkpoint that all ranks can read."""
         rank_0 = ranks.rank == 0
         # Rank 0's list for all: file systems may show the ranks different files for a while.
-        candidates = ranks.all_or_none("looking for checkpoints", lambda: self._candidates() if rank_0 else [])
+        candidates = ranks.all_or_none(
+            "looking for checkpoints", lambda: self._candidates() if rank_0 else []
+        )
         for path, step, label in ranks.all_gather(candidates)[0]:
-            # One rank that cannot read it, for example its own rank_<r>.pt, makes all ranks take the next one.
+            # One rank that cannot read it, for example its own rank_<r>.pt, makes all ranks take
+            # the next one.
             try:
                 read_checked(partial(open_checkpoint, Path(path)), path, ranks, self._pickles)
             except (CheckpointError, RankError, OSError) as error:
@@ -279,7 +318,9 @@ class Resuming:
         for folder in [*job.folders(), *self._dirpaths]:
             with suppress(OSError):  # it may not be writable; then it was not this attempt's either
                 for path in clean_up(folder):
-                    rank_zero_info(f"A checkpoint is skipped, and removed: {path} was never completed.")
+                    rank_zero_info(
+                        f"A checkpoint is skipped, and removed: {path} was never completed."
+                    )
         checkpoints = []
         for path in job.candidates(self._dirpaths):
             try:
@@ -293,22 +334,33 @@ class Resuming:
         return [(path, step, label) for step, _, path, label in sorted(checkpoints, reverse=True)]
 
     def _beginning(self) -> str:
-        return f"Restarted ({self._launcher}, attempt {self._attempt})" if self._attempt else "Started again"
+        return (
+            f"Restarted ({self._launcher}, attempt {self._attempt})"
+            if self._attempt
+            else "Started again"
+        )
 
     def _explain(self, newest: ResumePoint, ckpt_path: Any) -> None:
         reached = self.job.reached()
         if self.job.places.has_ended:
             progress = "The fit had come to its end."
         elif reached is None:
-            progress = "No rank could note how far the job had come, so how many steps are trained again is not known."
+            progress = (
+                "No rank could note how far the job had come, so how many steps are "
+                "trained again is not known."
+            )
         else:
             num_steps = max(0, reached - newest.step)
-            steps = f"{quantity(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} trained again."
+            steps = (
+                f"{quantity(num_steps, 'step')} {'is' if num_steps == 1 else 'are'} trained again."
+            )
             progress = f"The job had come to step {newest.step + num_steps}: {steps}"
         unused_path = f" ckpt_path={str(ckpt_path)!r} was for its first start." if ckpt_path else ""
         rank_zero_info(
-            f"{self._beginning()}: training resumes from {newest.path}, step {newest.step}, the furthest complete "
-            f"checkpoint of the job {self.job.name}. {progress}{unused_path} To start over, set another run_name, or "
+            f"{self._beginning()}: training resumes from {newest.path}, step {newest.step}, the "
+            "furthest complete "
+            f"checkpoint of the job {self.job.name}. {progress}{unused_path} To start over, set "
+            "another run_name, or "
             "stopping={'resume': 'never'}."
         )
 
@@ -316,12 +368,16 @@ class Resuming:
         if not self._attempt:
             return
         elsewhere = self.job.places.elsewhere
-        beginning = f"{self._beginning()}: training starts {f'from {ckpt_path}' if ckpt_path else 'at step 0'}"
+        beginning = (
+            f"{self._beginning()}: training starts "
+            f"{f'from {ckpt_path}' if ckpt_path else 'at step 0'}"
+        )
         if self._never:
             rank_zero_info(f"{beginning}, because of stopping={{'resume': 'never'}}.")
         elif elsewhere:
             rank_zero_warn(
-                f"{beginning}. Set ckpt_path to {elsewhere[-1]}, which this job has saved, to resume from it."
+                f"{beginning}. Set ckpt_path to {elsewhere[-1]}, which this job has saved, to "
+                "resume from it."
             )
         else:
             rank_zero_info(

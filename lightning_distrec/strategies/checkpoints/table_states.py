@@ -1,4 +1,5 @@
-"""The optimizer state of sharded tables as checkpoints hold it: along the full table, by element, row or column."""
+"""The optimizer state of sharded tables as checkpoints hold it: along the full table, by element,
+row or column."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class SavedTables(Protocol):
         """Return name -> content of the files that a checkpoint has about the plan."""
 
     def num_fused_steps(self, name: str) -> int:
-        """Return how often the optimizer of a table that is updated inside of backward has stepped."""
+        """Return how often the optimizer of a table that is updated inside of backward has
+        stepped."""
 
     def set_fused_steps(self, name: str, num_steps: int) -> None:
         """Continue counting the steps of a table's optimizer from here."""
@@ -60,7 +62,8 @@ class SavedTable(NamedTuple):
 
     @without_guards
     def describe_state(self, optimizer: Optimizer) -> dict[str, tuple[str, Any]] | None:
-        """Return key -> how its value lies along the table, and its type or value; None if this rank has no rows."""
+        """Return key -> how its value lies along the table, and its type or value; None if this
+        rank has no rows."""
         shard = next((shard for shard in self.shards if shard.values.numel()), None)
         if shard is None:
             return None
@@ -74,26 +77,37 @@ class SavedTable(NamedTuple):
                 described[key] = (kinds[tuple(value.shape)], value.dtype)
             else:
                 raise CheckpointError(
-                    f"table '{shard.table}': {class_name(optimizer)} keeps '{key}' of shape {tuple(value.shape)} for a "
-                    f"shard of {rows} x {columns}, which cannot be saved by the row. Save with save_weights_only=True, "
+                    f"table '{shard.table}': {class_name(optimizer)} keeps '{key}' of shape "
+                    f"{tuple(value.shape)} for a "
+                    f"shard of {rows} x {columns}, which cannot be saved by the row. Save with "
+                    "save_weights_only=True, "
                     "or give the table another optimizer."
                 )
         return described
 
     @without_guards
     def collect_value(self, key: str, description: tuple[str, Any], optimizer: Optimizer) -> Any:
-        """Return a value of torch's state for the full table. description: see `describe_state`, the same on ranks."""
+        """Return a value of torch's state for the full table. description: see `describe_state`,
+        the same on ranks."""
         kind, value = description
         if kind == "value":
             return value
         num_rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
-        shape = {"elements": (num_rows, dim), "columns of 1": (num_rows, 1), "rows": (num_rows,)}[kind]
-        tensors = [(s, optimizer.state[s.weight][key].detach()) for s in self.shards if s.values.numel()]
+        shape = {"elements": (num_rows, dim), "columns of 1": (num_rows, 1), "rows": (num_rows,)}[
+            kind
+        ]
+        tensors = [
+            (s, optimizer.state[s.weight][key].detach()) for s in self.shards if s.values.numel()
+        ]
         # Every rank has all of it: a plain tensor, whose rows are divided among ranks for writing.
         if self.shards[0].replicated:
             return tensors[0][1]
         is_first = self.tables.shards.groups.is_first
-        chunks = [Chunk(_offsets(shard, len(shape), kind), tensor) for shard, tensor in tensors if is_first]
+        chunks = [
+            Chunk(_offsets(shard, len(shape), kind), tensor)
+            for shard, tensor in tensors
+            if is_first
+        ]
         return ChunkedTensor(shape, value, chunks)
 
     def collect_fused(self) -> dict[str, Any]:
@@ -103,29 +117,38 @@ class SavedTable(NamedTuple):
         # Replicas of a table, in other groups of ranks, are equal: the first group's are saved.
         shards = [s for s in self.shards if s.values.numel() and self.tables.shards.groups.is_first]
         for i, (key, per_row) in enumerate(self.update.state_keys):
-            chunks = [Chunk((s.row, 0 if per_row else s.column), _as_columns(memory[id(s)][i])) for s in shards]
+            chunks = [
+                Chunk((s.row, 0 if per_row else s.column), _as_columns(memory[id(s)][i]))
+                for s in shards
+            ]
             columns = 1 if per_row else config.embedding_dim
             state[key] = ChunkedTensor((config.num_embeddings, columns), torch.float32, chunks)
         if state:
-            # As torch's optimizers keep it, so that the table may be updated by one of them after loading.
+            # As torch's optimizers keep it, so that the table may be updated by one of them after
+            # loading.
             state["step"] = torch.tensor(float(self.tables.num_fused_steps(self.table.full_name)))
         return state
 
     def load_fused(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> None:
         """Load one shard's saved state into FBGEMM's."""
-        memory, keys, shard = self.tables.shards.fused_state(), self.update.state_keys, self._shard(parameter)
+        memory, keys, shard = (
+            self.tables.shards.fused_state(),
+            self.update.state_keys,
+            self._shard(parameter),
+        )
         for i, (key, _) in enumerate(keys):
             lazy = as_lazy(values.get(key))
             if lazy is None:
                 name = self.table.full_name
                 raise CheckpointError(
-                    f"table '{name}': the saved optimizer state has no '{key}', only {sorted(values)}."
+                    f"table '{name}': the saved optimizer state has no '{key}', only "
+                    f"{sorted(values)}."
                 )
             kind = self._layout(self.table.key, key, lazy.shape)
             if shard.values.numel():
                 tensor, num_dims = memory[id(shard)][i], len(lazy.shape)
-                # torch's optimizers save one number per row without a second dimension, FBGEMM's state has it: both
-                # load.
+                # torch's optimizers save one number per row without a second dimension, FBGEMM's
+                # state has it: both load.
                 target = tensor.detach().view(-1) if num_dims == 1 else _as_columns(tensor)
                 lazy.read_into([Chunk(_offsets(shard, num_dims, kind), target)])
         if keys and "step" in values:
@@ -142,7 +165,8 @@ class SavedTable(NamedTuple):
         for key, value in values.items():
             lazy = as_lazy(value)
             if lazy is None or not lazy.shape:
-                local[key] = lazy.read().clone() if lazy is not None else value  # each shard counts its own steps
+                # each shard counts its own steps
+                local[key] = lazy.read().clone() if lazy is not None else value
                 continue
             kind = self._layout(name, key, lazy.shape)
             rows, columns = shard.values.shape
@@ -162,7 +186,8 @@ class SavedTable(NamedTuple):
         return next(shard for shard in self.shards if shard.weight is parameter)
 
     def _layout(self, name: str, key: str, shape: Sequence[int]) -> str:
-        """Return how a saved tensor lies along the table. Raises CheckpointError: it has other rows or columns."""
+        """Return how a saved tensor lies along the table. Raises CheckpointError: it has other rows
+        or columns."""
         rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
         fits = shape[0] == rows or (self.grow and shape[0] < rows)
         if fits and len(shape) == 1:
@@ -170,7 +195,8 @@ class SavedTable(NamedTuple):
         if fits and len(shape) == 2 and shape[1] in (dim, 1):
             return "elements" if shape[1] == dim else "columns of 1"
         raise CheckpointError(
-            f"'{name}' is {rows} x {dim}, but the checkpoint's optimizer state '{key}' of it is {tuple(shape)}."
+            f"'{name}' is {rows} x {dim}, but the checkpoint's optimizer state '{key}' of it is "
+            f"{tuple(shape)}."
         )
 
 

@@ -1,4 +1,5 @@
-"""Activation checkpointing: layers save no activations for backward, which runs their forward again.
+"""Activation checkpointing: layers save no activations for backward, which runs their forward
+again.
 
 `activation_checkpointing` names them, or asks for those that repeat."""
 
@@ -35,12 +36,19 @@ def named_layers(module: nn.Module, names: Sequence[str], option: str) -> dict[s
         if name not in submodules and name not in classes:
             near = get_close_matches(name, [*classes, *submodules], n=3)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ConfigError(f"{option}: the module has no '{name}', neither as a class nor as a path.{hint}")
-    layers = {path: layer for path, layer in submodules.items() if path in names or class_name(layer) in names}
+            raise ConfigError(
+                f"{option}: the module has no '{name}', neither as a class nor as a path.{hint}"
+            )
+    layers = {
+        path: layer
+        for path, layer in submodules.items()
+        if path in names or class_name(layer) in names
+    }
     for path, layer in layers.items():
         if not can_be_called(layer):
             raise ConfigError(
-                f"{option}: '{path}' is a {class_name(layer)}, which is never called itself. Name the class of its "
+                f"{option}: '{path}' is a {class_name(layer)}, which is never called itself. Name "
+                "the class of its "
                 "submodules."
             )
     return layers
@@ -52,7 +60,8 @@ def class_name(module: nn.Module) -> str:
 
 
 def repeated_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and submodule of layers that stand side by side in several copies and have parts themselves."""
+    """Yield path and submodule of layers that stand side by side in several copies and have parts
+    themselves."""
     siblings = Counter(signature(child) for child in module.children())
     for name, child in module.named_children():
         has_parts = isinstance(child, INDIVISIBLE) or any(True for _ in child.children())
@@ -67,8 +76,8 @@ def checkpointed_layers(
 ) -> dict[str, nn.Module]:
     """Return path -> layer of those that may be checkpointed.
 
-    blocks: those of FSDP2, which `true` means; None: layers that repeat. Raises ConfigError: there are none, or a named
-    one cannot be checkpointed.
+    blocks: those of FSDP2, which `true` means; None: layers that repeat. Raises ConfigError: there
+    are none, or a named one cannot be checkpointed.
     """
     if not option:
         return {}
@@ -80,15 +89,19 @@ def checkpointed_layers(
         layers = dict(repeated_layers(module))
         if not layers:
             raise ConfigError(
-                f"{OPTION}={option!r}: the module has no layers of parts that repeat, like a transformer's. Name the "
+                f"{OPTION}={option!r}: the module has no layers of parts that repeat, like a "
+                "transformer's. Name the "
                 f"layers, {OPTION}=[...]."
             )
     for path in layers:
         if inner := next((p for p in layers if p.startswith(f"{path}.")), None):
-            raise ConfigError(f"{OPTION}: '{inner}' is inside of '{path}', which recomputes it already. Name one.")
+            raise ConfigError(
+                f"{OPTION}: '{inner}' is inside of '{path}', which recomputes it already. Name one."
+            )
         if inner := next((p for p in blocks or () if p.startswith(f"{path}.")), None):
             raise ConfigError(
-                f"{OPTION}: '{path}' contains '{inner}', a block that FSDP2 gathers by itself. Name that one, or let "
+                f"{OPTION}: '{path}' contains '{inner}', a block that FSDP2 gathers by itself. "
+                "Name that one, or let "
                 f"wrap name '{path}'."
             )
     return layers
@@ -114,8 +127,9 @@ def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
     """Let blocks recompute their activations in backward. Source: torch.utils.checkpoint."""
     for block in blocks:
         if not is_checkpointed(block):  # a copy that was made in an earlier run is
-            # An attribute of the instance hides the class's forward. A wrapper module would do the same, but it would
-            # change the paths of the block's parameters, which checkpoints and optimizers go by.
+            # An attribute of the instance hides the class's forward. A wrapper module would do the
+            # same, but it would change the paths of the block's parameters, which checkpoints and
+            # optimizers go by.
             recomputed: Any = partial(
                 checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, block)
             )
@@ -129,10 +143,16 @@ def is_checkpointed(block: nn.Module) -> bool:
 
 
 def _buffers_of(block: nn.Module) -> dict[BufferKey, Tensor]:
-    return {(part, name): buffer for part in block.modules() for name, buffer in part.named_buffers(recurse=False)}
+    return {
+        (part, name): buffer
+        for part in block.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    }
 
 
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(
+    block: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a block's first forward and of its recomputation."""
     recorded: dict[BufferKey, Tensor] = {}
     return _record_buffers(block, recorded), _restore_buffers(recorded)
@@ -140,10 +160,12 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 @contextmanager
 def _record_buffers(block: nn.Module, recorded: dict[BufferKey, Tensor]) -> Iterator[None]:
-    """Record the values before forward of buffers that it may write to, such as running means and spectral norms."""
-    # Versions do not show all of that: batch norm's kernel and writes by `.data` leave them. So small buffers are
-    # kept whether they are written to or not, since looking waits for a GPU; of large ones those are forgotten that
-    # have not changed, as masks and tables of positions, for which the host waits once for all of a block.
+    """Record the values before forward of buffers that it may write to, such as running means and
+    spectral norms."""
+    # Versions do not show all of that: batch norm's kernel and writes by `.data` leave them. So
+    # small buffers are kept whether they are written to or not, since looking waits for a GPU; of
+    # large ones those are forgotten that have not changed, as masks and tables of positions, for
+    # which the host waits once for all of a block.
     buffers = _buffers_of(block)
     values = {id(buffer): buffer.clone() for buffer in buffers.values()}
     versions = {id(buffer): version_of(buffer) for buffer in buffers.values()}
@@ -161,14 +183,18 @@ def _record_buffers(block: nn.Module, recorded: dict[BufferKey, Tensor]) -> Iter
         comparisons = [(buffers[key] == values[id(buffers[key])]).all() for key in unclear]
         are_equal = torch.stack(comparisons).tolist() if comparisons else []
         unchanged = {key for key, is_equal in zip(unclear, are_equal, strict=True) if is_equal}
-        recorded |= {key: values[id(buffer)] for key, buffer in buffers.items() if key not in unchanged}
+        recorded |= {
+            key: values[id(buffer)] for key, buffer in buffers.items() if key not in unchanged
+        }
 
 
 @contextmanager
 def _restore_buffers(recorded: dict[BufferKey, Tensor]) -> Iterator[None]:
-    """Let the recomputation start from the recorded values and write to copies, so that each batch counts once."""
+    """Let the recomputation start from the recorded values and write to copies, so that each batch
+    counts once."""
     current = {key: getattr(*key) for key in recorded}
-    copies = {id(value): value.clone() for value in recorded.values()}  # a buffer with two names stays one
+    # a buffer with two names stays one
+    copies = {id(value): value.clone() for value in recorded.values()}
     for (submodule, name), value in recorded.items():
         setattr(submodule, name, copies[id(value)])
     try:
@@ -185,7 +211,10 @@ class CheckpointedLayers:
     """
 
     def __init__(
-        self, module: nn.Module, option: ActivationCheckpointing, blocks: Mapping[str, nn.Module] | None = None
+        self,
+        module: nn.Module,
+        option: ActivationCheckpointing,
+        blocks: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self._layers = checkpointed_layers(module, option, blocks)
         self._forwards = {path: vars(layer).get("forward") for path, layer in self._layers.items()}

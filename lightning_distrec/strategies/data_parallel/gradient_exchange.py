@@ -1,8 +1,9 @@
-"""How DistributedDataParallel exchanges gradients: its settings, 16 bits, torch's PowerSGD, and sparse gradients.
+"""How DistributedDataParallel exchanges gradients: its settings, 16 bits, torch's PowerSGD, and
+sparse gradients.
 
-Sparse gradients, those of nn.Embedding(sparse=True), are averaged as rows or as dense tensors. As rows, every rank
-gathers the rows and values of all ranks and adds them up, which is fast where a step looks up few of many rows, and
-slow where it looks up most.
+Sparse gradients, those of nn.Embedding(sparse=True), are averaged as rows or as dense tensors. As
+rows, every rank gathers the rows and values of all ranks and adds them up, which is fast where a
+step looks up few of many rows, and slow where it looks up most.
 """
 
 import re
@@ -26,15 +27,18 @@ from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.option_values import plain_fields
 
 MEMORIES = ("p_memory_dict", "q_memory_dict", "error_dict")
-"""What torch's state keeps for each bucket: two matrices, the same on all ranks, and the rank's error feedback."""
+"""What torch's state keeps for each bucket: two matrices, the same on all ranks, and the rank's
+error feedback."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDOptions:
-    """How gradients are compressed. Source: torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook."""
+    """How gradients are compressed. Source:
+    torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook."""
 
     matrix_rank: int = 4
-    """Rank of the two matrices that are sent in place of a gradient. The smaller, the fewer bytes, the less exact."""
+    """Rank of the two matrices that are sent in place of a gradient. The smaller, the fewer bytes,
+    the less exact."""
     start_step: int = 1000
     """Optimizer steps with uncompressed gradients before the first compressed one."""
 
@@ -46,7 +50,8 @@ class PowerSGDOptions:
 
 
 def sent_numbers(shape: torch.Size, matrix_rank: int) -> int:
-    """Return how many numbers are sent for a gradient of this shape: of its factors where these are less than half."""
+    """Return how many numbers are sent for a gradient of this shape: of its factors where these are
+    less than half."""
     num_rows = shape[0] if shape else 1
     num_columns = shape.numel() // max(num_rows, 1)
     factors = (num_rows + num_columns) * min(num_rows, num_columns, matrix_rank)
@@ -57,15 +62,21 @@ def _make_bucket(name: str, gradients: list[Tensor], is_last: bool) -> Any:
     """Return what torch's hook reads of a dist.GradBucket, with copies of these gradients."""
     values = torch.cat([gradient.reshape(-1) for gradient in gradients])
     parts = values.split([gradient.numel() for gradient in gradients])
-    copies = [part.view(gradient.shape or (1,)) for part, gradient in zip(parts, gradients, strict=True)]
-    return SimpleNamespace(index=lambda: name, buffer=lambda: values, gradients=lambda: copies, is_last=lambda: is_last)
+    copies = [
+        part.view(gradient.shape or (1,)) for part, gradient in zip(parts, gradients, strict=True)
+    ]
+    return SimpleNamespace(
+        index=lambda: name, buffer=lambda: values, gradients=lambda: copies, is_last=lambda: is_last
+    )
 
 
 class PowerSGD:
-    """Compresses gradients in one run: a hook for DistributedDataParallel, and its state in checkpoints.
+    """Compresses gradients in one run: a hook for DistributedDataParallel, and its state in
+    checkpoints.
 
-    torch keeps its state by bucket, and DDP's buckets change after the first backward, on resuming, and where layers
-    unfreeze. So torch's hook gets buckets of the parameters in the module's order, once DDP has all gradients.
+    torch keeps its state by bucket, and DDP's buckets change after the first backward, on resuming,
+    and where layers unfreeze. So torch's hook gets buckets of the parameters in the module's order,
+    once DDP has all gradients.
     """
 
     def __init__(self, module: nn.Module, options: PowerSGDOptions, bucket_cap_mb: float) -> None:
@@ -80,19 +91,24 @@ class PowerSGD:
         sent = sum(sent_numbers(shape, options.matrix_rank) for shape in shapes)
         rank_zero_info(
             f"ddp_tuned: from step {options.start_step} on, PowerSGD sends {sent:,} in place of "
-            f"{sum(shape.numel() for shape in shapes):,} numbers of gradients: training is not the same as under ddp."
+            f"{sum(shape.numel() for shape in shapes):,} numbers of gradients: training is not "
+            "the same as under ddp."
         )
 
     def begin_wrapper(self) -> None:
-        """Note which parameters learn. Buckets with other parameters than before begin without error feedback."""
+        """Note which parameters learn. Buckets with other parameters than before begin without
+        error feedback."""
         names: dict[tuple[torch.dtype, int], list[str]] = {}
         parameters = dict(self._module.named_parameters())
-        # By the module's order and bucket_cap_mb alone: the same buckets in every run, which DDP's are not.
+        # By the module's order and bucket_cap_mb alone: the same buckets in every run, which DDP's
+        # are not.
         ends = accumulate(parameter.nbytes for parameter in parameters.values())
         for (name, parameter), end in zip(parameters.items(), ends, strict=True):
             if parameter.requires_grad:
                 names.setdefault((parameter.dtype, int(end // self._bucket_bytes)), []).append(name)
-        self._buckets = {" ".join(members): [parameters[name] for name in members] for members in names.values()}
+        self._buckets = {
+            " ".join(members): [parameters[name] for name in members] for members in names.values()
+        }
         self._state.rng.seed(0)  # the first matrices are drawn alike in a run that resumes here
         for memory in MEMORIES:
             tensors = getattr(self._state, memory)
@@ -100,13 +116,17 @@ class PowerSGD:
                 del tensors[name]
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Collective. Average a bucket: at once before the first compressed step, later at the last one of backward."""
+        """Collective. Average a bucket: at once before the first compressed step, later at the last
+        one of backward."""
         if self._state.iter < self._state.start_powerSGD_iter:
             return powerSGD_hook(self._state, bucket)
-        self._gradients |= {id(p): g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
+        self._gradients |= {
+            id(p): g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        }
         if bucket.is_last():
             self._average()
-        # DDP wants a future for every bucket. Its buffer is filled by `_average` before backward ends, in place.
+        # DDP wants a future for every bucket. Its buffer is filled by `_average` before backward
+        # ends, in place.
         averaged: torch.futures.Future[Tensor] = torch.futures.Future()
         averaged.set_result(bucket.buffer())
         return averaged
@@ -116,8 +136,8 @@ class PowerSGD:
         for name, parameters in self._buckets.items():
             gradients = [self._gradients[id(parameter)] for parameter in parameters]
             bucket = _make_bucket(name, gradients, name == final)
-            # Awaited, as its second and third all-reduce start in threads of gloo, which would order those of two
-            # buckets differently on different ranks.
+            # Awaited, as its second and third all-reduce start in threads of gloo, which would
+            # order those of two buckets differently on different ranks.
             powerSGD_hook(self._state, bucket).wait()
             for gradient, average in zip(gradients, bucket.gradients(), strict=True):
                 gradient.copy_(average.view(gradient.shape))
@@ -126,23 +146,37 @@ class PowerSGD:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this rank."""
         tensors = {
-            memory: {name: tensor.detach().cpu().clone() for name, tensor in getattr(self._state, memory).items()}
+            memory: {
+                name: tensor.detach().cpu().clone()
+                for name, tensor in getattr(self._state, memory).items()
+            }
             for memory in MEMORIES
         }
         return {"steps": self._state.iter, **tensors}
 
-    def restore(self, rank_state: Mapping[str, Any] | None, rank_0_state: Mapping[str, Any] | None) -> None:
-        """Continue from a checkpoint; None: of another number of ranks, or not in the checkpoint."""
-        saved: Mapping[str, Any] = rank_state or rank_0_state or {"steps": 0} | {memory: {} for memory in MEMORIES}
+    def restore(
+        self, rank_state: Mapping[str, Any] | None, rank_0_state: Mapping[str, Any] | None
+    ) -> None:
+        """Continue from a checkpoint; None: of another number of ranks, or not in the
+        checkpoint."""
+        saved: Mapping[str, Any] = (
+            rank_state or rank_0_state or {"steps": 0} | {memory: {} for memory in MEMORIES}
+        )
         self._state.iter = int(saved["steps"])
         for memory in MEMORIES if rank_state else MEMORIES[:-1]:
-            # The two matrices are the same on all ranks; error feedback is a rank's own and means nothing to another.
+            # The two matrices are the same on all ranks; error feedback is a rank's own and means
+            # nothing to another.
             tensors: dict[str, Tensor] = saved[memory]
-            matching = {name: tensors[name].to(ps[0]) for name, ps in self._buckets.items() if name in tensors}
+            matching = {
+                name: tensors[name].to(ps[0])
+                for name, ps in self._buckets.items()
+                if name in tensors
+            }
             setattr(self._state, memory, matching)
         if saved["error_dict"] and saved["error_dict"].keys() != self._state.error_dict.keys():
             rank_zero_warn(
-                "powersgd: the checkpoint was written by another number of ranks, or with other buckets, and what the "
+                "powersgd: the checkpoint was written by another number of ranks, or with other "
+                "buckets, and what the "
                 "compression had left over on each of them is dropped."
             )
 
@@ -175,9 +209,14 @@ class GradientExchange:
             raise ConfigError(f"bucket_cap_mb={self.bucket_cap_mb!r}: must be above 0 MiB.")
 
     def wrap(
-        self, module: nn.Module, device_ids: list[int] | None, send_weights: bool, compression: PowerSGD | None
+        self,
+        module: nn.Module,
+        device_ids: list[int] | None,
+        send_weights: bool,
+        compression: PowerSGD | None,
     ) -> DistributedDataParallel:
-        """Collective. Return the module in DDP. send_weights: whether rank 0's are sent to the others."""
+        """Collective. Return the module in DDP. send_weights: whether rank 0's are sent to the
+        others."""
         ddp = DistributedDataParallel(
             module,
             device_ids=device_ids,
@@ -189,7 +228,8 @@ class GradientExchange:
             init_sync=send_weights,
         )
         leave_optimizers_in_backward(ddp)
-        # A hook replaces DDP's own exchange, so that only one can be registered: compression comes first.
+        # A hook replaces DDP's own exchange, so that only one can be registered: compression comes
+        # first.
         if compression is not None:
             compression.begin_wrapper()
             ddp.register_comm_hook(None, compression)
@@ -203,23 +243,32 @@ class GradientExchange:
 def sparse_weights(module: nn.Module) -> dict[Tensor, str]:
     """Return the weights whose gradients are sparse, and the paths of the modules that own them."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {child.weight: path for path, child in module.named_modules() if isinstance(child, kinds) and child.sparse}
+    return {
+        child.weight: path
+        for path, child in module.named_modules()
+        if isinstance(child, kinds) and child.sparse
+    }
 
 
 def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> None:
-    """Raise ConfigError or UnsupportedError where gradients of this module cannot be exchanged so."""
+    """Raise ConfigError or UnsupportedError where gradients of this module cannot be exchanged
+    so."""
     if comm_dtype != "fp32" and backend not in BACKENDS:
         backends = ", ".join(BACKENDS)
-        raise ConfigError(f"comm_dtype={comm_dtype!r}: {backend} may not add up 16-bit numbers. Use {backends}.")
+        raise ConfigError(
+            f"comm_dtype={comm_dtype!r}: {backend} may not add up 16-bit numbers. Use {backends}."
+        )
     sparse = list(sparse_weights(module).values())
     if sparse and comm_dtype != "fp32":
         raise ConfigError(
-            f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which are sent as they are. Use 'fp32', "
+            f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which are sent as "
+            "they are. Use 'fp32', "
             "or sparse=False for it."
         )
     if sparse and backend == "nccl":
         raise UnsupportedError(
-            f"'{sparse[0]}' has sparse gradients, which NCCL does not add up. Use strategy='torchrec_sharded', which "
+            f"'{sparse[0]}' has sparse gradients, which NCCL does not add up. Use "
+            "strategy='torchrec_sharded', which "
             "shards it and updates only the rows that were looked up, or sparse=False for it."
         )
 
@@ -228,21 +277,26 @@ def refuse_powersgd(module: nn.Module, precision: str) -> None:
     """Raise ConfigError: a gradient is sparse; overflows would stay."""
     if precision == "16-mixed":
         raise ConfigError(
-            "powersgd with Trainer(precision='16-mixed'): what the compression leaves over would not be finite after "
+            "powersgd with Trainer(precision='16-mixed'): what the compression leaves over would "
+            "not be finite after "
             "gradients overflow. Use 'bf16-mixed', or no powersgd."
         )
     if sparse := list(sparse_weights(module).values()):
-        raise ConfigError(f"powersgd: '{sparse[0]}' has sparse gradients. Set sparse=False for it, or no powersgd.")
+        raise ConfigError(
+            f"powersgd: '{sparse[0]}' has sparse gradients. Set sparse=False for "
+            "it, or no powersgd."
+        )
 
 
 def sparse_hook(sparse_grads: SparseGrads) -> Hook:
-    """Return a hook that averages a bucket over ranks: sparse gradients as rows, or as dense tensors."""
+    """Return a hook that averages a bucket over ranks: sparse gradients as rows, or as dense
+    tensors."""
     return _picklable_hook(_average, sparse_grads)
 
 
 def _picklable_hook(function: Callable[..., Any], argument: Any) -> Hook:
-    # torch.save(trainer.model) pickles hooks, and a local function cannot be pickled. DDP asks hooks for their names,
-    # which a partial has none of.
+    # torch.save(trainer.model) pickles hooks, and a local function cannot be pickled. DDP asks
+    # hooks for their names, which a partial has none of.
     hook: Any = partial(function, argument)
     hook.__name__ = hook.__qualname__ = function.__name__
     return hook  # type: ignore[no-any-return]
@@ -250,20 +304,24 @@ def _picklable_hook(function: Callable[..., Any], argument: Any) -> Hook:
 
 def _compress(dtype: torch.dtype, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket in a type of 16 bits."""
-    # torch's own hooks do the same, but DDP refuses bf16_compress_hook by its name where there is no NCCL.
+    # torch's own hooks do the same, but DDP refuses bf16_compress_hook by its name where there is
+    # no NCCL.
     gradients = bucket.buffer()
     small = gradients.to(dtype).div_(dist.get_world_size())  # first, so that sums do not overflow
     sent: Any = dist.all_reduce(small, async_op=True)
     return sent.get_future().then(lambda future: gradients.copy_(future.value()[0]))
 
 
-def _average(sparse_grads: SparseGrads, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average(
+    sparse_grads: SparseGrads, _: Any, bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
     gradients = bucket.buffer()
     if not gradients.is_sparse:  # as torch does, whose place a hook takes
         sent: Any = dist.all_reduce(gradients.div_(dist.get_world_size()), async_op=True)
         return sent.get_future().then(lambda future: future.value()[0])
-    # No sparse tensor may reach torch's own all-reduce: over gloo, in DDP, it corrupts memory once in some thousand
-    # steps (torch 2.13: "malloc(): unaligned tcache chunk detected", or a segmentation fault).
+    # No sparse tensor may reach torch's own all-reduce: over gloo, in DDP, it corrupts memory once
+    # in some thousand steps (torch 2.13: "malloc(): unaligned tcache chunk detected", or a
+    # segmentation fault).
     return _average_rows(gradients) if sparse_grads == "sparse" else _average_dense(gradients)
 
 
@@ -286,7 +344,8 @@ def _average_dense(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 
 def _average_rows(gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """Gather rows and values, padded to those of the rank with the most rows. Only the numbers of rows are awaited."""
+    """Gather rows and values, padded to those of the rank with the most rows. Only the numbers of
+    rows are awaited."""
     shape, num_ranks = gradients.shape, dist.get_world_size()
     rows, values = rows_and_values(gradients.coalesce())
     counts = [rows.new_empty(1) for _ in range(num_ranks)]
@@ -298,14 +357,17 @@ def _average_rows(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
     def add_up(_: Any) -> Tensor:
         gathered = zip(map(int, counts), all_rows, all_values, strict=True)
-        first, *remote = [_coalesced(rows[:count], values[:count], shape) for count, rows, values in gathered]
+        first, *remote = [
+            _coalesced(rows[:count], values[:count], shape) for count, rows, values in gathered
+        ]
         return sum(remote, start=first).coalesce().div_(num_ranks)
 
     return torch.futures.collect_all([rows_gathered, values_gathered]).then(add_up)
 
 
 def _gather(local: Tensor, length: int) -> tuple[list[Tensor], torch.futures.Future[Any]]:
-    """Return all ranks' tensors, each padded to `length`, which hold their values once the future is done."""
+    """Return all ranks' tensors, each padded to `length`, which hold their values once the future
+    is done."""
     padded = torch.cat([local, local.new_zeros(length - len(local), *local.shape[1:])])
     gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
     sent: Any = dist.all_gather(gathered, padded, async_op=True)
@@ -313,31 +375,40 @@ def _gather(local: Tensor, length: int) -> tuple[list[Tensor], torch.futures.Fut
 
 
 def _coalesced(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows[None], values, shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def refuse_debug_detail() -> None:
-    """Raise ConfigError: with TORCH_DISTRIBUTED_DEBUG=DETAIL, DDP over gloo ends the process (torch 2.13)."""
+    """Raise ConfigError: with TORCH_DISTRIBUTED_DEBUG=DETAIL, DDP over gloo ends the process (torch
+    2.13)."""
     is_detail = dist.get_debug_level() == dist.DebugLevel.DETAIL
     if is_detail and dist.get_world_size() > 1 and "gloo" in dist.get_backend():
         raise ConfigError(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch ends a process whose DistributedDataParallel exchanges by "
-            "gloo, by signal 11. Set INFO; exchanges that differ between ranks are named without it."
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch ends a process whose "
+            "DistributedDataParallel exchanges by "
+            "gloo, by signal 11. Set INFO; exchanges that differ between ranks are named without "
+            "it."
         )
 
 
 def name_option(text: str, strategy: str) -> str:
-    """Return DDP's error about parameters without a gradient with the option of `strategy`; other errors stay."""
+    """Return DDP's error about parameters without a gradient with the option of `strategy`; other
+    errors stay."""
     if "Expected sparse gradient to be defined" in text:
         return (
-            "a step looked up no row of an nn.Embedding(sparse=True), and DDP sends sparse gradients in every step. "
-            "Look up all of them in every step, set sparse=False, or use strategy='torchrec_sharded'."
+            "a step looked up no row of an nn.Embedding(sparse=True), and DDP sends sparse "
+            "gradients in every step. "
+            "Look up all of them in every step, set sparse=False, or use "
+            "strategy='torchrec_sharded'."
         )
     # Lightning would name its own DDPStrategy, which shards nothing.
     if "Expected to have finished reduction in the prior iteration" not in text:
         return text
     indices = re.search(r"Parameter indices which did not receive grad for rank \d+: [\d ]+", text)
     return (
-        "the loss of the step before did not depend on some parameters of the module. If that is intended, set "
+        "the loss of the step before did not depend on some parameters of the module. If that is "
+        "intended, set "
         f"{strategy}(find_unused_parameters=True).{f' {indices[0].strip()}.' if indices else ''}"
     )

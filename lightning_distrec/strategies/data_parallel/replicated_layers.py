@@ -1,4 +1,5 @@
-"""Layers that every rank has whole: broadcasts of their buffers, and what would let copies differ."""
+"""Layers that every rank has whole: broadcasts of their buffers, and what would let copies
+differ."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,7 +17,8 @@ from lightning_distrec.errors import UnsupportedError
 TRIAL_STEPS = 8
 """Steps without a write on any rank, after which broadcasts of buffers stop."""
 QUIET_STEPS = 4
-"""Steps of these in which nobody looks: comparing waits for a GPU, and a difference stays to be seen."""
+"""Steps of these in which nobody looks: comparing waits for a GPU, and a difference stays to be
+seen."""
 # One for all steps: it has no state, and making it in each step would cost time on the host.
 _NO_CONTEXT = nullcontext()
 
@@ -25,7 +27,8 @@ class ReplicatedLayers:
     """Does nothing around steps of layers that DDP averages; FullyShardedModule does something."""
 
     needs_losses = False
-    """Whether a loss that reaches no parameter on a rank is refused there: no backward of zeros can be made for it."""
+    """Whether a loss that reaches no parameter on a rank is refused there: no backward of zeros can
+    be made for it."""
 
     def step(self) -> AbstractContextManager[None]:
         """Do nothing around a step."""
@@ -50,12 +53,18 @@ class BufferBroadcaster:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.broadcast_buffers = True
-        # Those of now, as DistributedDataParallel's: a walk through all layers in every step would cost host time.
-        self._places = [(child, name) for child in module.modules() for name, _ in child.named_buffers(recurse=False)]
+        # Those of now, as DistributedDataParallel's: a walk through all layers in every step would
+        # cost host time.
+        self._places = [
+            (child, name)
+            for child in module.modules()
+            for name, _ in child.named_buffers(recurse=False)
+        ]
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Collective. Give every rank rank 0's buffers, one message for each type, unless broadcasts are skipped."""
+        """Collective. Give every rank rank 0's buffers, one message for each type, unless
+        broadcasts are skipped."""
         if not self.broadcast_buffers or dist.get_world_size() == 1:
             return
         buffers_by_dtype: dict[torch.dtype, list[Tensor]] = {}
@@ -65,12 +74,15 @@ class BufferBroadcaster:
             # One message for each type: many small broadcasts cost more than their bytes.
             values = torch.cat([buffer.reshape(-1) for buffer in buffers])
             dist.broadcast(values, src=0)
-            for buffer, value in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+            for buffer, value in zip(
+                buffers, values.split([buffer.numel() for buffer in buffers]), strict=True
+            ):
                 buffer.copy_(value.view_as(buffer))
 
 
 class NoBroadcasts:
-    """In the place of a BroadcastSkipper where no buffers are broadcast: an evaluation, or no DDP."""
+    """In the place of a BroadcastSkipper where no buffers are broadcast: an evaluation, or no
+    DDP."""
 
     def before_step(self) -> None:
         """Do nothing."""
@@ -82,12 +94,15 @@ class NoBroadcasts:
 class BroadcastSkipper:
     """Skips the broadcasts of rank 0's buffers while no rank writes to a buffer.
 
-    DistributedDataParallel broadcasts all buffers before every forward. Index tables, masks and the like never change,
-    and without the broadcast a step of 3 to 15 ms over gloo is 7 to 29 % shorter. Ranks report writes by flags in
-    messages that they exchange anyway. Where running means or counters are written to, broadcasts go on as under DDP.
+    DistributedDataParallel broadcasts all buffers before every forward. Index tables, masks and the
+    like never change, and without the broadcast a step of 3 to 15 ms over gloo is 7 to 29 %
+    shorter. Ranks report writes by flags in messages that they exchange anyway. Where running means
+    or counters are written to, broadcasts go on as under DDP.
     """
 
-    def __init__(self, broadcaster: DistributedDataParallel | BufferBroadcaster, flags: RankFlags) -> None:
+    def __init__(
+        self, broadcaster: DistributedDataParallel | BufferBroadcaster, flags: RankFlags
+    ) -> None:
         self._broadcaster = broadcaster
         self._flags = flags
         self._names = [
@@ -106,11 +121,15 @@ class BroadcastSkipper:
         """Decide whether this step's forward broadcasts; all ranks decide alike."""
         if not self._names or not self._broadcaster.broadcast_buffers and not self._skips:
             return
-        # Flags are agreed over all ranks: a rank alone must not begin or end broadcasts, which are collective.
+        # Flags are agreed over all ranks: a rank alone must not begin or end broadcasts, which are
+        # collective.
         if self._skips and self._flags.was_seen:
             self._skips = False
             self._broadcaster.broadcast_buffers = True
-            rank_zero_info(f"A buffer has changed{self._written}: rank 0's are broadcast from now on, as under DDP.")
+            rank_zero_info(
+                f"A buffer has changed{self._written}: rank 0's are broadcast from now "
+                "on, as under DDP."
+            )
         elif not self._skips and not self._flags.was_seen and self._flags.num_unseen >= TRIAL_STEPS:
             self._skips = True
             self._broadcaster.broadcast_buffers = False
@@ -122,9 +141,11 @@ class BroadcastSkipper:
         self._flags.watch(None)
 
     def _was_written(self) -> bool:
-        """Return whether a buffer was written to on this rank; called for each message that the ranks exchange."""
+        """Return whether a buffer was written to on this rank; called for each message that the
+        ranks exchange."""
         if self._skips:
-            # Autograd's version counters show writes in place without reading a buffer, and ids show new tensors.
+            # Autograd's version counters show writes in place without reading a buffer, and ids
+            # show new tensors.
             pairs = zip(self._names, self._current_versions(), self._versions, strict=True)
             written = [name for (_, _, name), current, earlier in pairs if current != earlier]
         elif self._flags.was_seen or self._flags.num_unseen < QUIET_STEPS:
@@ -135,7 +156,8 @@ class BroadcastSkipper:
             written = [
                 name
                 for (_, _, name), current, earlier in triples
-                if (current.shape, current.dtype) != (earlier.shape, earlier.dtype) or not torch.equal(current, earlier)
+                if (current.shape, current.dtype) != (earlier.shape, earlier.dtype)
+                or not torch.equal(current, earlier)
             ]
         if written and not self._written:
             self._written = f" ('{written[0]}')"
@@ -151,15 +173,21 @@ class BroadcastSkipper:
 def refuse_local_lookups(module: nn.Module, num_readers: int, num_ranks: int) -> None:
     """Raise UnsupportedError: lookups change rows, or count ids, on each rank by itself.
 
-    num_readers: ranks with batches of their own. The ranks of a pipeline share theirs, of which each has a part.
+    num_readers: ranks with batches of their own. The ranks of a pipeline share theirs, of which
+    each has a part.
     """
     for path, child in module.named_modules():
         if not isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             continue
-        if (child.max_norm is not None and num_readers > 1) or (child.scale_grad_by_freq and num_ranks > 1):
+        if (child.max_norm is not None and num_readers > 1) or (
+            child.scale_grad_by_freq and num_ranks > 1
+        ):
             raise UnsupportedError(
-                f"'{path}' has max_norm={child.max_norm} and scale_grad_by_freq={child.scale_grad_by_freq}: each rank "
-                "would shorten rows by, and count, the ids of its own part of a batch alone, and copies of the weight "
-                "would not be those of one process. Leave both out, or train in one process. The callback "
+                f"'{path}' has max_norm={child.max_norm} and "
+                f"scale_grad_by_freq={child.scale_grad_by_freq}: each rank "
+                "would shorten rows by, and count, the ids of its own part of a batch alone, and "
+                "copies of the weight "
+                "would not be those of one process. Leave both out, or train in one process. The "
+                "callback "
                 f"NormalizeRows(['{path}.weight'], max_norm) shortens rows after every batch."
             )

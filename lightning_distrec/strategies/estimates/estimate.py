@@ -1,6 +1,8 @@
-"""What each strategy needs for a module: bytes of memory per rank, and bytes that a rank sends per step.
+"""What each strategy needs for a module: bytes of memory per rank, and bytes that a rank sends per
+step.
 
-Estimated from sizes, without ranks. Sent bytes are those of ring collectives, and of all-to-alls among equal ranks."""
+Estimated from sizes, without ranks. Sent bytes are those of ring collectives, and of all-to-alls
+among equal ranks."""
 
 import math
 from collections import defaultdict
@@ -15,7 +17,11 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import sent_nu
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.estimates.module_sizes import Job, ModuleSizes, ParameterSize
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
-from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, choose_dtypes, num_replicas
+from lightning_distrec.strategies.fully_sharded.fsdp_options import (
+    FSDPOptions,
+    choose_dtypes,
+    num_replicas,
+)
 
 
 class ShardedBytes:
@@ -37,15 +43,18 @@ class ShardedBytes:
             itemsize, local_numel = self._job.itemsize(parameter), self._local_numel(parameter)
             memory["parameters"] += local_numel * itemsize
             # The state is sharded as its parameter is.
-            memory["optimizer state"] += parameter.state_numel * itemsize * local_numel / max(parameter.numel, 1)
+            memory["optimizer state"] += (
+                parameter.state_numel * itemsize * local_numel / max(parameter.numel, 1)
+            )
             memory["gradients"] += local_numel * itemsize if parameter.requires_grad else 0
             if parameter.is_sharded:
                 gathered = parameter.numel * self._gathered_itemsize(parameter)
                 weights[parameter.block] += gathered
                 gradients[parameter.block] += gathered if parameter.requires_grad else 0.0
         if self._ranks > 1:
-            # The root's parameters stay gathered for the whole step. Of blocks one is gathered at the peak, with its
-            # gradients before they are reduced, unless the options let all stay after forward.
+            # The root's parameters stay gathered for the whole step. Of blocks one is gathered at
+            # the peak, with its gradients before they are reduced, unless the options let all stay
+            # after forward.
             root_bytes = weights.pop(None, 0.0) + gradients.pop(None, 0.0)
             if self._options.reshard_after_forward is False:
                 peak = sum(weights.values()) + max(gradients.values(), default=0.0)
@@ -67,8 +76,11 @@ class ShardedBytes:
             numel = self._local_numel(parameter) * self._ranks
             gathered_itemsize = self._gathered_itemsize(parameter)
             block, reshard = parameter.block, self._options.reshard_after_forward
-            # What is in no block is gathered twice where training_step calls self(batch): docs/how_to/fsdp_tuned.md.
-            stays_gathered = block is not None and (reshard is False or (reshard == "auto" and block == last))
+            # What is in no block is gathered twice where training_step calls self(batch):
+            # docs/how_to/fsdp_tuned.md.
+            stays_gathered = block is not None and (
+                reshard is False or (reshard == "auto" and block == last)
+            )
             gathered += (1 if stays_gathered else 2) * numel * gathered_itemsize
             if parameter.requires_grad:
                 reduce = self._dtypes.reduce
@@ -76,21 +88,25 @@ class ShardedBytes:
                 scattered += reduced
                 # Replicas average what reduce-scatter leaves on a rank, its shard.
                 replicated += reduced / self._ranks
-        # Of what is gathered or scattered, a rank sends all but its shard. An all-reduce is both, one after the other.
+        # Of what is gathered or scattered, a rank sends all but its shard. An all-reduce is both,
+        # one after the other.
         share, between = (self._ranks - 1) / self._ranks, 2 * (self._replicas - 1) / self._replicas
-        over_all = 2 * (self._job.num_ranks - 1) / self._job.num_ranks  # of those that are not sharded
+        # of those that are not sharded
+        over_all = 2 * (self._job.num_ranks - 1) / self._job.num_ranks
         return {
             "gathered parameters": share * gathered,
             "dense gradients": share * scattered + between * replicated + over_all * averaged,
         }
 
     def _gathered_itemsize(self, parameter: ParameterSize) -> int:
-        # Without autocast nothing casts inputs of what is in no block: it is gathered, and computes, in its own type.
+        # Without autocast nothing casts inputs of what is in no block: it is gathered, and
+        # computes, in its own type.
         is_own = self._dtypes.param is None or (parameter.block is None and self._dtypes.casts)
         return self._job.itemsize(parameter) if is_own else self._dtypes.param.itemsize  # type: ignore[union-attr]
 
     def _local_numel(self, parameter: ParameterSize) -> int:
-        """Return a parameter's elements on one rank: FSDP2 shards dim 0, padded to the same on all ranks."""
+        """Return a parameter's elements on one rank: FSDP2 shards dim 0, padded to the same on all
+        ranks."""
         if not parameter.is_sharded or not parameter.rows:
             return parameter.numel
         return math.ceil(parameter.rows / self._ranks) * (parameter.numel // parameter.rows)
@@ -106,7 +122,8 @@ class Estimate:
 
     strategy: str
     memory: dict[str, float] = field(default_factory=dict)
-    """Use of memory -> bytes: parameters, gradients, optimizer state, gathered, exchange, activations, recomputed."""
+    """Use of memory -> bytes: parameters, gradients, optimizer state, gathered, exchange,
+    activations, recomputed."""
     sent: dict[str, float] | None = None
     """What is sent in a step -> bytes that leave a rank; None: unknown without a batch."""
     idle: float | None = None
@@ -127,7 +144,8 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TablesShare:
-    """What tables take of the fullest rank, and what the busiest rank sends for them, in bytes, by a plan."""
+    """What tables take of the fullest rank, and what the busiest rank sends for them, in bytes, by
+    a plan."""
 
     memory: dict[str, float] = field(default_factory=dict)
     """As `Estimate.memory`, with the exchange's buffers."""
@@ -147,7 +165,8 @@ def estimate_strategies(
 ) -> list[Estimate]:
     """Return what each strategy needs.
 
-    planned: of the tables; None: there are none, or torchrec_sharded refuses them. options: None: the defaults.
+    planned: of the tables; None: there are none, or torchrec_sharded refuses them. options: None:
+    the defaults.
     """
     options = options or DenseOptions()
     every, dense = sizes.parameters, sizes.dense_parameters
@@ -177,15 +196,29 @@ def estimate_strategies(
             )
             estimates.append(estimate)
     checkpointing = {DDP: options.ddp_checkpointing, FSDP: options.fsdp.activation_checkpointing}
-    return [_completed(e, sizes, profile, job, checkpointing.get(e.strategy, False)) for e in estimates]
+    return [
+        _completed(e, sizes, profile, job, checkpointing.get(e.strategy, False)) for e in estimates
+    ]
 
 
 def _completed(
-    estimate: Estimate, sizes: ModuleSizes, profile: StepProfile, job: Job, checkpointing: ActivationCheckpointing
+    estimate: Estimate,
+    sizes: ModuleSizes,
+    profile: StepProfile,
+    job: Job,
+    checkpointing: ActivationCheckpointing,
 ) -> Estimate:
-    """Return the estimate with buffers and activations, or with the reason why its strategy refuses the module."""
+    """Return the estimate with buffers and activations, or with the reason why its strategy refuses
+    the module."""
     # By prefix: a module that torchrec_sharded refuses, it refuses with dense: fsdp as well.
-    refused = next((reason for strategy, reason in sizes.refused.items() if estimate.strategy.startswith(strategy)), "")
+    refused = next(
+        (
+            reason
+            for strategy, reason in sizes.refused.items()
+            if estimate.strategy.startswith(strategy)
+        ),
+        "",
+    )
     if refused or estimate.refused:
         return Estimate(strategy=estimate.strategy, refused=refused or estimate.refused)
     memory = _added(estimate.memory, {"parameters": float(sizes.buffer_bytes)})
@@ -200,7 +233,8 @@ def _completed(
 
 
 def replicated_memory(parameters: Iterable[ParameterSize], job: Job) -> dict[str, float]:
-    """Return the memory of parameters that a rank has in full, with their gradients and optimizer state."""
+    """Return the memory of parameters that a rank has in full, with their gradients and optimizer
+    state."""
     memory = {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
     for parameter in parameters:
         itemsize = job.itemsize(parameter)
@@ -211,8 +245,11 @@ def replicated_memory(parameters: Iterable[ParameterSize], job: Job) -> dict[str
     return memory
 
 
-def _compression_memory(parameters: Iterable[ParameterSize], job: Job, options: DenseOptions) -> dict[str, float]:
-    """Return what PowerSGD keeps: what it has left over, of all gradients, and the matrices that it sends."""
+def _compression_memory(
+    parameters: Iterable[ParameterSize], job: Job, options: DenseOptions
+) -> dict[str, float]:
+    """Return what PowerSGD keeps: what it has left over, of all gradients, and the matrices that it
+    sends."""
     if options.powersgd is None:
         return {}
     state = 0
@@ -225,7 +262,8 @@ def _compression_memory(parameters: Iterable[ParameterSize], job: Job, options: 
 
 
 def _sent_numel(parameter: ParameterSize, options: DenseOptions) -> int:
-    """Return the elements of a gradient that ddp_tuned sends: all, or those of PowerSGD's two matrices."""
+    """Return the elements of a gradient that ddp_tuned sends: all, or those of PowerSGD's two
+    matrices."""
     if options.powersgd is None:
         return parameter.numel
     # As PowerSGD sees it: a matrix of the first dim by all others.
@@ -233,12 +271,16 @@ def _sent_numel(parameter: ParameterSize, options: DenseOptions) -> int:
     return sent_numbers(shape, options.powersgd.matrix_rank)
 
 
-def _ddp_sent(parameters: Iterable[ParameterSize], job: Job, options: DenseOptions | None = None) -> dict[str, float]:
+def _ddp_sent(
+    parameters: Iterable[ParameterSize], job: Job, options: DenseOptions | None = None
+) -> dict[str, float]:
     options = options or DenseOptions()
     sent = 0
     for p in parameters:
         if p.requires_grad and not p.has_sparse_gradient:
-            sent += _sent_numel(p, options) * (job.itemsize(p) if options.comm_dtype == "fp32" else 2)
+            sent += _sent_numel(p, options) * (
+                job.itemsize(p) if options.comm_dtype == "fp32" else 2
+            )
     return {"dense gradients": 2 * job.sent_share * sent}
 
 

@@ -15,12 +15,20 @@ from torch.optim import Optimizer
 
 from lightning_distrec._compat.torch import copy_in_backward
 from lightning_distrec.errors import DistRecError
-from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, keeps_state_of_frozen, state_numbers
+from lightning_distrec.optimizers.translation import (
+    UNKNOWN_TENSORS,
+    keeps_state_of_frozen,
+    state_numbers,
+)
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks, choose_replicated, refuse_module
+from lightning_distrec.strategies.fully_sharded.shard_blocks import (
+    choose_blocks,
+    choose_replicated,
+    refuse_module,
+)
 from lightning_distrec.units import describe_error, shortened
 
 
@@ -38,7 +46,8 @@ class ParameterSize:
     requires_grad: bool
     has_sparse_gradient: bool
     block: int | None
-    """The block that gathers it under fsdp_tuned, by its position in the module; None: gathered for a whole step."""
+    """The block that gathers it under fsdp_tuned, by its position in the module; None: gathered for
+    a whole step."""
     is_sharded: bool
     """Whether fsdp_tuned shards it."""
 
@@ -75,11 +84,15 @@ class ModuleSizes:
         return [parameter for parameter in self.parameters if parameter.name not in tables]
 
 
-def measure_module(module: LightningModule, conversion: Conversion, options: DenseOptions | None = None) -> ModuleSizes:
-    """Return the sizes of a module, which stays as it is: they are measured on a configured copy without memory."""
+def measure_module(
+    module: LightningModule, conversion: Conversion, options: DenseOptions | None = None
+) -> ModuleSizes:
+    """Return the sizes of a module, which stays as it is: they are measured on a configured copy
+    without memory."""
     options = options or DenseOptions()
     sizes = ModuleSizes()
-    # What configure_model draws must not change what is drawn later, so that advice changes no number of a fit.
+    # What configure_model draws must not change what is drawn later, so that advice changes no
+    # number of a fit.
     with torch.random.fork_rng(devices=[]):
         measured, optimizers = _copy_and_configure(module, sizes)
     sizes.buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in measured.buffers())
@@ -95,22 +108,29 @@ def measure_module(module: LightningModule, conversion: Conversion, options: Den
     except DistRecError as error:
         sizes.refused["torchrec_sharded"] = str(error)
         return sizes
-    # By identity, because a weight that is shared has several names and is listed under its first one alone.
+    # By identity, because a weight that is shared has several names and is listed under its first
+    # one alone.
     weights = {id(p): size for p, size in zip(measured.parameters(), sizes.parameters, strict=True)}
     sizes.tables = [
-        TableSize(name=table.full_name, path=table.collection, weight=weights[id(table.parameter)]) for table in tables
+        TableSize(name=table.full_name, path=table.collection, weight=weights[id(table.parameter)])
+        for table in tables
     ]
     return sizes
 
 
-def _copy_and_configure(module: LightningModule, sizes: ModuleSizes) -> tuple[LightningModule, list[Optimizer] | None]:
-    """Return a copy on the meta device, or the module where it cannot be copied; and the optimizers where known."""
+def _copy_and_configure(
+    module: LightningModule, sizes: ModuleSizes
+) -> tuple[LightningModule, list[Optimizer] | None]:
+    """Return a copy on the meta device, or the module where it cannot be copied; and the optimizers
+    where known."""
     try:
         copied = meta_copy(module)
     except Exception as error:
-        # The module itself is only read: its configure_model and configure_optimizers may change it.
+        # The module itself is only read: its configure_model and configure_optimizers may change
+        # it.
         sizes.notes.append(
-            f"the module cannot be copied and configured without a Trainer ({describe_error(error)}): it was measured "
+            "the module cannot be copied and configured without a Trainer "
+            f"({describe_error(error)}): it was measured "
             f"as it is, with {UNKNOWN_TENSORS} tensors of optimizer state for each parameter"
         )
         return module, None
@@ -118,14 +138,18 @@ def _copy_and_configure(module: LightningModule, sizes: ModuleSizes) -> tuple[Li
         return copied, configured_optimizers(copied)
     except Exception as error:
         sizes.notes.append(
-            f"configure_optimizers failed on a copy of the module without a Trainer ({describe_error(error)}): "
+            "configure_optimizers failed on a copy of the module without a Trainer "
+            f"({describe_error(error)}): "
             f"{UNKNOWN_TENSORS} tensors of optimizer state are assumed for each parameter"
         )
         return copied, None
 
 
 def _measure_parameters(
-    measured: LightningModule, optimizers: list[Optimizer] | None, options: FSDPOptions, sizes: ModuleSizes
+    measured: LightningModule,
+    optimizers: list[Optimizer] | None,
+    options: FSDPOptions,
+    sizes: ModuleSizes,
 ) -> None:
     state_numel = _state_numel(optimizers, measured, sizes)
     sparse = {
@@ -139,7 +163,9 @@ def _measure_parameters(
         blocks = choose_blocks(measured, options.wrap, options.min_num_parameters)
     except DistRecError as error:
         sizes.refused["fsdp_tuned"] = str(error)
-    block_of = {id(parameter): i for i, block in enumerate(blocks) for parameter in block.parameters()}
+    block_of = {
+        id(parameter): i for i, block in enumerate(blocks) for parameter in block.parameters()
+    }
     replicated = choose_replicated(measured, blocks, measured.automatic_optimization)
     replicated_ids = {id(parameter) for parameter in replicated.values()}
     sizes.parameters = [
@@ -158,10 +184,14 @@ def _measure_parameters(
     ]
 
 
-def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes: ModuleSizes) -> dict[int, int]:
+def _state_numel(
+    optimizers: list[Optimizer] | None, measured: nn.Module, sizes: ModuleSizes
+) -> dict[int, int]:
     """Return parameter's id -> number of elements in its optimizer state."""
     if optimizers is None:
-        return {id(p): UNKNOWN_TENSORS * p.numel() for p in measured.parameters() if p.requires_grad}
+        return {
+            id(p): UNKNOWN_TENSORS * p.numel() for p in measured.parameters() if p.requires_grad
+        }
     state_numel: dict[int, int] = {}
     # A set that keeps its order, for the message.
     unknown: dict[str, None] = {}
@@ -178,7 +208,10 @@ def _state_numel(optimizers: list[Optimizer] | None, measured: nn.Module, sizes:
                 state_numel[id(parameter)] = state_numel.get(id(parameter), 0) + numel
     if unknown:
         kinds = shortened(list(unknown), 3)
-        sizes.notes.append(f"the state of {kinds} is unknown: {UNKNOWN_TENSORS} tensors are assumed for each parameter")
+        sizes.notes.append(
+            f"the state of {kinds} is unknown: {UNKNOWN_TENSORS} tensors are "
+            "assumed for each parameter"
+        )
     return state_numel
 
 
@@ -206,16 +239,23 @@ class Job:
 
 
 def dense_bytes(
-    module: nn.Module, tables: Iterable[Table], optimizers: Iterable[Optimizer], precision: str, shares: int
+    module: nn.Module,
+    tables: Iterable[Table],
+    optimizers: Iterable[Optimizer],
+    precision: str,
+    shares: int,
 ) -> int:
     """Return bytes of parameters, gradients, optimizer state and buffers that are not of `tables`.
 
-    shares: number of ranks that share them, 1 where they are replicated. An unknown optimizer counts as Adam.
+    shares: number of ranks that share them, 1 where they are replicated. An unknown optimizer
+    counts as Adam.
     """
     table_ids = {id(table.parameter) for table in tables}
     dense = {id(p): p for p in module.parameters() if id(p) not in table_ids}
     itemsize = {key: TRUE_ITEMSIZE.get(precision, p.itemsize) for key, p in dense.items()}
-    total = sum(p.numel() * itemsize[key] * (2 if p.requires_grad else 1) for key, p in dense.items())
+    total = sum(
+        p.numel() * itemsize[key] * (2 if p.requires_grad else 1) for key, p in dense.items()
+    )
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -229,15 +269,19 @@ def dense_bytes(
 def meta_copy(module: LightningModule) -> LightningModule:
     """Return a copy of the module on the meta device, without its Trainer, after `configure_model`.
 
-    Raises whatever the module's `__deepcopy__` and `configure_model` raise, which may need a Trainer.
+    Raises whatever the module's `__deepcopy__` and `configure_model` raise, which may need a
+    Trainer.
     """
     memo: dict[int, Any] = {}
     with suppress(RuntimeError):  # the module is attached to no Trainer
-        # deepcopy returns what the memo has for an object: None for the Trainer, which has loops and loaders.
+        # deepcopy returns what the memo has for an object: None for the Trainer, which has loops
+        # and loaders.
         memo[id(module.trainer)] = None
     for parameter in module.parameters():
         # deepcopy takes these for copies, and so allocates nothing; shared weights stay shared.
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
         copy_in_backward(parameter, memo[id(parameter)])
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
@@ -249,7 +293,8 @@ def meta_copy(module: LightningModule) -> LightningModule:
 
 
 def configured_optimizers(module: LightningModule) -> list[Optimizer]:
-    """Return the optimizers that `configure_optimizers` makes. Raises what it raises: it may need a Trainer."""
+    """Return the optimizers that `configure_optimizers` makes. Raises what it raises: it may need a
+    Trainer."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # schedulers are made and dropped without a step
         # Once each: with several schedulers an optimizer may be listed more than once.
@@ -257,7 +302,8 @@ def configured_optimizers(module: LightningModule) -> list[Optimizer]:
 
 
 def _optimizers_in(configured: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in what configure_optimizers returns: one, a list, lists of both kinds, or dicts."""
+    """Yield the optimizers in what configure_optimizers returns: one, a list, lists of both kinds,
+    or dicts."""
     if isinstance(configured, Optimizer):
         yield configured
     elif isinstance(configured, dict):

@@ -1,4 +1,5 @@
-"""What one batch shows about a training step: its samples, the bytes kept for backward, and the lookups in tables."""
+"""What one batch shows about a training step: its samples, the bytes kept for backward, and the
+lookups in tables."""
 
 import warnings
 from collections import Counter
@@ -21,25 +22,31 @@ Leave = Callable[[str, tuple[Any, ...], Any], None]
 
 
 @contextmanager
-def watch_modules(modules: Mapping[str, nn.Module], enter: Enter | None, leave: Leave) -> Iterator[None]:
-    """Call enter(path, args, kwargs) before each module's forward inside, and leave(path, args, output) after it."""
+def watch_modules(
+    modules: Mapping[str, nn.Module], enter: Enter | None, leave: Leave
+) -> Iterator[None]:
+    """Call enter(path, args, kwargs) before each module's forward inside, and leave(path, args,
+    output) after it."""
     with ExitStack() as hooks:
         for path, module in modules.items():
-            # The path as a default, since a closure in a loop would see the last one. A hook that returns None changes
-            # neither arguments nor output.
+            # The path as a default, since a closure in a loop would see the last one. A hook that
+            # returns None changes neither arguments nor output.
             if enter is not None:
                 handle = module.register_forward_pre_hook(
                     lambda _, args, kwargs, path=path: enter(path, args, kwargs), with_kwargs=True
                 )
                 hooks.callback(handle.remove)
-            handle = module.register_forward_hook(lambda _, args, output, path=path: leave(path, args, output))
+            handle = module.register_forward_hook(
+                lambda _, args, output, path=path: leave(path, args, output)
+            )
             hooks.callback(handle.remove)
         yield
 
 
 @dataclass
 class SavedActivations:
-    """Bytes of the storages that autograd saves, parameters and buffers excluded, and by which layers."""
+    """Bytes of the storages that autograd saves, parameters and buffers excluded, and by which
+    layers."""
 
     bytes_of: dict[int, int] = field(default_factory=dict)
     """Address of a storage -> its bytes: several saved tensors may be views of one."""
@@ -51,7 +58,8 @@ class SavedActivations:
     """The watched layers whose forward runs at the moment."""
 
     def retained_bytes(self, recomputed: Collection[str] = ()) -> int:
-        """Return the bytes that stay for backward, where the layers at these paths keep their inputs alone."""
+        """Return the bytes that stay for backward, where the layers at these paths keep their
+        inputs alone."""
         recomputed_set = set(recomputed)
         # A storage stays if it is saved at least once while no layer that computes again runs.
         stored = {
@@ -69,7 +77,9 @@ class SavedActivations:
         inputs = self.inputs.get(path, {})
         savers = self.savers.items()
         return sum(
-            self.bytes_of[key] for key, runs in savers if key not in inputs and any(path in running for running in runs)
+            self.bytes_of[key]
+            for key, runs in savers
+            if key not in inputs and any(path in running for running in runs)
         )
 
     def bytes_saved_first_in(self, path: str) -> int:
@@ -77,7 +87,8 @@ class SavedActivations:
         return sum(self.bytes_of[key] for key, savers in self.savers.items() if path in savers[0])
 
     def bytes_around(self, paths: Collection[str]) -> tuple[int, int]:
-        """Return the bytes that are saved outside of these layers, before the last of them and after it."""
+        """Return the bytes that are saved outside of these layers, before the last of them and
+        after it."""
         head = tail = 0
         for key, savers in self.savers.items():  # in the order in which they are saved
             if not savers[0].isdisjoint(paths):
@@ -89,13 +100,20 @@ class SavedActivations:
 
 @contextmanager
 def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator[SavedActivations]:
-    """Count what autograd saves inside of the context. watched: path -> submodule whose share is asked for later."""
+    """Count what autograd saves inside of the context. watched: path -> submodule whose share is
+    asked for later."""
     activations = SavedActivations()
-    parameter_storages = {t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]}
+    parameter_storages = {
+        t.untyped_storage().data_ptr() for t in [*module.parameters(), *module.buffers()]
+    }
 
     def pack(tensor: Tensor) -> Tensor:
-        # Sparse tensors have no storage. What is saved lives as long as the graph, so that addresses differ.
-        if tensor.layout == torch.strided and (key := tensor.untyped_storage().data_ptr()) not in parameter_storages:
+        # Sparse tensors have no storage. What is saved lives as long as the graph, so that
+        # addresses differ.
+        if (
+            tensor.layout == torch.strided
+            and (key := tensor.untyped_storage().data_ptr()) not in parameter_storages
+        ):
             activations.bytes_of[key] = tensor.untyped_storage().nbytes()
             activations.savers.setdefault(key, []).append(frozenset(activations.running))
         return tensor
@@ -104,13 +122,18 @@ def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator
         activations.running.append(path)
         tensors = [value for value in [*args, *kwargs.values()] if isinstance(value, Tensor)]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        activations.inputs[path] = {key: size for key, size in storages.items() if key not in parameter_storages}
+        activations.inputs[path] = {
+            key: size for key, size in storages.items() if key not in parameter_storages
+        }
 
     def leave(path: str, args: tuple[Any, ...], output: Any) -> None:
         activations.running.remove(path)
 
     # The hooks see every tensor that autograd keeps for backward; unpacking returns it as it is.
-    with watch_modules(watched, enter, leave), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        watch_modules(watched, enter, leave),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         yield activations
 
 
@@ -137,7 +160,8 @@ def numbered_blocks(module: nn.Module) -> dict[str, nn.Module]:
 @contextmanager
 def watch_blocks(module: nn.Module, profile: BlockProfile) -> Iterator[None]:
     """Record what the blocks of a module get while they run inside."""
-    # Held for the whole step: `is` below could meet another object at the address of one that was freed.
+    # Held for the whole step: `is` below could meet another object at the address of one that was
+    # freed.
     outputs: dict[str, Any] = {}
 
     def enter(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -165,7 +189,8 @@ class StepProfile:
     saved: SavedActivations | None = None
     """The same by layers."""
     lookups: dict[str, Counter[str]] = field(default_factory=dict)
-    """Path of a module with tables -> feature -> integers that are sent: ids, and the length of each bag."""
+    """Path of a module with tables -> feature -> integers that are sent: ids, and the length of
+    each bag."""
     blocks: BlockProfile | None = None
     """Of the blocks of containers; None: no step was run."""
     notes: tuple[str, ...] = ()
@@ -173,7 +198,8 @@ class StepProfile:
 
 
 MANUAL = (
-    "activations are left out: with automatic_optimization=False, training_step steps optimizers itself: no step was "
+    "activations are left out: with automatic_optimization=False, training_step steps optimizers "
+    "itself: no step was "
     "run; leave memory for what the forwards before one backward keep"
 )
 
@@ -185,21 +211,31 @@ def profile_step(
     precision: str,
     layers: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> StepProfile:
-    """Run a training step with this batch and return what it keeps for its backward and looks up; drop its gradients.
+    """Run a training step with this batch and return what it keeps for its backward and looks up;
+    drop its gradients.
 
-    The step runs on the module itself: its buffers may change. layers: those that may compute their activations again,
-    by path.
+    The step runs on the module itself: its buffers may change. layers: those that may compute their
+    activations again, by path.
     """
     if any(parameter.is_meta for parameter in module.parameters()):
-        return StepProfile(batch_size=batch_size, notes=("activations are left out: the module is on the meta device",))
+        return StepProfile(
+            batch_size=batch_size,
+            notes=("activations are left out: the module is on the meta device",),
+        )
     if not module.automatic_optimization:
-        # It steps optimizers by itself, which only a Trainer sets up, or which would change the weights here.
+        # It steps optimizers by itself, which only a Trainer sets up, or which would change the
+        # weights here.
         return StepProfile(batch_size=batch_size, notes=(MANUAL,))
     lookups: dict[str, Counter[str]] = {}
     batch_sizes: list[int] = []
     blocks = BlockProfile()
-    # bfloat16 for 16-mixed too, which Lightning does not run on a CPU: activations take the same bytes.
-    autocast = torch.autocast(module.device.type, torch.bfloat16) if precision.endswith("-mixed") else nullcontext()
+    # bfloat16 for 16-mixed too, which Lightning does not run on a CPU: activations take the same
+    # bytes.
+    autocast = (
+        torch.autocast(module.device.type, torch.bfloat16)
+        if precision.endswith("-mixed")
+        else nullcontext()
+    )
     try:
         with (
             _count_lookups(module, lookups, batch_sizes),
@@ -217,11 +253,15 @@ def profile_step(
                 loss.backward()
     except Exception as error:
         reason = describe_error(error)
-        note = f"activations are left out: training_step failed on a batch without a Trainer ({reason})"
+        note = (
+            "activations are left out: training_step failed on a batch without a Trainer "
+            f"({reason})"
+        )
         return StepProfile(batch_size=batch_size, lookups=lookups, notes=(note,))
     finally:
         module.zero_grad(set_to_none=True)
-    if batch_sizes:  # a lookup's stride is the batch size; the caller's is only the first tensor's length
+    # a lookup's stride is the batch size; the caller's is only the first tensor's length
+    if batch_sizes:
         batch_size = batch_sizes[0]
     return StepProfile(
         batch_size=batch_size,
@@ -233,8 +273,11 @@ def profile_step(
 
 
 @contextmanager
-def _count_lookups(module: nn.Module, lookups: dict[str, Counter[str]], batch_sizes: list[int]) -> Iterator[None]:
-    """Record what every embedding and collection of the module looks up, and the batch sizes of collections' inputs."""
+def _count_lookups(
+    module: nn.Module, lookups: dict[str, Counter[str]], batch_sizes: list[int]
+) -> Iterator[None]:
+    """Record what every embedding and collection of the module looks up, and the batch sizes of
+    collections' inputs."""
 
     def leave(path: str, args: tuple[Any, ...], output: Any) -> None:
         counted = lookups.setdefault(path, Counter())

@@ -1,4 +1,5 @@
-"""A module, or its layers without tables, whose parameters FSDP2 shards: what a strategy does around its steps."""
+"""A module, or its layers without tables, whose parameters FSDP2 shards: what a strategy does
+around its steps."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +33,11 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
 )
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import modules_in_step
-from lightning_distrec.strategies.fully_sharded.shards import draw_full, fsdp_modules, zero_unreduced_too
+from lightning_distrec.strategies.fully_sharded.shards import (
+    draw_full,
+    fsdp_modules,
+    zero_unreduced_too,
+)
 from lightning_distrec.strategies.run.process_runs import PROCESS
 
 
@@ -48,15 +53,19 @@ class FullyShardedModule(ReplicatedLayers):
             p: block for p, block in module.named_modules() if p and isinstance(block, FSDPModule)
         }
         self.activations = CheckpointedLayers(module, options.activation_checkpointing, blocks)
-        self._replicated = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        self._replicated = [
+            parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)
+        ]
         self._gathered: list[Tensor] = []
-        """The gathered forms of weights, which torch makes once, when they are gathered for the first time."""
+        """The gathered forms of weights, which torch makes once, when they are gathered for the
+        first time."""
         self._num_sharded = sum(isinstance(parameter, DTensor) for parameter in module.parameters())
         self._num_ungathered = self._num_sharded
         self._leaves_unreduced = False
         """Whether a backward of the strategy's has left gradients without reduction."""
         self._host_group: Any = None
-        """Where ranks report what they have used: on the host, which would wait for backward on a GPU otherwise."""
+        """Where ranks report what they have used: on the host, which would wait for backward on a
+        GPU otherwise."""
         self._buffers: BufferBroadcaster | None = None
         self._broadcasts_buffers = self._syncs_gradients = True
         self._undo = ExitStack()
@@ -66,12 +75,17 @@ class FullyShardedModule(ReplicatedLayers):
         if any(p.device.type == "cpu" for p in module.parameters() if isinstance(p, DTensor)):
             self._undo.callback(draw_dtensors_with(draw_full))
 
-    def begin_training(self, optimizers: Iterable[Optimizer], consensus: Consensus) -> BroadcastSkipper:
-        """Broadcast rank 0's buffers before steps from now on; let zero_grad reach unreduced gradients."""
+    def begin_training(
+        self, optimizers: Iterable[Optimizer], consensus: Consensus
+    ) -> BroadcastSkipper:
+        """Broadcast rank 0's buffers before steps from now on; let zero_grad reach unreduced
+        gradients."""
         self._buffers = BufferBroadcaster(self._module)
         self._host_group = consensus.group
         for optimizer in optimizers:
-            self._undo.callback(zero_unreduced_too(optimizer, self._fsdp_modules, self._may_hold_unreduced))
+            self._undo.callback(
+                zero_unreduced_too(optimizer, self._fsdp_modules, self._may_hold_unreduced)
+            )
         return BroadcastSkipper(self._buffers, consensus.flags)
 
     def _may_hold_unreduced(self) -> bool:
@@ -87,14 +101,18 @@ class FullyShardedModule(ReplicatedLayers):
         self.reshard()  # weights may have changed since something else was computed with them
         if self._buffers is not None and self._broadcasts_buffers:
             self._buffers.broadcast()
-        # As DistributedDataParallel's require_forward_param_sync: whether this step syncs gradients decides whether
-        # the next one broadcasts buffers.
+        # As DistributedDataParallel's require_forward_param_sync: whether this step syncs gradients
+        # decides whether the next one broadcasts buffers.
         self._broadcasts_buffers = torch.is_grad_enabled() and self._syncs_gradients
         if self._num_ungathered:
-            # Listed once: a walk through all weights in every step would cost host time with every further one.
-            gathered = [unsharded_parameter(fsdp_parameter) for _, fsdp_parameter in self._fsdp_parameters()]
+            # Listed once: a walk through all weights in every step would cost host time with every
+            # further one.
+            gathered = [
+                unsharded_parameter(fsdp_parameter) for _, fsdp_parameter in self._fsdp_parameters()
+            ]
             self._num_ungathered = self._num_sharded - len(gathered)
-            self._gathered = [weight for weight in gathered if not weight.is_inference()]  # others have no versions
+            # others have no versions
+            self._gathered = [weight for weight in gathered if not weight.is_inference()]
         versions = versions_of(self._gathered)
         modules_in_step.add(self._module)
         try:
@@ -112,15 +130,20 @@ class FullyShardedModule(ReplicatedLayers):
         pairs = zip(self._gathered, versions, current, strict=True)
         written = next(weight for weight, earlier, later in pairs if earlier != later)
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        shards = (shard for shard, p in self._fsdp_parameters() if unsharded_parameter(p) is written)
+        shards = (
+            shard for shard, p in self._fsdp_parameters() if unsharded_parameter(p) is written
+        )
         name = names.get(id(next(shards))) or names.get(id(written), "a weight")
         raise UnsupportedError(
-            f"a step has written to '{name}' while it was gathered (an average of weights, max_norm), and the write is "
+            f"a step has written to '{name}' while it was gathered (an average of weights, "
+            "max_norm), and the write is "
             "lost. Write between steps, where each rank writes its shard, or use 'ddp_tuned'."
         )
 
     def _fsdp_parameters(self) -> Iterator[tuple[Any, Any]]:
-        return itertools.chain.from_iterable(map(sharded_and_unsharded_parameters, self._fsdp_modules))
+        return itertools.chain.from_iterable(
+            map(sharded_and_unsharded_parameters, self._fsdp_modules)
+        )
 
     def reshard(self) -> None:
         """Free what is gathered, so that the module's parameters are the shards."""
@@ -129,27 +152,33 @@ class FullyShardedModule(ReplicatedLayers):
 
     @contextmanager
     def optimizer_step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around an optimizer's step, over sharded and replicated parameters; frees gathered ones, which are stale."""
+        """Around an optimizer's step, over sharded and replicated parameters; frees gathered ones,
+        which are stale."""
         with uniform_groups(optimizer), explained_errors(self._module):
             yield
         self.reshard()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around backward. Collective, unless gradients accumulate: averages those of replicated parameters."""
+        """Around backward. Collective, unless gradients accumulate: averages those of replicated
+        parameters."""
         with explained_errors(self._module):
             yield
-        # Asked of torch, since users may set it themselves. For good: each optimizer drops those of its own parameters.
+        # Asked of torch, since users may set it themselves. For good: each optimizer drops those of
+        # its own parameters.
         self._leaves_unreduced |= not all(map(reduces_gradients, self._fsdp_modules))
         if self._syncs_gradients:
             self._average_replicated()
 
     def _average_replicated(self) -> None:
-        # A parameter that any rank has used gets a gradient on all ranks; ranks that have not used it count as 0.
+        # A parameter that any rank has used gets a gradient on all ranks; ranks that have not used
+        # it count as 0.
         trained = [parameter for parameter in self._replicated if parameter.requires_grad]
         if not trained or dist.get_world_size() == 1:
             return
-        used = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.int32)
+        used = torch.tensor(
+            [parameter.grad is not None for parameter in trained], dtype=torch.int32
+        )
         dist.all_reduce(used, group=self._host_group)
         for parameter in itertools.compress(trained, used.tolist()):
             if parameter.grad is None:
@@ -172,14 +201,21 @@ class FullyShardedModule(ReplicatedLayers):
             module.set_requires_gradient_sync(syncs, recurse=False)
 
     def teardown(self) -> None:
-        """Stop broadcasting buffers, restore the optimizers' zero_grad, and leave nothing gathered."""
+        """Stop broadcasting buffers, restore the optimizers' zero_grad, and leave nothing
+        gathered."""
         self._buffers = None
         self._undo.close()
         self.reshard()
-        sharded = [(path, child) for path, child in self._module.named_modules() if issubclass(type(child), FSDPModule)]
+        sharded = [
+            (path, child)
+            for path, child in self._module.named_modules()
+            if issubclass(type(child), FSDPModule)
+        ]
         _hooks_outside[self._module] = [
             # Before FSDP2's own hook, which gathers the block's weights.
-            block.register_forward_pre_hook(_meeting_ranks(path or type(block).__name__), prepend=True)
+            block.register_forward_pre_hook(
+                _meeting_ranks(path or type(block).__name__), prepend=True
+            )
             for path, block in sharded
         ]
 
@@ -189,7 +225,8 @@ _hooks_outside: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDic
 
 
 def _meeting_ranks(path: str) -> Callable[..., None]:
-    # No partial: `undo_fully_shard` knows hooks of ours by their module, and TorchScript asks for their names.
+    # No partial: `undo_fully_shard` knows hooks of ours by their module, and TorchScript asks for
+    # their names.
     def meet_ranks(*_: Any) -> None:
         PROCESS.calls_outside.meet(path)
 
@@ -198,13 +235,18 @@ def _meeting_ranks(path: str) -> Callable[..., None]:
 
 @contextmanager
 def explained_errors(module: nn.Module) -> Iterator[None]:
-    """Around a step, its backward and its update: explain torch's errors about sharded parameters, and what to do."""
+    """Around a step, its backward and its update: explain torch's errors about sharded parameters,
+    and what to do."""
     try:
         yield
     except RuntimeError as error:
         for words, explanation in EXPLANATIONS.items():
             if words in str(error):
-                sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+                sharded = [
+                    name
+                    for name, parameter in module.named_parameters()
+                    if isinstance(parameter, DTensor)
+                ]
                 names = f"Sharded are: {', '.join(sharded[:5])}{' ...' if sharded[5:] else ''}."
                 raise UnsupportedError(f"{explanation} {names}") from error
         raise
@@ -212,15 +254,20 @@ def explained_errors(module: nn.Module) -> Iterator[None]:
 
 OTHER_BLOCKS = "Name other blocks, wrap=[...]; wrap=[] gathers all for the whole step."
 NO_DTENSORS = (
-    "a step or an optimizer computes something over sharded parameters that torch's DTensor cannot. Use "
+    "a step or an optimizer computes something over sharded parameters that torch's DTensor "
+    "cannot. Use "
     "strategy='ddp_tuned', or another optimizer."
 )
 EXPLANATIONS = {
-    "mixed torch.Tensor and DTensor": "a step uses the weights of a block without calling it (block.layer(x), "
-    "block.weight, a sum over self.parameters()): they are gathered when the block itself is called. To clip by hand, "
+    "mixed torch.Tensor and DTensor": "a step uses the weights of a block without calling it "
+    "(block.layer(x), "
+    "block.weight, a sum over self.parameters()): they are gathered when the block itself is "
+    "called. To clip by hand, "
     f"use self.clip_gradients. {OTHER_BLOCKS}",
-    "requiring a storage size": "backward needs weights of a block that have been freed: backward ran twice (gradients "
-    f"of gradients), or the block returns tensors inside of an object that torch cannot look into. {OTHER_BLOCKS}",
+    "requiring a storage size": "backward needs weights of a block that have been freed: backward "
+    "ran twice (gradients "
+    "of gradients), or the block returns tensors inside of an object that torch cannot look "
+    f"into. {OTHER_BLOCKS}",
     "Sharding propagation failed": NO_DTENSORS,
     "require placement changes": NO_DTENSORS,
 }

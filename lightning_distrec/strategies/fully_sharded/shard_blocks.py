@@ -1,4 +1,5 @@
-"""Shards a module's parameters over the ranks, block by block, by torch's fully_shard (FSDP2); which are blocks."""
+"""Shards a module's parameters over the ranks, block by block, by torch's fully_shard (FSDP2);
+which are blocks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +35,11 @@ from lightning_distrec.strategies.data_parallel.activations import (
     signature,
 )
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
-from lightning_distrec.strategies.fully_sharded.fsdp_options import Dtypes, FSDPOptions, choose_dtypes
+from lightning_distrec.strategies.fully_sharded.fsdp_options import (
+    Dtypes,
+    FSDPOptions,
+    choose_dtypes,
+)
 from lightning_distrec.strategies.fully_sharded.shards import (
     STEPS,
     allow_deepcopy,
@@ -53,9 +58,10 @@ LARGE_BYTES = 2**20
 def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> list[nn.Module]:
     """Return the blocks of a module, nested ones before those that contain them.
 
-    wrap: "auto": submodules of at least min_num_parameters that either repeat (siblings of one class and shapes, as the
-    layers of a transformer) or are single layers; or names of classes, and paths in the module.
-    Raises ConfigError: there is no such class or path, or it shares a weight with the rest of the module.
+    wrap: "auto": submodules of at least min_num_parameters that either repeat (siblings of one
+    class and shapes, as the layers of a transformer) or are single layers; or names of classes, and
+    paths in the module. Raises ConfigError: there is no such class or path, or it shares a weight
+    with the rest of the module.
     """
     holders = _holders(module)
     if wrap == "auto":
@@ -63,14 +69,22 @@ def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> lis
     blocks = named_layers(module, wrap, "wrap")
     for path, block in blocks.items():
         if not _shares_no_parameters(block, holders):
-            raise ConfigError(f"wrap: '{path}' shares a weight with another submodule. Name one that contains both.")
+            raise ConfigError(
+                f"wrap: '{path}' shares a weight with another submodule. Name one "
+                "that contains both."
+            )
     return [block for _, block in sorted(blocks.items(), key=lambda item: -item[0].count("."))]
 
 
-def _auto_blocks(module: nn.Module, min_num_parameters: int, holders: dict[int, set[int]]) -> Iterator[nn.Module]:
+def _auto_blocks(
+    module: nn.Module, min_num_parameters: int, holders: dict[int, set[int]]
+) -> Iterator[nn.Module]:
     siblings = Counter(signature(child) for child in module.children())
     for child in dict.fromkeys(module.children()):
-        if isinstance(child, FSDPModule) or sum(p.numel() for p in child.parameters()) < min_num_parameters:
+        if (
+            isinstance(child, FSDPModule)
+            or sum(p.numel() for p in child.parameters()) < min_num_parameters
+        ):
             continue
         is_layer = isinstance(child, INDIVISIBLE) or not any(True for _ in child.children())
         is_block = is_layer or siblings[signature(child)] > 1
@@ -81,7 +95,8 @@ def _auto_blocks(module: nn.Module, min_num_parameters: int, holders: dict[int, 
 
 
 def _holders(module: nn.Module) -> dict[int, set[int]]:
-    """Return parameter's id -> ids of the modules that hold it directly; several where it is shared, or kept."""
+    """Return parameter's id -> ids of the modules that hold it directly; several where it is
+    shared, or kept."""
     holders: dict[int, set[int]] = {}
     for submodule in module.modules():
         for parameter in submodule.parameters(recurse=False):
@@ -99,10 +114,12 @@ def _shares_no_parameters(module: nn.Module, holders: dict[int, set[int]]) -> bo
     return all(holders[id(parameter)] <= inside for parameter in module.parameters())
 
 
-def choose_replicated(module: nn.Module, blocks: Iterable[nn.Module], automatic: bool) -> dict[str, nn.Parameter]:
+def choose_replicated(
+    module: nn.Module, blocks: Iterable[nn.Module], automatic: bool
+) -> dict[str, nn.Parameter]:
     """Return name -> parameter of those that fully_shard leaves out."""
-    # These are scalars, which it refuses, and in manual optimization what is in no block: several backwards may run
-    # in one step there, and the first would free it.
+    # These are scalars, which it refuses, and in manual optimization what is in no block: several
+    # backwards may run in one step there, and the first would free it.
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     return {
         name: parameter
@@ -116,7 +133,8 @@ def refuse_lazy(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
-                f"'{name}' has no shape before the first forward (a lazy module). Run one batch through the module "
+                f"'{name}' has no shape before the first forward (a lazy module). Run one batch "
+                "through the module "
                 "before fit, in configure_model for example, or give the layer its size."
             )
 
@@ -133,7 +151,8 @@ def refuse_module(module: nn.Module) -> None:
             kept.refuse_fixed()
     if sparse := list(sparse_weights(module).values()):
         raise UnsupportedError(
-            f"'{sparse[0]}' has sparse gradients, which FSDP2 does not reduce. Use strategy='torchrec_sharded', which "
+            f"'{sparse[0]}' has sparse gradients, which FSDP2 does not reduce. Use "
+            "strategy='torchrec_sharded', which "
             "shards it and updates only the rows that were looked up, or sparse=False for it."
         )
 
@@ -145,11 +164,16 @@ def refuse_mixed_dtypes(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
     outside = [(name, p) for name, p in module.named_parameters() if id(p) not in in_blocks]
     groups = [(paths[id(block)], list(block.named_parameters())) for block in blocks]
     for path, parameters in [*groups, ("parameters outside of blocks", outside)]:
-        names_by_dtype = {parameter.dtype: name for name, parameter in parameters if parameter.is_floating_point()}
+        names_by_dtype = {
+            parameter.dtype: name for name, parameter in parameters if parameter.is_floating_point()
+        }
         if len(names_by_dtype) > 1:
-            named = ", ".join(f"'{name}' ({dtype})" for dtype, name in names_by_dtype.items()).replace("torch.", "")
+            named = ", ".join(
+                f"'{name}' ({dtype})" for dtype, name in names_by_dtype.items()
+            ).replace("torch.", "")
             raise UnsupportedError(
-                f"{path}: {named} are of several types, and FSDP2 gathers one type at a time. Name blocks with one "
+                f"{path}: {named} are of several types, and FSDP2 gathers one type at a time. "
+                "Name blocks with one "
                 "type each, wrap=[...], or convert the parameters."
             )
 
@@ -170,7 +194,8 @@ def shard_module(
 ) -> None:
     """Collective. Shard the module, with rank 0's weights, unless an earlier run has.
 
-    Raises ConfigError, UnsupportedError on every rank: it cannot be sharded so, or was sharded otherwise.
+    Raises ConfigError, UnsupportedError on every rank: it cannot be sharded so, or was sharded
+    otherwise.
     """
     settings = options, choose_dtypes(options, precision)
     if isinstance(module, FSDPModule):
@@ -178,8 +203,10 @@ def shard_module(
         if earlier != settings:
             raise ConfigError(
                 f"an earlier run has sharded this module as {earlier[0]}, computing in "
-                f"{earlier[1].param or 'its own type'}; now it is {options}, in {settings[1].param or 'its own type'}. "
-                "Give the same options and precision, or call trainer.strategy.unshard() of that run first."
+                f"{earlier[1].param or 'its own type'}; now it is {options}, in "
+                f"{settings[1].param or 'its own type'}. "
+                "Give the same options and precision, or call trainer.strategy.unshard() of that "
+                "run first."
             )
         _broadcast_unsharded(module)  # buffers that the last step wrote to differ between ranks
     else:
@@ -187,7 +214,10 @@ def shard_module(
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
         if large := {name: p.nbytes for name, p in replicated.items() if p.nbytes >= LARGE_BYTES}:
             size = decimal(sum(large.values()))
-            rank_zero_info(f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their modules in wrap.")
+            rank_zero_info(
+                f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their "
+                "modules in wrap."
+            )
         full = dict(module.named_parameters(remove_duplicate=False))
         with kept_up(module):
             _shard(module, blocks, set(replicated.values()), mesh, device, settings)
@@ -205,8 +235,11 @@ def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
     blocks = choose_blocks(module, options.wrap, options.min_num_parameters)
     refuse_mixed_dtypes(module, blocks)
     block_ids = {id(block) for block in blocks}
-    paths = {path: submodule for path, submodule in module.named_modules() if id(submodule) in block_ids}
-    checkpointed_layers(module, options.activation_checkpointing, paths)  # raises where it cannot be
+    paths = {
+        path: submodule for path, submodule in module.named_modules() if id(submodule) in block_ids
+    }
+    # raises where it cannot be
+    checkpointed_layers(module, options.activation_checkpointing, paths)
     return blocks
 
 
@@ -218,13 +251,19 @@ def _shard(
     device: torch.device,
     settings: tuple[FSDPOptions, Dtypes],
 ) -> None:
-    """Collective. Shard the parameters of each block, then the module's others, with rank 0's weights.
+    """Collective. Shard the parameters of each block, then the module's others, with rank 0's
+    weights.
 
-    blocks: nested ones first; one at a time is on the device unsharded. replicated: parameters to leave out.
+    blocks: nested ones first; one at a time is on the device unsharded. replicated: parameters to
+    leave out.
     Raises ConfigError: what is on the meta device cannot be initialized.
     """
     reshards, dtypes = settings[0].reshard_after_forward, settings[1]
-    offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if settings[0].offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        if settings[0].offload
+        else OffloadPolicy()
+    )
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
     for block in blocks:
@@ -235,13 +274,20 @@ def _shard(
 
 
 def _shard_one(
-    module: nn.Module, shard: Callable[..., Any], replicated: set[nn.Parameter], reshards: bool, device: torch.device
+    module: nn.Module,
+    shard: Callable[..., Any],
+    replicated: set[nn.Parameter],
+    reshards: bool,
+    device: torch.device,
 ) -> None:
     materialize(module, device)
-    apply_to_tensors(module, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
+    apply_to_tensors(
+        module, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device)
+    )
     _broadcast_unsharded(module)
     make_fully_sharded_class(type(module))
-    module.register_forward_hook(_copy_views)  # hooks run in the order of registration: before fully_shard's
+    # hooks run in the order of registration: before fully_shard's
+    module.register_forward_hook(_copy_views)
     shard(module, reshard_after_forward=reshards, ignored_params=replicated or None)
     module.register_forward_hook(_reshard_without_backward)
     module.register_load_state_dict_pre_hook(_load_shards)
@@ -250,29 +296,37 @@ def _shard_one(
 
 def _broadcast_unsharded(module: nn.Module) -> None:
     """Collective. Give every rank rank 0's buffers, and its parameters that are not sharded."""
-    broadcast_module_states(module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)])
+    broadcast_module_states(
+        module, [name for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    )
 
 
 def _copy_views(_: nn.Module, __: Any, outputs: Any) -> Any:
     """Return a block's outputs, views replaced by copies."""
     if not torch.is_grad_enabled():
         return outputs
-    # fully_shard attaches the all-gather for backward to a block's outputs as an autograd hook, and an in-place
-    # operation on a view drops such a hook. Can go when _register_pre_backward_hook no longer warns about it.
+    # fully_shard attaches the all-gather for backward to a block's outputs as an autograd hook, and
+    # an in-place operation on a view drops such a hook. Can go when _register_pre_backward_hook no
+    # longer warns about it.
     return apply_to_collection(
-        outputs, Tensor, lambda t: t.clone() if t.requires_grad and is_view(t) else t, allow_frozen=True
+        outputs,
+        Tensor,
+        lambda t: t.clone() if t.requires_grad and is_view(t) else t,
+        allow_frozen=True,
     )
 
 
 def _reshard_without_backward(module: Any, _: Any, __: Any) -> None:
     """Free what no backward will free: weights may change before the next forward."""
-    # A module in a step keeps its own parameters until the step ends, since the step may use them after its forward.
+    # A module in a step keeps its own parameters until the step ends, since the step may use them
+    # after its forward.
     if not torch.is_grad_enabled() and module not in modules_in_step:
         module.reshard()
 
 
 def _load_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let load_state_dict take full tensors, and lazy ones of a checkpoint, of which this rank reads its shard."""
+    """Let load_state_dict take full tensors, and lazy ones of a checkpoint, of which this rank
+    reads its shard."""
     reshard(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for key in [key for key in state if key.startswith(prefix)]:
@@ -284,20 +338,29 @@ def materialize(
     device: torch.device,
     is_missing: Callable[[str, Tensor], bool] = lambda _, tensor: tensor.is_meta,
 ) -> None:
-    """Give what is on the meta device memory, and the initial weights that its own `reset_parameters` draws.
+    """Give what is on the meta device memory, and the initial weights that its own
+    `reset_parameters` draws.
 
-    is_missing: whether a tensor of a name has to get memory. Raises ConfigError: a module has no `reset_parameters`.
+    is_missing: whether a tensor of a name has to get memory. Raises ConfigError: a module has no
+    `reset_parameters`.
     """
     for path, submodule in module.named_modules():
         prefix = f"{path}." if path else ""
-        tensors = [*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)]
+        tensors = [
+            *submodule.named_parameters(recurse=False),
+            *submodule.named_buffers(recurse=False),
+        ]
         if not any(is_missing(f"{prefix}{name}", tensor) for name, tensor in tensors):
             continue
-        reset = getattr(submodule, "reset_parameters", None) or getattr(submodule, "_reset_parameters", None)
+        reset = getattr(submodule, "reset_parameters", None) or getattr(
+            submodule, "_reset_parameters", None
+        )
         if reset is None:
             raise ConfigError(
-                f"'{path or type(module).__name__}' ({type(submodule).__name__}) is on the meta device and has no "
-                "reset_parameters() to draw its initial weights. Give it one, or build it on the host."
+                f"'{path or type(module).__name__}' ({type(submodule).__name__}) is on the meta "
+                "device and has no "
+                "reset_parameters() to draw its initial weights. Give it one, or build it on the "
+                "host."
             )
         submodule.to_empty(device=device, recurse=False)
         reset()

@@ -1,4 +1,5 @@
-"""Calls of sharded modules after a run: all ranks must make them, and one that is alone raises an error."""
+"""Calls of sharded modules after a run: all ranks must make them, and one that is alone raises an
+error."""
 
 import sys
 import time
@@ -23,13 +24,19 @@ _RUNS = "lightning_distrec/runs/"
 
 
 def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], object]) -> bool:
-    """Return whether all ranks come to a place within a time: one may be gone, or wait for this one in a collective.
+    """Return whether all ranks come to a place within a time: one may be gone, or wait for this one
+    in a collective.
 
-    By the process group's store, and not by a collective: ranks that have gone on to something else would match its
-    messages with their own. look: called with the seconds waited and the number of ranks so far; ends the wait by what
-    it raises.
+    By the process group's store, and not by a collective: ranks that have gone on to something else
+    would match its messages with their own. look: called with the seconds waited and the number of
+    ranks so far; ends the wait by what it raises.
     """
-    store, num_ranks, begin, pause = default_store(), dist.get_world_size(), time.monotonic(), 0.0002
+    store, num_ranks, begin, pause = (
+        default_store(),
+        dist.get_world_size(),
+        time.monotonic(),
+        0.0002,
+    )
     num_arrived = store.add(place, 1)
     while num_arrived < num_ranks and (seconds := time.monotonic() - begin) < limit_seconds:
         look(seconds, num_arrived)
@@ -40,10 +47,12 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
 
 
 def destroy_after_all(limit_seconds: float) -> None:
-    """Destroy the process group once all ranks are here; rank 0, whose process holds the store, leaves last.
+    """Destroy the process group once all ranks are here; rank 0, whose process holds the store,
+    leaves last.
 
-    Otherwise torch prints a stack trace for each rank that still asks, or waits for an answer: over NCCL a thread of
-    its own does, until the group is destroyed. All at once, for which NCCL may wait.
+    Otherwise torch prints a stack trace for each rank that still asks, or waits for an answer: over
+    NCCL a thread of its own does, until the group is destroyed. All at once, for which NCCL may
+    wait.
     """
     store, rank = default_store(), dist.get_rank()
     departed = [f"{DEPARTED}{other}" for other in range(1, dist.get_world_size())]
@@ -58,7 +67,8 @@ def destroy_after_all(limit_seconds: float) -> None:
 
 
 class CallsOutside:
-    """Meets the other ranks before each call of a sharded module outside of runs; one for a process.
+    """Meets the other ranks before each call of a sharded module outside of runs; one for a
+    process.
 
     All ranks have the same runs, in the same order.
     """
@@ -68,7 +78,8 @@ class CallsOutside:
         self._timeout_seconds = 0.0
 
     def begin_run(self, timeout: timedelta) -> None:
-        """Let ranks that are in a call after the run before know that this rank has begun another."""
+        """Let ranks that are in a call after the run before know that this rank has begun
+        another."""
         self._num_runs, self._num_calls, self._num_failures = self._num_runs + 1, 0, 0
         self._timeout_seconds = timeout.total_seconds()
         # Before the first run there is no group, nor a sharded module to call.
@@ -76,15 +87,19 @@ class CallsOutside:
             default_store().add(f"{_RUNS}{self._num_runs}", 1)
 
     def meet_after_failure(self, seconds: float) -> bool:
-        """Return whether all ranks come here within some seconds, each after an exception in the run."""
+        """Return whether all ranks come here within some seconds, each after an exception in the
+        run."""
         self._num_failures += 1
         try:
-            return wait_for_all(f"{_RUNS}{self._num_runs}/failure {self._num_failures}", seconds, lambda *_: None)
+            return wait_for_all(
+                f"{_RUNS}{self._num_runs}/failure {self._num_failures}", seconds, lambda *_: None
+            )
         except RuntimeError:  # rank 0, whose process holds the store, is gone
             return False
 
     def meet(self, path: str) -> None:
-        """Collective. Wait for all ranks to call what is sharded at `path`. Raises ShardingError: they do not."""
+        """Collective. Wait for all ranks to call what is sharded at `path`. Raises ShardingError:
+        they do not."""
         num_ranks = dist.get_world_size()
         if num_ranks == 1:
             return
@@ -97,7 +112,10 @@ class CallsOutside:
                 raise ShardingError(_refusal(path, num_arrived, num_ranks, reason))
             if seconds > NOTE_SECONDS and not has_noted:
                 has_noted = True
-                print(f"Waiting for all ranks to call '{path}', which is sharded over them.", file=sys.stderr)
+                print(
+                    f"Waiting for all ranks to call '{path}', which is sharded over them.",
+                    file=sys.stderr,
+                )
 
         wait_for_all(f"{_RUNS}{self._num_runs}/{self._num_calls}/{path}", inf, look)
 
@@ -112,8 +130,11 @@ class CallsOutside:
 
 def _refusal(path: str, num_arrived: int, num_ranks: int, reason: str) -> str:
     return (
-        f"'{path}' was called after the run on {num_arrived} of {num_ranks} ranks; {reason}. It is sharded, so every "
-        "rank has a part of what the call needs. Call it on every rank, not under a condition such as "
-        "trainer.is_global_zero; or call trainer.strategy.unshard() on every rank first, which makes the module an "
+        f"'{path}' was called after the run on {num_arrived} of {num_ranks} ranks; {reason}. It "
+        "is sharded, so every "
+        "rank has a part of what the call needs. Call it on every rank, not under a condition "
+        "such as "
+        "trainer.is_global_zero; or call trainer.strategy.unshard() on every rank first, which "
+        "makes the module an "
         "ordinary one."
     )

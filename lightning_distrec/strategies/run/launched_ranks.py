@@ -1,4 +1,5 @@
-"""How the ranks of a strategy are started and meet: by a launcher, by Lightning, or forked from a notebook."""
+"""How the ranks of a strategy are started and meet: by a launcher, by Lightning, or forked from a
+notebook."""
 
 import os
 import secrets
@@ -15,7 +16,11 @@ from lightning.fabric.plugins.environments import ClusterEnvironment, LightningE
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import (
+    rank_prefixed_message,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 from typing_extensions import override
@@ -51,13 +56,16 @@ from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
 from lightning_distrec.units import quantity
 
 WAY_OUT = (
-    "Restart the notebook's kernel; or write the code into a file (%%writefile train.py) and start it with !python "
+    "Restart the notebook's kernel; or write the code into a file (%%writefile train.py) and "
+    "start it with !python "
     "train.py or !torchrun."
 )
 CHANGE = (
     "lightning_distrec works with lightning.pytorch: write `import lightning.pytorch as pl` for "
-    "`import pytorch_lightning as pl`, and `from lightning.pytorch...` for `from pytorch_lightning...`, in all files. "
-    "For an installed package that imports it, write `import lightning_distrec.pytorch_lightning` before its import."
+    "`import pytorch_lightning as pl`, and `from lightning.pytorch...` for `from "
+    "pytorch_lightning...`, in all files. "
+    "For an installed package that imports it, write `import lightning_distrec.pytorch_lightning` "
+    "before its import."
 )
 LAUNCHER_PID = "LIGHTNING_DISTREC_LAUNCHER_PID"
 """Set by the process that starts ranks, for them: rank 0 of a script, or a notebook."""
@@ -65,37 +73,43 @@ RANK_VARIABLES = ("MASTER_PORT", KEY_VARIABLE, LAUNCHER_PID, THREADS_VARIABLE)
 
 
 def refuse_other_namespace(instance: object) -> None:
-    """Raises ConfigError: the class of a module, data module or callback is, or inherits from, pytorch_lightning's."""
+    """Raises ConfigError: the class of a module, data module or callback is, or inherits from,
+    pytorch_lightning's."""
     if any(kind.__module__.split(".")[0] == "pytorch_lightning" for kind in type(instance).__mro__):
         raise ConfigError(
-            f"{type(instance).__name__} inherits from a class of pytorch_lightning; the Trainer is one of "
+            f"{type(instance).__name__} inherits from a class of pytorch_lightning; the Trainer "
+            "is one of "
             f"lightning.pytorch, for which that is another class. {CHANGE}"
         )
 
 
 def refuse_other_callbacks(callbacks: Iterable[Any]) -> None:
     """Raises ConfigError: a callback is one of pytorch_lightning's."""
-    # Lightning calls its hooks, but treats it as none of its own: a ModelCheckpoint is neither called last nor found
-    # by `trainer.checkpoint_callbacks`, and an average of weights would not be one of shards.
+    # Lightning calls its hooks, but treats it as none of its own: a ModelCheckpoint is neither
+    # called last nor found by `trainer.checkpoint_callbacks`, and an average of weights would not
+    # be one of shards.
     for callback in callbacks:
         refuse_other_namespace(callback)
 
 
 def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:
-    """Return whether Lightning would start the other ranks by running this script again, and there is none.
+    """Return whether Lightning would start the other ranks by running this script again, and there
+    is none.
 
     In a notebook also for one rank: Lightning refuses launchers that do not fork there.
     Raises ConfigError: they would be on several nodes.
     """
     if environment is None or environment.creates_processes_externally:
         return False
-    # `python -` and `python -c` have no file that could be run again, and an interactive session has no script.
+    # `python -` and `python -c` have no file that could be run again, and an interactive session
+    # has no script.
     is_notebook = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if not is_notebook and (num_ranks == 1 or sys.argv[0] not in ("-", "-c", "")):
         return False
     if num_nodes > 1:
         raise ConfigError(
-            f"num_nodes={num_nodes}: a notebook, an interactive session, python - or python -c starts ranks on its own "
+            f"num_nodes={num_nodes}: a notebook, an interactive session, python - or python -c "
+            "starts ranks on its own "
             "node only. Write the code into a file, and start it with torchrun or srun."
         )
     return True
@@ -103,7 +117,9 @@ def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:
 
 def fork_launcher(strategy: Any) -> ForkLauncher:
     """Return a launcher that forks the ranks of a strategy."""
-    return ForkLauncher(strategy, partial(_start_rank, strategy), strategy.full_state_dict, PROCESS.leave)
+    return ForkLauncher(
+        strategy, partial(_start_rank, strategy), strategy.full_state_dict, PROCESS.leave
+    )
 
 
 def forks_ranks(launcher: object) -> TypeGuard[ForkLauncher]:
@@ -117,47 +133,61 @@ def is_forked(launcher: object) -> bool:
 
 
 def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]) -> Any:
-    """Run a function on ranks that are forked; return what it returns on rank 0. Raises RankError: a rank was ended."""
-    rank_zero_info(f"No script to run again: {quantity(num_ranks, 'rank')} are forked from this process.")
+    """Run a function on ranks that are forked; return what it returns on rank 0. Raises RankError:
+    a rank was ended."""
+    rank_zero_info(
+        f"No script to run again: {quantity(num_ranks, 'rank')} are forked from this process."
+    )
     # A forked process has the parent's OpenMP pool without its threads, and would wait for them.
     if not end_threads():
         os.environ[THREADS_VARIABLE] = "1"
-        rank_zero_warn("This process's OpenMP cannot end its threads before the fork: each rank has one thread.")
+        rank_zero_warn(
+            "This process's OpenMP cannot end its threads before the fork: each rank "
+            "has one thread."
+        )
     try:
         result = launch()
     except ProcessException as failure:
         raise RankError(f"rank {failure.error_index}: {str(failure).strip()}") from failure
     if missing := launcher.missing_names:
         rank_zero_warn(
-            f"{quantity(len(missing), 'trained tensor')} of the ranks ({', '.join(missing[:3])}) are not in this "
+            f"{quantity(len(missing), 'trained tensor')} of the ranks ({', '.join(missing[:3])}) "
+            "are not in this "
             "process's module, for which configure_model was not called. Use load_from_checkpoint."
         )
     return result
 
 
 def check_fork(launcher: ForkLauncher, trainer: Trainer) -> None:
-    """Raise ConfigError: ranks that are forked now would hang or fail, or would train something else."""
+    """Raise ConfigError: ranks that are forked now would hang or fail, or would train something
+    else."""
     # Refused before the fork: after it, the ranks would hang, or fail where no message is seen.
     if dist.is_initialized():
         raise ConfigError(
-            f"ranks cannot be forked from this process: it is a rank itself (trained with devices=1, say). {WAY_OUT}"
+            "ranks cannot be forked from this process: it is a rank itself (trained with "
+            f"devices=1, say). {WAY_OUT}"
         )
     try:
         check_cuda_before_fork()
     except RuntimeError as error:
-        raise ConfigError(f"ranks cannot be forked from this process: it has used CUDA. {WAY_OUT}") from error
+        raise ConfigError(
+            f"ranks cannot be forked from this process: it has used CUDA. {WAY_OUT}"
+        ) from error
     if launcher.has_trained and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigError(
-            "this Trainer has trained on forked ranks, which have ended with their optimizers. Make a new Trainer: it "
+            "this Trainer has trained on forked ranks, which have ended with their optimizers. "
+            "Make a new Trainer: it "
             "goes on with the trained weights, or resumes with fit(ckpt_path=...)."
         )
 
 
 def refuse_half_checkpoint(launcher: object, checkpoint: Mapping[str, Any]) -> None:
-    """Raise CheckpointError: ranks that have ended had the optimizers' state that a checkpoint is to hold."""
+    """Raise CheckpointError: ranks that have ended had the optimizers' state that a checkpoint is
+    to hold."""
     if forks_ranks(launcher) and launcher.has_trained and "optimizer_states" in checkpoint:
         raise CheckpointError(
-            "trainer.save_checkpoint after a fit on forked ranks: they have ended, with their optimizers' state. Let a "
+            "trainer.save_checkpoint after a fit on forked ranks: they have ended, with their "
+            "optimizers' state. Let a "
             "ModelCheckpoint save in the run, or set weights_only=True."
         )
 
@@ -168,10 +198,13 @@ def _start_rank(strategy: Any) -> None:
         use_threads(1)
 
 
-def wrap_launch(strategy: Any, before_fit: Callable[[Trainer], ExitStack], timeout_seconds: float) -> None:
-    """Let a strategy's launcher call `before_fit`, for the run, before every fit, and watch over every run."""
-    # On the instance: Lightning calls strategy.launcher.launch before any hook of the strategy. Of a function of this
-    # file, so that `torch.save(trainer)` can pickle it.
+def wrap_launch(
+    strategy: Any, before_fit: Callable[[Trainer], ExitStack], timeout_seconds: float
+) -> None:
+    """Let a strategy's launcher call `before_fit`, for the run, before every fit, and watch over
+    every run."""
+    # On the instance: Lightning calls strategy.launcher.launch before any hook of the strategy. Of
+    # a function of this file, so that `torch.save(trainer)` can pickle it.
     launcher: Any = strategy.launcher
     launcher.launch = partial(_prepare_and_launch, strategy, before_fit, timeout_seconds)
 
@@ -192,7 +225,10 @@ def _prepare_and_launch(
         refuse_other_namespace(value)
 
     def all_stop() -> bool:
-        return dist.is_initialized() and job_consensus(timeout_seconds).general.flags.agreed != CONTINUE
+        return (
+            dist.is_initialized()
+            and job_consensus(timeout_seconds).general.flags.agreed != CONTINUE
+        )
 
     with ExitStack() as undo:
         undo.enter_context(upload_folders_too(wait_for_checkpoint))
@@ -200,12 +236,22 @@ def _prepare_and_launch(
             check_fork(launcher, trainer)
             # They are for the ranks; what this process starts later must not inherit them.
             undo.enter_context(restored_variables(RANK_VARIABLES))
-        # Before Lightning's launcher starts the other ranks, which inherit this process's environment.
+        # Before Lightning's launcher starts the other ranks, which inherit this process's
+        # environment.
         starts_ranks = isinstance(environment, LightningEnvironment) and strategy.num_nodes == 1
-        if starts_ranks and strategy.num_processes > 1 and not environment.creates_processes_externally:
-            os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(32))  # passed to the ranks that it starts
+        if (
+            starts_ranks
+            and strategy.num_processes > 1
+            and not environment.creates_processes_externally
+        ):
+            # passed to the ranks that it starts
+            os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(32))
             os.environ[LAUNCHER_PID] = str(os.getpid())
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not is_forked(launcher):
+        if (
+            trainer is not None
+            and trainer.state.fn == TrainerFn.FITTING
+            and not is_forked(launcher)
+        ):
             undo.enter_context(before_fit(trainer))
         if forks_ranks(launcher):
             return fork_ranks(launcher, strategy.num_processes, launch)
@@ -225,8 +271,10 @@ class NoBatchNorm(LayerSync):
         for path, layer in model.named_modules():
             if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
                 raise ConfigError(
-                    f"Trainer(sync_batchnorm=True) on a CPU, and '{path}' is {type(layer).__name__}: torch's "
-                    "SyncBatchNorm computes on GPUs only. Leave it out: each rank normalizes by its own batch."
+                    f"Trainer(sync_batchnorm=True) on a CPU, and '{path}' is "
+                    f"{type(layer).__name__}: torch's "
+                    "SyncBatchNorm computes on GPUs only. Leave it out: each rank normalizes by "
+                    "its own batch."
                 )
         return model
 
@@ -236,36 +284,52 @@ class NoBatchNorm(LayerSync):
 
 
 def check_trainer(strategy: Any, trainer_nodes: int) -> None:
-    """Raise ConfigError: a strategy's Trainer contradicts the ranks that were started, or its device."""
+    """Raise ConfigError: a strategy's Trainer contradicts the ranks that were started, or its
+    device."""
     # Lightning has set it, a private attribute, by now.
     if vars(strategy).get("_layer_sync") is not None and strategy.root_device.type == "cpu":
         vars(strategy)["_layer_sync"] = NoBatchNorm()
-    launched, environment, num_devices = strategy.launched, strategy.cluster_environment, strategy.num_processes
+    launched, environment, num_devices = (
+        strategy.launched,
+        strategy.cluster_environment,
+        strategy.num_processes,
+    )
     if launched is not None and launched.place is None:
-        check_numbers(launched, num_devices, strategy.accelerator.auto_device_count(), trainer_nodes)
+        check_numbers(
+            launched, num_devices, strategy.accelerator.auto_device_count(), trainer_nodes
+        )
     elif isinstance(environment, LightningEnvironment) and environment.creates_processes_externally:
         check_variables(os.environ, num_devices, trainer_nodes)
 
 
-def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool, trainer_nodes: int) -> None:
-    """Collective. Meet the other ranks, make the default process group and start the watchdog, unless that is done.
+def connect_ranks(
+    strategy: Any, backend: str, waits: Waits, sets_threads: bool, trainer_nodes: int
+) -> None:
+    """Collective. Meet the other ranks, make the default process group and start the watchdog,
+    unless that is done.
 
-    sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each rank. trainer_nodes:
-    the Trainer's num_nodes.
-    Raises RendezvousError: not all ranks arrive in time. ConfigError: there is a group of other ranks, or the variables
-    of ranks that were started by hand contradict each other or the Trainer.
+    sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each
+    rank. trainer_nodes: the Trainer's num_nodes.
+    Raises RendezvousError: not all ranks arrive in time. ConfigError: there is a group of other
+    ranks, or the variables of ranks that were started by hand contradict each other or the Trainer.
     """
     rank, num_ranks = strategy.global_rank, strategy.world_size
     if dist.is_initialized():
         if (num_before := dist.get_world_size()) != num_ranks:
             raise ConfigError(
-                f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of {num_before}, of an "
-                "earlier Trainer. Use one number of ranks in a program; in a notebook, restart the kernel."
+                f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of "
+                f"{num_before}, of an "
+                "earlier Trainer. Use one number of ranks in a program; in a notebook, restart "
+                "the kernel."
             )
         _find_place(strategy, default_store(), trainer_nodes)
         return
     timeout, start_seconds = waits.timeout, min(waits.start_seconds, waits.timeout.total_seconds())
-    environment, launched, device = strategy.cluster_environment, strategy.launched, strategy.root_device
+    environment, launched, device = (
+        strategy.cluster_environment,
+        strategy.launched,
+        strategy.root_device,
+    )
     names = launched.nodes if launched else ()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -286,7 +350,8 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool,
     store.set_timeout(timeout)
     _find_place(strategy, store, trainer_nodes)
     num_nodes = strategy.num_nodes
-    # Before the process group is made: gloo and NCCL read their interface from the environment when they connect.
+    # Before the process group is made: gloo and NCCL read their interface from the environment when
+    # they connect.
     if num_nodes > 1:
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
     if (device_index := device_id(device, backend)) and num_ranks > 1:
@@ -305,16 +370,20 @@ def connect_ranks(strategy: Any, backend: str, waits: Waits, sets_threads: bool,
         consensus = job_consensus(timeout.total_seconds()).general
         cpus_of_ranks = consensus.all_gather(cpus_of_this_process(strategy.node_rank))
         use_threads(num_threads(cpus_of_ranks, rank, os.environ))
-    launcher = launched.launcher if launched else type(environment).__name__.removesuffix("Environment")
+    launcher = (
+        launched.launcher if launched else type(environment).__name__.removesuffix("Environment")
+    )
     over = f" over {os.environ[GLOO]}" if num_nodes > 1 and os.environ.get(GLOO) else ""
     rank_zero_info(
-        f"{quantity(num_ranks, 'rank')} on {quantity(num_nodes, 'node')}, started by {launcher}, exchange by "
+        f"{quantity(num_ranks, 'rank')} on {quantity(num_nodes, 'node')}, started by {launcher}, "
+        "exchange by "
         f"{backend}{over}."
     )
 
 
 def _find_place(strategy: Any, store: Any, trainer_nodes: int) -> None:
-    """Collective. Count the nodes of ranks that were started by hand, once per process. Raises as `connect_ranks`."""
+    """Collective. Count the nodes of ranks that were started by hand, once per process. Raises as
+    `connect_ranks`."""
     if strategy.launched is not None and strategy.launched.place is not None:
         strategy.cluster_environment.launched = complete_launched(strategy.launched, store)
         check_trainer(strategy, trainer_nodes)
@@ -327,21 +396,30 @@ def _meeting_point(environment: ClusterEnvironment) -> MeetingPoint:
     local_rank, hint = os.environ.get("LOCAL_RANK"), ""
     if is_lightning and local_rank is not None and LAUNCHER_PID not in os.environ:
         hint = (
-            f" (the environment has LOCAL_RANK={local_rank}, so that Lightning starts no ranks; where no launcher has "
+            f" (the environment has LOCAL_RANK={local_rank}, so that Lightning starts no ranks; "
+            "where no launcher has "
             "set it, unset it)"
         )
-    return MeetingPoint(environment.main_address, (environment.main_port,), type(environment).__name__, hint=hint)
+    return MeetingPoint(
+        environment.main_address, (environment.main_port,), type(environment).__name__, hint=hint
+    )
 
 
 def _find_loss(strategy: Any) -> str:
-    """Return which rank that this process has started, or that has started it, has ended; "" if it sees none."""
-    is_started = isinstance(strategy.cluster_environment, LightningEnvironment) and strategy.global_rank
+    """Return which rank that this process has started, or that has started it, has ended; "" if it
+    sees none."""
+    is_started = (
+        isinstance(strategy.cluster_environment, LightningEnvironment) and strategy.global_rank
+    )
     # A process whose parent has ended is given to another parent.
     if is_started and os.environ.get(LAUNCHER_PID) not in (None, str(os.getppid())):
         return "the process that started this rank (rank 0) is gone. Its own output says why."
     for number, process in enumerate(getattr(strategy.launcher, "procs", ()), start=1):
         if isinstance(process, subprocess.Popen) and process.poll() is not None:
             rank = strategy.global_rank + number
-            end = f"rank {rank} has ended with status {process.returncode} before all ranks had arrived"
+            end = (
+                f"rank {rank} has ended with status {process.returncode} before all ranks had "
+                "arrived"
+            )
             return f"{end}. Its own output says why."
     return ""

@@ -1,4 +1,5 @@
-"""What the Trainer's precision plugin does, over gradients of which each rank has its shards only."""
+"""What the Trainer's precision plugin does, over gradients of which each rank has its shards
+only."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,17 +35,24 @@ OUTPUT_DTYPES: dict[str, torch.dtype | None] = {
 
 
 def output_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype of the looked up rows. Raises UnsupportedError: FBGEMM's kernels lack this precision."""
+    """Return the dtype of the looked up rows. Raises UnsupportedError: FBGEMM's kernels lack this
+    precision."""
     if precision not in OUTPUT_DTYPES:
-        reason = "FBGEMM has no float64 tables" if precision == "64-true" else "it was not measured over sharded tables"
+        reason = (
+            "FBGEMM has no float64 tables"
+            if precision == "64-true"
+            else "it was not measured over sharded tables"
+        )
         raise UnsupportedError(
-            f"Trainer(precision={precision!r}): {reason}. Use one of {', '.join(map(repr, OUTPUT_DTYPES))}."
+            f"Trainer(precision={precision!r}): {reason}. Use one of "
+            f"{', '.join(map(repr, OUTPUT_DTYPES))}."
         )
     return OUTPUT_DTYPES[precision]
 
 
 class _JointScaler(ShardedGradScaler):
-    """Unscales gradients of further optimizers, which step where the one that it is called with does."""
+    """Unscales gradients of further optimizers, which step where the one that it is called with
+    does."""
 
     joint_optimizers: Sequence[Optimizer] = ()
 
@@ -56,14 +64,16 @@ class _JointScaler(ShardedGradScaler):
 
 @dataclass
 class _Local:
-    """Stands for a DTensor as a scaler sees it: this rank's shard of the gradient, which is unscaled in place."""
+    """Stands for a DTensor as a scaler sees it: this rank's shard of the gradient, which is
+    unscaled in place."""
 
     grad: torch.Tensor
 
 
 @contextmanager
 def _joint_gradients(optimizer: Optimizer, joint_optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Inside of the context an optimizer has the parameters of the others too, and shards in the place of DTensors."""
+    """Inside of the context an optimizer has the parameters of the others too, and shards in the
+    place of DTensors."""
     groups = optimizer.param_groups
     parameters = collect_parameters([optimizer, *joint_optimizers])
     # One list of plain tensors: torch's kernel takes none of both kinds.
@@ -78,7 +88,8 @@ def _joint_gradients(optimizer: Optimizer, joint_optimizers: Sequence[Optimizer]
 def skip_overflows_on_all_ranks(
     plugin: Precision, optimizers: list[Optimizer], joint_optimizers: Sequence[Optimizer] = ()
 ) -> Callable[[], None]:
-    """Let all ranks skip a step when the gradients of any rank, shards included, are not finite; returns an undo.
+    """Let all ranks skip a step when the gradients of any rank, shards included, are not finite;
+    returns an undo.
 
     joint_optimizers: those that step together with the one in `optimizers`.
     Raises UnsupportedError: a scaler or an optimizer looks at the gradients of its own rank only.
@@ -92,16 +103,19 @@ def skip_overflows_on_all_ranks(
         return patches.close
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
         raise UnsupportedError(
-            f"the loss scaler {type(scaler).__name__} looks for overflows on its own rank only. Use "
+            f"the loss scaler {type(scaler).__name__} looks for overflows on its own rank only. "
+            "Use "
             "torch.amp.GradScaler, or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
         )
     for optimizer in [*optimizers, *joint_optimizers]:
         if unscales_in_step(optimizer):
             raise UnsupportedError(
-                f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its own rank only. Remove "
+                f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its "
+                "own rank only. Remove "
                 "fused=True, or use precision='bf16-mixed'."
             )
-    # The scale begins where the user's scaler is, and goes back to it: later runs continue with that.
+    # The scale begins where the user's scaler is, and goes back to it: later runs continue with
+    # that.
     plugin.scaler = _JointScaler(  # type: ignore[attr-defined]
         torch.device(plugin.device).type,  # type: ignore[attr-defined]
         init_scale=scaler.get_scale(),
@@ -129,14 +143,17 @@ def clip_over_all_ranks(
 ) -> Patches:
     """Let a plugin's `clip_gradients` clip by the norm over the shards of all ranks.
 
-    shards: returns the parameters that only this rank has, and for which torch.nn.utils.clip_grad_norm_ is refused from
-    now on; None: all shards are DTensors, which that function knows. fused: id of a weight that cannot be clipped ->
-    its table. joint_optimizers: step, and are clipped by one norm, with any other. num_replicas: ranks with each shard.
+    shards: returns the parameters that only this rank has, and for which
+    torch.nn.utils.clip_grad_norm_ is refused from now on; None: all shards are DTensors, which that
+    function knows. fused: id of a weight that cannot be clipped -> its table. joint_optimizers:
+    step, and are clipped by one norm, with any other. num_replicas: ranks with each shard.
     """
 
     def parameters_to_clip(optimizer: Any, clip_val: float) -> list[nn.Parameter]:
         parameters = [*plugin.main_params(optimizer), *collect_parameters(joint_optimizers)]
-        refuse_clip(clip_val, [fused[id(parameter)] for parameter in parameters if id(parameter) in fused])
+        refuse_clip(
+            clip_val, [fused[id(parameter)] for parameter in parameters if id(parameter) in fused]
+        )
         return parameters
 
     @without_guards
@@ -153,12 +170,18 @@ def clip_over_all_ranks(
     @without_guards
     def refuse_shards(gradients: list[torch.Tensor]) -> None:
         clipped = {id(gradient) for gradient in gradients}
-        shard_gradients = [shard.grad for shard in (shards() if shards else []) if shard.grad is not None]
+        shard_gradients = [
+            shard.grad for shard in (shards() if shards else []) if shard.grad is not None
+        ]
         # User code gets guarded views of shards' gradients.
-        if any(id(gradient) in clipped for gradient in shard_gradients) or any(hasattr(g, "place") for g in gradients):
+        if any(id(gradient) in clipped for gradient in shard_gradients) or any(
+            hasattr(g, "place") for g in gradients
+        ):
             raise UnsupportedError(
-                "torch.nn.utils.clip_grad_norm_ was called with gradients of which this rank has its shards only, so "
-                "that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) or self.clip_gradients."
+                "torch.nn.utils.clip_grad_norm_ was called with gradients of which this rank has "
+                "its shards only, so "
+                "that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) or "
+                "self.clip_gradients."
             )
 
     # On the instance: the plugin is the user's choice, and its class serves other trainers too.

@@ -1,8 +1,9 @@
-"""The runs of this process, under the watchdog, and what follows the last of them: leaving the process group at exit.
+"""The runs of this process, under the watchdog, and what follows the last of them: leaving the
+process group at exit.
 
-A gloo thread that drops its last Python object while the interpreter is finalizing aborts the process ("terminate
-called without an active exception"). So at exit: release what holds requests, collect garbage, wait for the other ranks
-for a bounded time, destroy the group.
+A gloo thread that drops its last Python object while the interpreter is finalizing aborts the
+process ("terminate called without an active exception"). So at exit: release what holds requests,
+collect garbage, wait for the other ranks for a bounded time, destroy the group.
 """
 
 import atexit
@@ -29,7 +30,11 @@ from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
 from lightning_distrec.cluster.watchdog_messages import Settings
 from lightning_distrec.errors import ConfigError, RankError
-from lightning_distrec.strategies.run.calls_outside import CallsOutside, destroy_after_all, wait_for_all
+from lightning_distrec.strategies.run.calls_outside import (
+    CallsOutside,
+    destroy_after_all,
+    wait_for_all,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ class Waits:
 
     def __post_init__(self) -> None:
         if not self.start_seconds > 0:
-            raise ConfigError(f"start_seconds={self.start_seconds}: must be a number of seconds above 0.")
+            raise ConfigError(
+                f"start_seconds={self.start_seconds}: must be a number of seconds above 0."
+            )
         for name in ("watchdog_seconds", "deadlock_seconds"):
             if (seconds := getattr(self, name)) < 0:
                 raise ConfigError(f"{name}={seconds}: must be at least 0, which disables it.")
@@ -57,22 +64,26 @@ FAREWELL_SECONDS = 10.0
 
 
 class ProcessRuns:
-    """What lives from the first rendezvous until the process ends, over all Trainers: they share a process group."""
+    """What lives from the first rendezvous until the process ends, over all Trainers: they share a
+    process group."""
 
     def __init__(self) -> None:
         self.watchdog: Watchdog | None = None
         self.calls_outside = CallsOutside()
         self.has_failed = False
-        """Whether a run has failed: other ranks may be gone, so that the exit must not wait for them."""
+        """Whether a run has failed: other ranks may be gone, so that the exit must not wait for
+        them."""
         self._trainer: Trainer | None = None
         self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def start_watchdog(
         self, rank: int, point: MeetingPoint, nodes: list[str], port: int, token: str, waits: Waits
     ) -> int:
-        """Watch over the ranks from the moment that this one and rank 0 know of each other. Return rank 0's port.
+        """Watch over the ranks from the moment that this one and rank 0 know of each other. Return
+        rank 0's port.
 
-        nodes: the node of each rank by name; empty where that is not known. port: of rank 0's watchdog, 0 on rank 0.
+        nodes: the node of each rank by name; empty where that is not known. port: of rank 0's
+        watchdog, 0 on rank 0.
         token: known to this job only.
         """
         # It has the port and the token of an earlier rendezvous.
@@ -95,16 +106,20 @@ class ProcessRuns:
         return port
 
     def note_writing(self, is_writing: bool) -> None:
-        """Note whether this rank writes a checkpoint in the background: it is not ended for another's failure then."""
+        """Note whether this rank writes a checkpoint in the background: it is not ended for
+        another's failure then."""
         if self.watchdog is not None:
             self.watchdog.send(is_writing=is_writing)
 
     @contextmanager
-    def run(self, trainer: Trainer | None, all_leave: Callable[[], bool], timeout_seconds: float) -> Iterator[None]:
-        """Around a run of the trainer. all_leave: whether a SystemExit is one that all ranks have agreed on.
+    def run(
+        self, trainer: Trainer | None, all_leave: Callable[[], bool], timeout_seconds: float
+    ) -> Iterator[None]:
+        """Around a run of the trainer. all_leave: whether a SystemExit is one that all ranks have
+        agreed on.
 
-        Raises RankError: another rank has failed in the run, and is named; or from what torch has raised: an exchange
-        failed because of another rank.
+        Raises RankError: another rank has failed in the run, and is named; or from what torch has
+        raised: an exchange failed because of another rank.
         """
         self._trainer = trainer
         self._start_run()
@@ -131,7 +146,8 @@ class ProcessRuns:
 
     @contextmanager
     def leaving(self, has_failed: bool) -> Iterator[None]:
-        """Around what may wait for other ranks after a run. has_failed: the run has; the wait is limited then."""
+        """Around what may wait for other ranks after a run. has_failed: the run has; the wait is
+        limited then."""
         watchdog = self.watchdog if has_failed else None
         if watchdog is not None:
             watchdog.send(is_leaving=True)
@@ -144,7 +160,8 @@ class ProcessRuns:
     def leave_at_exit(self, release: Callable[[], None]) -> None:
         """Register the destruction of the process group at exit.
 
-        release: a bound method that drops its object's references to sharded modules; the object is not kept alive.
+        release: a bound method that drops its object's references to sharded modules; the object is
+        not kept alive.
         """
         if not self._releases:
             atexit.register(self.leave)
@@ -157,8 +174,14 @@ class ProcessRuns:
         if self.watchdog is not None:
             self.watchdog.end_stopped()
         with self.leaving(has_failed):
-            if has_failed and dist.is_available() and dist.is_initialized() and "nccl" in dist.get_backend():
-                # First: freeing a GPU's memory waits for kernels, which wait for ranks that are gone. Not run on a GPU.
+            if (
+                has_failed
+                and dist.is_available()
+                and dist.is_initialized()
+                and "nccl" in dist.get_backend()
+            ):
+                # First: freeing a GPU's memory waits for kernels, which wait for ranks that are
+                # gone. Not run on a GPU.
                 with suppress(Exception):
                     abort_process_groups()
             for reference in self._releases:
@@ -174,29 +197,35 @@ class ProcessRuns:
                     destroy_after_all(FAREWELL_SECONDS)
 
     def _meet_at_end(self, watchdog: Watchdog, timeout_seconds: float) -> None:
-        """Collective. Wait for the other ranks to end the run, up to the timeout. Raises RankError: one has failed.
+        """Collective. Wait for the other ranks to end the run, up to the timeout. Raises RankError:
+        one has failed.
 
-        Otherwise nobody would miss a rank that fails after its last exchange: the others would end well.
+        Otherwise nobody would miss a rank that fails after its last exchange: the others would end
+        well.
         """
         try:
             wait_for_all(watchdog.begin_end(), timeout_seconds, watchdog.look_for_failures)
         except RankError:
             raise
-        except RuntimeError as failure:  # rank 0, whose process holds the store, has seen all ranks and ended, or died
+        # rank 0, whose process holds the store, has seen all ranks and ended, or died
+        except RuntimeError as failure:
             if verdict := watchdog.ask().get("verdict"):
                 raise RankError(f"{verdict}.") from failure
 
     def _start_run(self) -> None:
         if self.watchdog is not None and self._trainer is not None:
             reference = weakref.ref(self._trainer)  # the watchdog stays, and a trainer holds shards
-            self.watchdog.start_run(lambda: "" if (trainer := reference()) is None else describe_progress(trainer))
+            self.watchdog.start_run(
+                lambda: "" if (trainer := reference()) is None else describe_progress(trainer)
+            )
 
 
 PROCESS = ProcessRuns()
 
 
 def report_causes_only() -> None:
-    """Let ranks that end because of another one print that in a line: its own traceback, or rank 0's, shows the rest.
+    """Let ranks that end because of another one print that in a line: its own traceback, or rank
+    0's, shows the rest.
 
     Otherwise a launcher's log has as many long tracebacks as ranks, and the cause is one of them.
     """
@@ -204,9 +233,15 @@ def report_causes_only() -> None:
     if getattr(report, "__module__", "") == __name__ or rank == 0:
         return
 
-    def report_in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report_in_one_line(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, RankError):
-            print(rank_prefixed_message(f"{kind.__name__}: {error}", rank), file=sys.stderr, flush=True)
+            print(
+                rank_prefixed_message(f"{kind.__name__}: {error}", rank),
+                file=sys.stderr,
+                flush=True,
+            )
         else:
             report(kind, error, trace)
 
@@ -214,14 +249,19 @@ def report_causes_only() -> None:
 
 
 def describe_progress(trainer: Trainer) -> str:
-    """Return how far a run is: stage, batch, and how many exchanges it has begun in each process group.
+    """Return how far a run is: stage, batch, and how many exchanges it has begun in each process
+    group.
 
     Ranks that have parted ways differ by these, where not by the line that they are at.
     """
     state = trainer.state
     if state.stage is None:
         return f"{state.fn}"
-    validation = trainer.fit_loop.epoch_loop.val_loop if state.fn == TrainerFn.FITTING else trainer.validate_loop
+    validation = (
+        trainer.fit_loop.epoch_loop.val_loop
+        if state.fn == TrainerFn.FITTING
+        else trainer.validate_loop
+    )
     loops: dict[str, Any] = {
         "train": trainer.fit_loop.epoch_loop,
         "sanity_check": validation,

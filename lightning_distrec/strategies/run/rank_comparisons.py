@@ -1,7 +1,8 @@
 """Compares what ranks do apart: the names of values that they log, and the data that they read.
 
-Values of `self.log(sync_dist=True)`, and metrics, are reduced one after the other, by their order on each rank. Where
-ranks have logged other names, or in another order, Lightning mixes them, or some ranks wait.
+Values of `self.log(sync_dist=True)`, and metrics, are reduced one after the other, by their order
+on each rank. Where ranks have logged other names, or in another order, Lightning mixes them, or
+some ranks wait.
 """
 
 from typing import Any
@@ -36,10 +37,13 @@ class LoggedKeys:
         steps, self._num_steps = self._num_steps, self._num_steps + 1
         if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
             return
-        self._compare([(key, *value) for key, value in reduced_values(self._trainer).items() if value[1]])
+        self._compare([
+            (key, *value) for key, value in reduced_values(self._trainer).items() if value[1]
+        ])
 
     def before_epoch_ends(self) -> None:
-        """Collective. Compare all that is reduced, and reduce it in rank 0's order. Raises as `before_step`."""
+        """Collective. Compare all that is reduced, and reduce it in rank 0's order. Raises as
+        `before_step`."""
         if self._ranks.num_ranks > 1:
             self._compare([(key, *value) for key, value in reduced_values(self._trainer).items()])
 
@@ -58,14 +62,17 @@ class LoggedKeys:
         names = [[name for _, name, _ in remote] for remote in gathered]
         rank = next(rank for rank, remote in enumerate(gathered) if remote != gathered[0])
         raise RankError(
-            f"self.log: rank 0 reduces {names[0]} over the ranks, and rank {rank} {names[rank]}: values of different "
-            "names are mixed. Log what has sync_dist=True, and metrics, on every rank, under no condition that differs "
+            f"self.log: rank 0 reduces {names[0]} over the ranks, and rank {rank} {names[rank]}: "
+            "values of different "
+            "names are mixed. Log what has sync_dist=True, and metrics, on every rank, under no "
+            "condition that differs "
             "between ranks or batches; or log it with sync_dist=False."
         )
 
 
 def compare_first_batches(strategy: Any) -> Patches:
-    """Compare the ranks' first batches in the first training steps, and leave the step's path after them."""
+    """Compare the ranks' first batches in the first training steps, and leave the step's path after
+    them."""
     patches = Patches()
     if strategy.world_size == 1:
         return patches
@@ -79,7 +86,9 @@ def compare_first_batches(strategy: Any) -> Patches:
             # Ranks of a pipeline have the same batches on purpose.
             report = {"reader": strategy.distributed_sampler_kwargs["rank"], "batches": digests}
             loaders = map(original_loader, loaders_in(strategy.module.trainer.train_dataloader))
-            if text := describe_same_data(strategy.exchange(report), any(map(peek_obstacle, loaders))):
+            if text := describe_same_data(
+                strategy.exchange(report), any(map(peek_obstacle, loaders))
+            ):
                 rank_zero_warn(text)
         return training_step(batch, *args, **kwargs)
 
@@ -94,10 +103,15 @@ def describe_same_data(reports: list[dict[str, Any]], is_iterable: bool) -> str:
     """
     ranks_by_batches: dict[tuple[str, ...], list[int]] = {}
     for rank, report in enumerate(reports):
-        readers = {reports[other]["reader"] for other in ranks_by_batches.setdefault(tuple(report["batches"]), [])}
+        readers = {
+            reports[other]["reader"]
+            for other in ranks_by_batches.setdefault(tuple(report["batches"]), [])
+        }
         if report["reader"] not in readers:
             ranks_by_batches[tuple(report["batches"])].append(rank)
-    shared = [ranks for batches, ranks in ranks_by_batches.items() if len(ranks) > 1 and all(batches)]
+    shared = [
+        ranks for batches, ranks in ranks_by_batches.items() if len(ranks) > 1 and all(batches)
+    ]
     if not shared:
         return ""
     groups = "; ".join(f"ranks {format_ranks(ranks)}" for ranks in shared)
@@ -105,11 +119,14 @@ def describe_same_data(reports: list[dict[str, Any]], is_iterable: bool) -> str:
         "Nobody divides an IterableDataset among ranks: let it skip what is not this rank's, by "
         "torch.distributed.get_rank() and get_world_size()."
         if is_iterable
-        else "Either their samplers draw the same items: leave Trainer(use_distributed_sampler) true, or divide them. "
-        "Or items are made of random numbers, which are the same on all ranks after one seed: draw them in __getitem__ "
+        else "Either their samplers draw the same items: leave Trainer(use_distributed_sampler) "
+        "true, or divide them. "
+        "Or items are made of random numbers, which are the same on all ranks after one seed: "
+        "draw them in __getitem__ "
         "by a torch.Generator that is seeded with the item's index."
     )
     return (
-        f"{groups} read the same data: their first {NUM_BATCHES} batches are equal. {cause} The callback DataReport "
+        f"{groups} read the same data: their first {NUM_BATCHES} batches are equal. {cause} The "
+        "callback DataReport "
         "shows what each rank reads."
     )

@@ -1,6 +1,8 @@
-"""What must be alike on all ranks: numbers of param groups, compared in every step, and weights, now and then.
+"""What must be alike on all ranks: numbers of param groups, compared in every step, and weights,
+now and then.
 
-Ranks whose learning rates or replicas differ train models of their own, of which a checkpoint would keep rank 0's.
+Ranks whose learning rates or replicas differ train models of their own, of which a checkpoint would
+keep rank 0's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,8 @@ from lightning_distrec.ranks import number_for
 LONGEST_INTERVAL = 100
 """Steps between two comparisons of weights; they are compared after 1, 2, 4, 8 ... steps too."""
 TOLERANCE = 1e-5
-"""Largest difference of a weight's projection, relative to its norm; on identical machines it is 0."""
+"""Largest difference of a weight's projection, relative to its norm; on identical machines it is
+0."""
 
 
 class ReplicatedState:
@@ -34,7 +37,8 @@ class ReplicatedState:
         self._projections: tuple[list[str], HostCopy] | None = None
 
     def before_step(self) -> None:
-        """Collective after 1, 2, 4 ... steps, and every 100. Raise OptimizerError where ranks have drifted apart.
+        """Collective after 1, 2, 4 ... steps, and every 100. Raise OptimizerError where ranks have
+        drifted apart.
 
         Also raises it where an optimizer has a parameter that each rank would train by itself.
         """
@@ -57,14 +61,16 @@ class ReplicatedState:
         if steps and (steps & (steps - 1) == 0 or steps % LONGEST_INTERVAL == 0):
             self._project_weights()
         if steps == 1:
-            # At once, though a GPU is waited for: DDP raises in this step where layers are unused, and names none.
+            # At once, though a GPU is waited for: DDP raises in this step where layers are unused,
+            # and names none.
             self._compare_weights()
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._run.optimizers() for group in optimizer.param_groups]
 
     def compare_numbers(self) -> None:
-        """Collective where ranks have learned that they differ. Raise OptimizerError with the number that does."""
+        """Collective where ranks have learned that they differ. Raise OptimizerError with the
+        number that does."""
         if not self._flags.differs:
             return
         self._flags.differs = False
@@ -74,8 +80,10 @@ class ReplicatedState:
         numbers["how many numbers param groups have"] = len(numbers), 0.0
         self._refuse_differing(
             numbers,
-            "ReduceLROnPlateau or a callback that follows what each rank logs by itself (set sync_dist=True in "
-            "self.log), a scheduler that is stepped or a rate that is set under is_global_zero, a rate of a rank's own "
+            "ReduceLROnPlateau or a callback that follows what each rank logs by itself (set "
+            "sync_dist=True in "
+            "self.log), a scheduler that is stepped or a rate that is set under is_global_zero, a "
+            "rate of a rank's own "
             "loss or random numbers, or an optimizer that a callback has replaced.",
         )
 
@@ -85,10 +93,14 @@ class ReplicatedState:
             if parameter.requires_grad and not is_trained:
                 names = {id(other): name for name, other in self._run.module.named_parameters()}
                 raise OptimizerError(
-                    f"an optimizer has '{names.get(id(parameter), 'a parameter')}' of shape {tuple(parameter.shape)}, "
-                    "which was not in the module at set-up: its gradients would not be averaged, and each rank would "
-                    "train weights of its own. Make all layers in __init__ or configure_model, as attributes, and "
-                    "freeze those that train later; or end the fit, replace the layer, and call fit again."
+                    f"an optimizer has '{names.get(id(parameter), 'a parameter')}' of shape "
+                    f"{tuple(parameter.shape)}, "
+                    "which was not in the module at set-up: its gradients would not be averaged, "
+                    "and each rank would "
+                    "train weights of its own. Make all layers in __init__ or configure_model, as "
+                    "attributes, and "
+                    "freeze those that train later; or end the fit, replace the layer, and call "
+                    "fit again."
                 )
 
     @torch.no_grad()
@@ -96,9 +108,15 @@ class ReplicatedState:
         weights = self._run.replicas()
         for place, group in enumerate(self._groups()):
             # Numbers on a GPU, for which a step does not wait.
-            weights |= {f"{key} of group {place}": value for key, value in group.items() if isinstance(value, Tensor)}
+            weights |= {
+                f"{key} of group {place}": value
+                for key, value in group.items()
+                if isinstance(value, Tensor)
+            }
         numbers = [project(weight) for weight in weights.values()]
-        stacked = torch.stack([number.to(numbers[0].device) for number in numbers] or [torch.empty(0)])
+        stacked = torch.stack(
+            [number.to(numbers[0].device) for number in numbers] or [torch.empty(0)]
+        )
         # Read in the next step: reading it now would make the host wait for a GPU.
         self._projections = list(weights), HostCopy(stacked.nan_to_num())
 
@@ -109,31 +127,47 @@ class ReplicatedState:
         names, copy = self._projections
         self._projections = None
         numbers: Any = copy.read()
-        digests = [tuple(pair) for pair in self._ranks.all_gather((number_for(names), number_for(numbers)))]
-        # Ranks of a stage, or with the same shards, have the same names, and so must have the same numbers.
+        digests = [
+            tuple(pair) for pair in self._ranks.all_gather((number_for(names), number_for(numbers)))
+        ]
+        # Ranks of a stage, or with the same shards, have the same names, and so must have the same
+        # numbers.
         if len(set(digests)) > len({digest for digest, _ in digests}):
             self._refuse_differing(
-                {f"a projection of '{name}'": pair for name, pair in zip(names, numbers, strict=True)},
-                "layers that the loss of a step does not use (set find_unused_parameters=True of the strategy), a norm "
-                "over this rank's shards (clip with gradient_clip_val or self.clip_gradients), weights that are "
-                "written on some ranks only, updates that depend on the rank, or loss.backward() in place of "
+                {
+                    f"a projection of '{name}'": pair
+                    for name, pair in zip(names, numbers, strict=True)
+                },
+                "layers that the loss of a step does not use (set find_unused_parameters=True of "
+                "the strategy), a norm "
+                "over this rank's shards (clip with gradient_clip_val or self.clip_gradients), "
+                "weights that are "
+                "written on some ranks only, updates that depend on the rank, or loss.backward() "
+                "in place of "
                 "self.manual_backward.",
                 self._unused_layers(),
             )
 
     def _unused_layers(self) -> str:
-        """Return what to do about parameters that had no gradient in the step before; "" where all or none had one."""
+        """Return what to do about parameters that had no gradient in the step before; "" where all
+        or none had one."""
         # The gradients are still there: Lightning sets them to None after the next training_step.
-        learning = [(name, p.grad is None) for name, p in self._run.replicas().items() if p.requires_grad]
+        learning = [
+            (name, p.grad is None) for name, p in self._run.replicas().items() if p.requires_grad
+        ]
         unused = [name for name, is_unused in learning if is_unused]
         if not unused or len(unused) == len(learning):
             return ""
         return (
-            f"'{unused[0]}' has no gradient after the step. Where the loss does not use it, DDP averages no gradient "
-            "of its bucket: set find_unused_parameters=True of the strategy, or freeze the layer. Seen by this: "
+            f"'{unused[0]}' has no gradient after the step. Where the loss does not use it, DDP "
+            "averages no gradient "
+            "of its bucket: set find_unused_parameters=True of the strategy, or freeze the layer. "
+            "Seen by this: "
         )
 
-    def _refuse_differing(self, numbers: Mapping[str, tuple[float, float]], causes: str, advice: str = "") -> None:
+    def _refuse_differing(
+        self, numbers: Mapping[str, tuple[float, float]], causes: str, advice: str = ""
+    ) -> None:
         """Collective. numbers: by name, each with its size; ranks may lack some."""
         first: dict[str, tuple[int, float]] = {}
         for rank, remote_numbers in enumerate(self._ranks.all_gather(numbers)):
@@ -141,13 +175,16 @@ class ReplicatedState:
                 first_rank, first_number = first.setdefault(name, (rank, number))
                 if abs(number - first_number) > TOLERANCE * size:
                     raise OptimizerError(
-                        f"{advice}{name} is no longer the same on all ranks after {self._num_steps - 1} steps: it is "
-                        f"{first_number:.7g} on rank {first_rank} and {number:.7g} on rank {rank}. Causes: {causes}"
+                        f"{advice}{name} is no longer the same on all ranks after "
+                        f"{self._num_steps - 1} steps: it is "
+                        f"{first_number:.7g} on rank {first_rank} and {number:.7g} on rank "
+                        f"{rank}. Causes: {causes}"
                     )
 
 
 def group_numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, float]]:
-    """Return the plain numbers of param groups, and those in tuples, each with its group's place and its key."""
+    """Return the plain numbers of param groups, and those in tuples, each with its group's place
+    and its key."""
     # One list, not a generator for each group, of which each number is a call in every step.
     return [
         (place, key, number)
@@ -159,10 +196,12 @@ def group_numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, f
 
 
 def project(weight: Tensor) -> Tensor:
-    """Return a weight's projection on a fixed direction, on which differences do not cancel, and its norm: (2,)."""
+    """Return a weight's projection on a fixed direction, on which differences do not cancel, and
+    its norm: (2,)."""
     values = torch.view_as_real(weight) if weight.is_complex() else weight
     matrix = (values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)).float()
-    # The product of a direction for rows and one for columns: one as large as the weight would double its memory.
+    # The product of a direction for rows and one for columns: one as large as the weight would
+    # double its memory.
     rows, columns = (_direction(size, weight.device) for size in matrix.shape)
     return torch.stack([rows @ matrix @ columns, matrix.norm()])
 

@@ -1,4 +1,5 @@
-"""The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end at the same points."""
+"""The hooks that are the same for all strategies of ours: their ranks begin, save, stop and end at
+the same points."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +24,10 @@ from lightning_distrec._compat.jsonargparse import prefer_torchs_names
 from lightning_distrec._compat.lightning import call_overridden_hooks
 from lightning_distrec._compat.lightning_checkpoints import resume_from
 from lightning_distrec._compat.lightning_data import predict_few_examples, resume_loaders
-from lightning_distrec._compat.lightning_logging import before_values_are_reduced, log_at_less_python
+from lightning_distrec._compat.lightning_logging import (
+    before_values_are_reduced,
+    log_at_less_python,
+)
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import LaunchedRanks, local_world_size, publish_ranks
 from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
@@ -32,9 +36,19 @@ from lightning_distrec.cluster.rendezvous import name_in_store
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.module_shards import holds_shards
 from lightning_distrec.option_values import as_options, parse_timeout
-from lightning_distrec.prefetch.even_batches import UnevenInputs, choose_repeats, even, join_predictions
+from lightning_distrec.prefetch.even_batches import (
+    UnevenInputs,
+    choose_repeats,
+    even,
+    join_predictions,
+)
 from lightning_distrec.strategies.checkpoints.checkpoint_io import refuse_checkpoint_io
-from lightning_distrec.strategies.checkpoints.resuming import FIT_NUMBERS, JobFit, Resuming, run_name
+from lightning_distrec.strategies.checkpoints.resuming import (
+    FIT_NUMBERS,
+    JobFit,
+    Resuming,
+    run_name,
+)
 from lightning_distrec.strategies.data_parallel.gradient_exchange import name_option
 from lightning_distrec.strategies.data_parallel.replicated_layers import refuse_local_lookups
 from lightning_distrec.strategies.run.checkpoint_hooks import CheckpointHooks
@@ -58,22 +72,28 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
-    """A DDPStrategy whose ranks are those that were launched, and agree on when to begin, save, stop and end.
+    """A DDPStrategy whose ranks are those that were launched, and agree on when to begin, save,
+    stop and end.
 
     `setup_environment` starts its session, `setup` of a subclass its run, which `teardown` ends.
 
     Args:
-        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last that all ranks
+        uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last
+        that all ranks
             have, or raise an "error".
         checkpoint: distributed, async_save, pickles, start_from, ...: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
         process_group_backend: "gloo" or "nccl"; None: the device's default.
-        float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium" in bfloat16, where
+        float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium"
+        in bfloat16, where
             the device can; "highest" in float32. None: leave torch's setting as it is.
-        timeout_seconds: how long a rank waits in any collective. None: PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
+        timeout_seconds: how long a rank waits in any collective. None:
+        PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
         start_seconds: how long ranks wait for each other at the start; at most timeout_seconds.
-        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0 disables.
-        deadlock_seconds: how long ranks may wait for each other in different exchanges; then they are ended, and their
+        watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0
+        disables.
+        deadlock_seconds: how long ranks may wait for each other in different exchanges; then they
+        are ended, and their
             places are named. 0 disables, and so does watchdog_seconds=0.
     """
 
@@ -110,18 +130,23 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         hide_upstream_deprecations()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}, for lightning.pytorch's Trainer, not for Fabric>"  # in Fabric's refusal
+        # in Fabric's refusal
+        return f"<{type(self).__name__}, for lightning.pytorch's Trainer, not for Fabric>"
 
     @property
     def run(self) -> AnyRun:
         """What the run has that is in progress, from `setup` to `teardown`."""
         if self._run is None:
-            raise DistRecError(f"{type(self).__name__}: no run is in progress. The Trainer's fit, for one, begins one.")
+            raise DistRecError(
+                f"{type(self).__name__}: no run is in progress. The Trainer's fit, "
+                "for one, begins one."
+            )
         return self._run
 
     @property
     def launched(self) -> Launched | None:
-        """The ranks as the launcher describes them; None under Lightning's own launcher, or a plugin of the user's."""
+        """The ranks as the launcher describes them; None under Lightning's own launcher, or a
+        plugin of the user's."""
         environment = self.cluster_environment
         return environment.launched if isinstance(environment, LaunchedRanks) else None
 
@@ -135,22 +160,29 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self._num_nodes = num_nodes
 
     def leave_trainer(self) -> None:
-        """Forget what a Trainer has given, for another one. Raises ConfigError: a run of the first is in progress."""
+        """Forget what a Trainer has given, for another one. Raises ConfigError: a run of the first
+        is in progress."""
         if self._run is not None:
             raise ConfigError(
-                f"this {type(self).__name__} is in a run of another Trainer (trainer.{self._run.method}). "
+                f"this {type(self).__name__} is in a run of another Trainer "
+                f"(trainer.{self._run.method}). "
                 "Give a Trainer that is made within a run a strategy of its own."
             )
         if self._has_trainer:
             self._has_trainer = False
-            self._accelerator = self._precision_plugin = self._checkpoint_io = self.parallel_devices = None
-            self.cluster_environment = None  # type: ignore[assignment]  # until the Trainer sets the next
+            self._accelerator = self._precision_plugin = self._checkpoint_io = (
+                self.parallel_devices
+            ) = None
+            # Until the Trainer sets the next.
+            self.cluster_environment = None  # type: ignore[assignment]
 
     @property
     @override
     def root_device(self) -> torch.device:
-        devices: list[torch.device] = self.parallel_devices  # type: ignore[assignment]  # the Trainer has set them
-        # A task that sees one device alone (--gpus-per-task, --gpu-bind) has that one, whatever its local rank.
+        # The Trainer has set them.
+        devices: list[torch.device] = self.parallel_devices  # type: ignore[assignment]
+        # A task that sees one device alone (--gpus-per-task, --gpu-bind) has that one, whatever its
+        # local rank.
         return devices[self.local_rank % len(devices)]
 
     @property
@@ -201,7 +233,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         PROCESS.calls_outside.begin_run(self._wait)
         super().setup_environment()
         timeout_seconds, place = self._wait.total_seconds(), (self.node_rank, self.num_local_ranks)
-        self._session = start_session(self.module, self._checkpoint_options, timeout_seconds, self._session, place)
+        self._session = start_session(
+            self.module, self._checkpoint_options, timeout_seconds, self._session, place
+        )
 
     @override
     def setup_distributed(self) -> None:
@@ -216,35 +250,48 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         self.num_local_ranks = publish_ranks(self.cluster_environment, self.num_processes)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Collective. Return what each rank has passed, in rank order: numbers, texts, lists, dicts, tensors.
+        """Collective. Return what each rank has passed, in rank order: numbers, texts, lists,
+        dicts, tensors.
 
-        Once the ranks have met: in `setup` of modules and datamodules, where loaders are made, in hooks. Nothing is
-        pickled. Raises RankError on every rank: one rank's value is of another type.
+        Once the ranks have met: in `setup` of modules and datamodules, where loaders are made, in
+        hooks. Nothing is pickled. Raises RankError on every rank: one rank's value is of another
+        type.
         """
         return self.session.consensus.all_gather(value)
 
     def begin_run(self, trainer: Trainer, kind: type[AnyRun]) -> AnyRun:
-        """Begin `setup`: from now on signals are recorded, and what is put into `run.undo` is undone by teardown.
+        """Begin `setup`: from now on signals are recorded, and what is put into `run.undo` is
+        undone by teardown.
 
-        Raises ConfigError: a CheckpointIO plugin would be ignored, or a callback is one of pytorch_lightning's.
+        Raises ConfigError: a CheckpointIO plugin would be ignored, or a callback is one of
+        pytorch_lightning's.
         ShardingError: TorchRec has sharded the module already.
         """
         session, module = self.session, trainer.lightning_module
         refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         refuse_shards_of_torchrec(module)
         if trainer.state.fn == TrainerFn.FITTING:
-            refuse_local_lookups(module, self.distributed_sampler_kwargs["num_replicas"], self.world_size)
+            refuse_local_lookups(
+                module, self.distributed_sampler_kwargs["num_replicas"], self.world_size
+            )
         refuse_checkpoint_io(self._checkpoint_options, self.checkpoint_io)
         job = self.resuming.job if self.resuming else JobFit(".", "")
         session.checkpoints.start_run(module, job)
-        stopping = StopHandler(trainer, session.step_consensus, session.checkpoints, self._stop_options, job)
+        stopping = StopHandler(
+            trainer, session.step_consensus, session.checkpoints, self._stop_options, job
+        )
         self._run = run = kind(trainer=trainer, module=module, session=session, stopping=stopping)
-        # ExitStack runs the last one first: handlers are put back after the patches below are undone.
+        # ExitStack runs the last one first: handlers are put back after the patches below are
+        # undone.
         run.undo.callback(lambda: stopping.undo(run.has_failed))
         run.undo.enter_context(local_world_size(self.num_local_ranks))
-        run.undo.enter_context(compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self))
+        run.undo.enter_context(
+            compare_first_batches(self) if run.is_fitting else join_predictions(trainer, self)
+        )
         positions = session.checkpoints.positions
-        run.undo.enter_context(resume_loaders(trainer, positions.begins_late, positions.draws.note_first_batch))
+        run.undo.enter_context(
+            resume_loaders(trainer, positions.begins_late, positions.draws.note_first_batch)
+        )
         run.undo.enter_context(predict_few_examples())
         run.undo.enter_context(call_overridden_hooks(trainer))
         run.undo.enter_context(log_at_less_python(trainer))
@@ -254,31 +301,38 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._session is None:  # a loop was asked for its data outside of a run: there are no others to agree with
+        # a loop was asked for its data outside of a run: there are no others to agree with
+        if self._session is None:
             return dataloader
         trainer, session, mode = self.module.trainer, self.session, self._uneven_inputs
-        loader = even(dataloader, session.consensus, mode, rank_zero_warn, choose_repeats(trainer, self))
+        loader = even(
+            dataloader, session.consensus, mode, rank_zero_warn, choose_repeats(trainer, self)
+        )
         return session.checkpoints.positions.keep(loader) if trainer.training else loader
 
     def before_training_step(self, batch: Any) -> AnyRun:
         """Begin every training step. Raises as Run.before_step."""
         run = self.run
         run.before_step(batch)
-        # Making DDP is collective: the user's code unfreezes on all ranks alike, or none could train.
+        # Making DDP is collective: the user's code unfreezes on all ranks alike, or none could
+        # train.
         if any(parameter.requires_grad for parameter in run.frozen):
-            self.configure_ddp()  # DDP ignores what was frozen for good: each rank would train weights of its own
+            # DDP ignores what was frozen for good: each rank would train weights of its own
+            self.configure_ddp()
             run.note_parameters()
         return run
 
     @override
     def on_train_start(self) -> None:
-        """Collective. Take over hooks on gradients: called after the user's hook of this name, the last to add some."""
+        """Collective. Take over hooks on gradients: called after the user's hook of this name, the
+        last to add some."""
         super().on_train_start()
         run = self.run
         if run.gradient_hooks.take(run.layers(), run.tensor_hooks, run.session.consensus):
             # In one process they run after every backward, also where gradients accumulate.
             run.gradient_hooks.replace(self, "block_backward_sync", nullcontext)
-        is_ddp = isinstance(self.model, DistributedDataParallel)  # averages inside of the plugin's backward
+        # averages inside of the plugin's backward
+        is_ddp = isinstance(self.model, DistributedDataParallel)
         run.gradient_hooks.call_after(self.precision_plugin if is_ddp else self, is_ddp)
 
     @override
@@ -298,8 +352,11 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             yield
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        closure_loss = self.run.complete(closure_loss, self.model)  # type: ignore[arg-type]  # a run has a model
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        # A run has a model.
+        closure_loss = self.run.complete(closure_loss, self.model)  # type: ignore[arg-type]
         with self.run.dense.backward(), spans.span(spans.BACKWARD):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -326,14 +383,16 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             return getattr(super(), step)(*args, **kwargs)  # type: ignore[no-any-return]
 
     def evaluation_step(self, *args: Any) -> AbstractContextManager[None]:
-        """Return what goes around a step of validation, test or prediction. args: of the step. Collective."""
+        """Return what goes around a step of validation, test or prediction. args: of the step.
+        Collective."""
         return self.run.evaluation_step()
 
     @override
     def refuse_during_run(self, method: str) -> None:
         if self._run is not None:
             raise ShardingError(
-                f"trainer.strategy.{method}() was called while trainer.{self._run.method} runs, which needs "
+                f"trainer.strategy.{method}() was called while trainer.{self._run.method} runs, "
+                "which needs "
                 "the shards. Call it on every rank after that."
             )
 
@@ -341,7 +400,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        # The parent of forked ranks has no process group: nothing below could be exchanged or noted there.
+        # The parent of forked ranks has no process group: nothing below could be exchanged or noted
+        # there.
         if forks_ranks(launcher := self.launcher):
             launcher.after_failure()
             return
@@ -349,20 +409,25 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         if self._run is not None:
             self._run.has_failed = True
             self._run.stopping.note_failure(exception)
-            if isinstance(exception, SystemExit) and exception.code is None:  # Lightning's, out of an evaluation
+            # Lightning's, out of an evaluation
+            if isinstance(exception, SystemExit) and exception.code is None:
                 exception.code, exception.args = STOPPED, (STOPPED,)
         strategy = type(self).__name__
-        exception.args = tuple(name_option(arg, strategy) if isinstance(arg, str) else arg for arg in exception.args)
+        exception.args = tuple(
+            name_option(arg, strategy) if isinstance(arg, str) else arg for arg in exception.args
+        )
         super().on_exception(exception)
 
     @property
     def module_stays(self) -> bool:
-        """Whether teardown leaves the module on its device, where shards stay, whoever has made them."""
+        """Whether teardown leaves the module on its device, where shards stay, whoever has made
+        them."""
         return holds_shards(self.lightning_module)
 
     @override
     def teardown(self) -> None:
-        # First: a failing teardown is called again by Lightning, and what has been undone must not be undone twice.
+        # First: a failing teardown is called again by Lightning, and what has been undone must not
+        # be undone twice.
         run, self._run = self._run, None
         with PROCESS.leaving(run is not None and run.has_failed):
             try:
@@ -376,7 +441,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         if not self.module_stays:
             super().teardown()
             return
-        # Strategy.teardown but for `module.cpu()`: shards stay where their kernels and collectives are.
+        # Strategy.teardown but for `module.cpu()`: shards stay where their kernels and collectives
+        # are.
         self.model = self.lightning_module
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -385,7 +451,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_session": None, "_run": None, "undo_last": ExitStack()}  # this process's own
+        # this process's own
+        return super().__getstate__() | {"_session": None, "_run": None, "undo_last": ExitStack()}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -393,7 +460,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         PROCESS.leave_at_exit(self.release)
 
     def release(self) -> None:
-        """Drop the module and everything that holds requests of gloo; called before the process ends."""
+        """Drop the module and everything that holds requests of gloo; called before the process
+        ends."""
         self._run = self._session = None
         self._lightning_module = self.model = None
         self.optimizers, self.lr_scheduler_configs = [], []

@@ -1,4 +1,5 @@
-"""Layers that a forward calls, without a container, as the block of a stage, with what it computes between them."""
+"""Layers that a forward calls, without a container, as the block of a stage, with what it computes
+between them."""
 
 from typing import Any
 
@@ -14,10 +15,12 @@ class _Reached(BaseException):
 
 
 class CalledLayers(nn.Module):
-    """The layers of one stage as one block, with what the forward that calls them computes up to the next stage.
+    """The layers of one stage as one block, with what the forward that calls them computes up to
+    the next stage.
 
-    It runs that forward. What is before the first layer runs on absent tensors, which have shapes alone and draw
-    nothing. So what the forward takes from there, beside that layer's input, is absent too, and so is then the result.
+    It runs that forward. What is before the first layer runs on absent tensors, which have shapes
+    alone and draw nothing. So what the forward takes from there, beside that layer's input, is
+    absent too, and so is then the result.
     """
 
     def __init__(self, chain: Chain, numbers: range) -> None:
@@ -28,7 +31,8 @@ class CalledLayers(nn.Module):
         self._others: tuple[Any, ...] = chain.caller, *chain.blocks[numbers.stop : numbers.stop + 1]
 
     def forward(self, value: Tensor, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the next stage's layer is called with, or the forward returns. inputs: the caller's, absent."""
+        """Return what the next stage's layer is called with, or the forward returns. inputs: the
+        caller's, absent."""
         caller, *following = self._others
         pending = [] if self._is_first else [value]
 
@@ -48,8 +52,10 @@ class CalledLayers(nn.Module):
         if isinstance(result, Tensor) and not is_absent(result):
             return result
         raise UnsupportedError(
-            f"forward does not go on from '{self._path}', where a stage begins, with one tensor that is computed from "
-            "this layer's input alone. Let stages begin at other layers (split), or register layers in the order of "
+            f"forward does not go on from '{self._path}', where a stage begins, with one tensor "
+            "that is computed from "
+            "this layer's input alone. Let stages begin at other layers (split), or register "
+            "layers in the order of "
             "their calls."
         )
 

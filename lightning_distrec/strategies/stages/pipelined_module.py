@@ -23,7 +23,13 @@ from lightning_distrec.strategies.stages.staged_chain import (
     average_over_replicas,
     joined,
 )
-from lightning_distrec.strategies.stages.step_effects import LogCall, LoggedValues, StepDraws, on_host, to_device
+from lightning_distrec.strategies.stages.step_effects import (
+    LogCall,
+    LoggedValues,
+    StepDraws,
+    on_host,
+    to_device,
+)
 from lightning_distrec.strategies.stages.step_over_chain import (
     BlockArguments,
     Entry,
@@ -35,7 +41,8 @@ from lightning_distrec.strategies.stages.step_over_chain import (
 )
 
 TOLERANCE = 1e-3
-"""How far the mean of micro-batches' losses may be from the loss of the whole batch; see `close_enough`."""
+"""How far the mean of micro-batches' losses may be from the loss of the whole batch; see
+`close_enough`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +76,18 @@ class PipelinedModule:
     """Runs the steps of a module during one run."""
 
     def __init__(
-        self, module: LightningModule, chain: StagedChain, options: StageOptions, consensus: Consensus
+        self,
+        module: LightningModule,
+        chain: StagedChain,
+        options: StageOptions,
+        consensus: Consensus,
     ) -> None:
-        self._module, self._staged, self._options, self._consensus = module, chain, options, consensus
+        self._module, self._staged, self._options, self._consensus = (
+            module,
+            chain,
+            options,
+            consensus,
+        )
         self._chain, self._ranks = chain.layout.chain, chain.ranks
         self._parameters = present_parameters(module)
         self._log = LoggedValues(module)
@@ -87,11 +103,16 @@ class PipelinedModule:
     # -- training
 
     def training_step(self, call: StepCall) -> Any:
-        """Collective. Run training_step and its backward in stages. Returns the loss, whose gradients are computed."""
+        """Collective. Run training_step and its backward in stages. Returns the loss, whose
+        gradients are computed."""
         self._begin(call)
         aside = GradientsAside(self._parameters)
         try:
-            compute = self._compute_batch if self._options.schedule == "gpipe" else self._compute_microbatches
+            compute = (
+                self._compute_batch
+                if self._options.schedule == "gpipe"
+                else self._compute_microbatches
+            )
             result, message = compute(call)
         except BaseException:
             # What the failed step has computed goes; the gradients that accumulate stay.
@@ -105,7 +126,8 @@ class PipelinedModule:
         return {**result, "loss": loss} if isinstance(result, dict) else loss
 
     def _compute_batch(self, call: StepCall) -> tuple[Any, dict[str, Any]]:
-        """Compute the loss of the whole batch, once all of its micro-batches have been through the chain."""
+        """Compute the loss of the whole batch, once all of its micro-batches have been through the
+        chain."""
         entry = self._enter([call])[0]
         num = self._options.num_parts(len(entry.value), self._ranks.num_ranks)
         outputs: list[Tensor] = []
@@ -114,9 +136,11 @@ class PipelinedModule:
 
         def compute_loss(output: Tensor, number: int) -> Tensor:
             outputs.append(output.detach())
-            # GPipe computes all losses before its first backward: with the last output the batch is complete.
+            # GPipe computes all losses before its first backward: with the last output the batch is
+            # complete.
             if len(outputs) == num:
-                # A leaf: the user's backward ends at it, and the schedule's backwards begin with its gradient.
+                # A leaf: the user's backward ends at it, and the schedule's backwards begin with
+                # its gradient.
                 full = joined(outputs).requires_grad_()
                 loss = self._leave(call, 0, full, outcome)
                 if loss is not None:
@@ -142,7 +166,9 @@ class PipelinedModule:
                 outputs.append(output.detach())
             loss = self._leave(calls[number], number, output, outcome)
             if loss is None:
-                raise UnsupportedError("training_step returned no loss for a micro-batch. Use schedule='gpipe'.")
+                raise UnsupportedError(
+                    "training_step returned no loss for a micro-batch. Use schedule='gpipe'."
+                )
             return loss / num
 
         self._compute_chain(entries, [entry.arguments for entry in entries], compute_loss)
@@ -154,25 +180,33 @@ class PipelinedModule:
                 raise UnsupportedError(refusal)
         return outcome.result, message
 
-    def _compute_chain(self, entries: Sequence[Entry], arguments: Any, compute_loss: ComputeLoss) -> None:
+    def _compute_chain(
+        self, entries: Sequence[Entry], arguments: Any, compute_loss: ComputeLoss
+    ) -> None:
         values = [entry.value for entry in entries]
         learns = self._has_first and values[0].requires_grad
-        # The schedule's backward ends at this leaf. Its gradient then passes through what comes before the chain.
+        # The schedule's backward ends at this leaf. Its gradient then passes through what comes
+        # before the chain.
         value = joined([v.detach() for v in values]) if len(values) > 1 else values[0].detach()
         value.requires_grad_(learns)
-        # A seed of each rank's own, below those of micro-batches: dropout of two stages must not draw the same masks.
+        # A seed of each rank's own, below those of micro-batches: dropout of two stages must not
+        # draw the same masks.
         with self._draws.seeded(-1 - self._ranks.rank):
             self._staged.compute(value, arguments, compute_loss)
         if learns:
             torch.autograd.backward(values, list(_gradient_or_zeros(value).chunk(len(values))))
 
-    def _leave(self, call: StepCall, number: int, output: Tensor, outcome: StepOutcome) -> Tensor | None:
-        """Run the user's step from the chain's output on. Returns its loss. Raises UnsupportedError: it is absent."""
+    def _leave(
+        self, call: StepCall, number: int, output: Tensor, outcome: StepOutcome
+    ) -> Tensor | None:
+        """Run the user's step from the chain's output on. Returns its loss. Raises
+        UnsupportedError: it is absent."""
         with self._draws.seeded(number), self._log.recorded() as log_calls:
             result = leave_chain(self._chain, call, output)
         if is_absent(result) or is_absent([log_call["value"] for log_call in log_calls]):
             raise UnsupportedError(
-                f"what a step returns or logs depends on weights that another stage has, before it or in "
+                "what a step returns or logs depends on weights that another stage has, before "
+                "it or in "
                 f"'{self._chain.path}'. {WAY_OUT}"
             )
         outcome.result = result
@@ -183,9 +217,11 @@ class PipelinedModule:
         return loss
 
     def _refusal(self, call: StepCall, output: Tensor, message: dict[str, Any]) -> str:
-        """Return what of the step is not the mean of the same of its micro-batches; "" if all is. On the last stage.
+        """Return what of the step is not the mean of the same of its micro-batches; "" if all is.
+        On the last stage.
 
-        A step that draws at random draws other numbers for a batch than for its micro-batches, and is not compared.
+        A step that draws at random draws other numbers for a batch than for its micro-batches, and
+        is not compared.
         """
         # The step runs once more for this batch, which metrics must not count twice.
         with torch.no_grad(), self._log.metrics_unchanged(), self._draws.seeded(0) as has_drawn:
@@ -198,11 +234,16 @@ class PipelinedModule:
         for log_call in log_calls:
             value, mean = log_call["value"], means.get(log_call["name"])
             if mean is not None and isinstance(value, (Tensor, int, float)):
-                pairs.append((f"self.log({log_call['name']!r})", torch.as_tensor(value).detach().cpu(), mean))
+                pairs.append((
+                    f"self.log({log_call['name']!r})",
+                    torch.as_tensor(value).detach().cpu(),
+                    mean,
+                ))
         for description, value, mean in pairs:
             if not close_enough(value, mean, output):
                 return (
-                    f"{description} of the first batch is {_format_value(value)}, and the mean over its micro-batches "
+                    f"{description} of the first batch is {_format_value(value)}, and the mean "
+                    "over its micro-batches "
                     f"{_format_value(mean)}: it is no mean over examples. Use schedule='gpipe'."
                 )
         return ""
@@ -210,12 +251,15 @@ class PipelinedModule:
     def average_gradients(self) -> None:
         """Collective among the replicas, after a backward, unless gradients accumulate."""
         if self.syncs_gradients:
-            average_over_replicas(self._parameters, self._ranks.same_stage, self._ranks.same_stage_host)
+            average_over_replicas(
+                self._parameters, self._ranks.same_stage, self._ranks.same_stage_host
+            )
 
     # -- evaluation
 
     def evaluation_step(self, call: StepCall) -> Any:
-        """Collective. Run a step without backward. Every rank returns, and logs, what the last stage does."""
+        """Collective. Run a step without backward. Every rank returns, and logs, what the last
+        stage does."""
         self._begin(call)
         entry = self._enter([call])[0]
         num = self._options.num_parts(len(entry.value), self._ranks.num_ranks)
@@ -235,27 +279,37 @@ class PipelinedModule:
     # -- both
 
     def _begin(self, call: StepCall) -> None:
-        """Collective for a loop's first batch. Begin a step. Raises DataError: the ranks have different ones."""
+        """Collective for a loop's first batch. Begin a step. Raises DataError: the ranks have
+        different ones."""
         trainer = self._module.trainer
         self._num_calls += 1
         index = call.indices[0] if call.indices else self._num_calls
-        # Lightning counts batches of the epoch: a run that resumes within it draws as one that never stopped.
+        # Lightning counts batches of the epoch: a run that resumes within it draws as one that
+        # never stopped.
         number = trainer.fit_loop.batch_idx if call.name == "training_step" else index
         self._draws.begin_step(trainer.global_step, number)
-        # Once per loop: samplers that differ show at its first batch, and later steps pay for no exchange.
+        # Once per loop: samplers that differ show at its first batch, and later steps pay for no
+        # exchange.
         if number == 0 or call.name not in self._entered:
             # Of bytes: sums of floats differ between kinds of devices, in their last digits.
-            parts = [tensor.detach().to_dense().reshape(-1).view(torch.uint8) for tensor in tensors_in(call.batch)]
-            sums = [int(total) for total in on_host([part.sum(dtype=torch.int64) for part in parts])]
+            parts = [
+                tensor.detach().to_dense().reshape(-1).view(torch.uint8)
+                for tensor in tensors_in(call.batch)
+            ]
+            sums = [
+                int(total) for total in on_host([part.sum(dtype=torch.int64) for part in parts])
+            ]
             per_rank_sums = self._ranks.messages.all_gather(sums)
             if any(rank_sums != per_rank_sums[0] for rank_sums in per_rank_sums):
                 raise DataError(
-                    f"{call.name}: the ranks of a pipeline have different batches. Let the Trainer make the sampler, "
+                    f"{call.name}: the ranks of a pipeline have different batches. Let the "
+                    "Trainer make the sampler, "
                     "or give yours num_replicas and rank of trainer.distributed_sampler_kwargs."
                 )
 
     def _enter(self, calls: Sequence[StepCall]) -> list[Entry]:
-        """Run the user's step up to the chain; in the first step all ranks raise what one raises."""
+        """Run the user's step up to the chain; in the first step all ranks raise what one
+        raises."""
 
         def enter() -> list[Entry]:
             return [self._enter_part(call, number) for number, call in enumerate(calls)]
@@ -263,17 +317,20 @@ class PipelinedModule:
         name = calls[0].name
         if name in self._entered:
             return enter()
-        # Later steps make no exchange here: what a forward does between blocks shows when it runs for the first time.
+        # Later steps make no exchange here: what a forward does between blocks shows when it runs
+        # for the first time.
         self._entered.add(name)
         return self._consensus.all_or_none(f"the first {name}", enter)
 
     def _enter_part(self, call: StepCall, number: int) -> Entry:
-        # What is logged here is dropped: the last stage runs the step from its beginning, and its calls are repeated.
+        # What is logged here is dropped: the last stage runs the step from its beginning, and its
+        # calls are repeated.
         with self._draws.seeded(number), self._log.recorded():
             return enter_chain(self._chain, call, self._has_first)
 
     def _split_arguments(self, entry: Entry, num: int, call: StepCall) -> list[Any]:
-        """Return the blocks' other arguments for each micro-batch. Raises UnsupportedError: see BlockArguments."""
+        """Return the blocks' other arguments for each micro-batch. Raises UnsupportedError: see
+        BlockArguments."""
 
         def enter_part() -> Entry:
             return self._enter_part(replace(call, batch=split_batch(call.batch, num)[0]), 0)
@@ -281,7 +338,8 @@ class PipelinedModule:
         return self._arguments.split(entry, num, enter_part)
 
     def _share(self, outcome: StepOutcome, with_result: bool = False) -> dict[str, Any]:
-        """Collective among the ranks of a pipeline. Return what the last stage has of a step, as plain values."""
+        """Collective among the ranks of a pipeline. Return what the last stage has of a step, as
+        plain values."""
         message: dict[str, Any] = {"seed": self._draws.seed}
         if self._has_last:
             # Micro-batches are of one size: their mean weighs all examples alike.
@@ -295,14 +353,17 @@ class PipelinedModule:
                 "result": result,
                 "on_device": on_device,
             }
-            # The one read of a step. Not a step late: what a step logs is asked for as soon as it returns, by
-            # callbacks, schedulers and the progress bar, and the other ranks have it by this message only.
+            # The one read of a step. Not a step late: what a step logs is asked for as soon as it
+            # returns, by callbacks, schedulers and the progress bar, and the other ranks have it by
+            # this message only.
             message = on_host(message)
-        # By messages on the host: the values are logged on every rank, and the seeds are compared in the same exchange.
+        # By messages on the host: the values are logged on every rank, and the seeds are compared
+        # in the same exchange.
         messages: list[dict[str, Any]] = self._ranks.messages.all_gather(message)
         if any(remote["seed"] != message["seed"] for remote in messages):
             raise UnsupportedError(
-                "torch's random generator has different states on the ranks of a pipeline. Between steps (in "
+                "torch's random generator has different states on the ranks of a pipeline. "
+                "Between steps (in "
                 "callbacks and hooks), draw on all ranks alike, or from a generator of your own."
             )
         return messages[-1]
@@ -313,11 +374,17 @@ def _loss_in(result: Any) -> Any:
 
 
 def close_enough(value: Tensor, mean: Tensor, output: Tensor) -> bool:
-    """Whether a mean over micro-batches is the batch's value but for rounding. output: what both are computed from."""
-    # bfloat16 steps by 2^-7 of a number, wherever it is on the way from the chain's output to the value.
-    steps = [torch.finfo(tensor.dtype).eps for tensor in (value, output) if tensor.is_floating_point()]
+    """Whether a mean over micro-batches is the batch's value but for rounding. output: what both
+    are computed from."""
+    # bfloat16 steps by 2^-7 of a number, wherever it is on the way from the chain's output to the
+    # value.
+    steps = [
+        torch.finfo(tensor.dtype).eps for tensor in (value, output) if tensor.is_floating_point()
+    ]
     limit = max(TOLERANCE, *(4 * step for step in steps))
-    return torch.allclose(mean.double().cpu(), value.detach().double().cpu(), rtol=limit, atol=limit)
+    return torch.allclose(
+        mean.double().cpu(), value.detach().double().cpu(), rtol=limit, atol=limit
+    )
 
 
 def _gradient_or_zeros(tensor: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Keeps the weights of this rank's stages alone, in set-up; saves them in checkpoints, and puts the others back."""
+"""Keeps the weights of this rank's stages alone, in set-up; saves them in checkpoints, and puts the
+others back."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,7 +21,12 @@ from lightning_distrec.strategies.checkpoints.optimizer_state import StateRanks
 from lightning_distrec.strategies.fully_sharded.shard_blocks import materialize
 from lightning_distrec.strategies.fully_sharded.shards import full_or_meta, swap_parameters
 from lightning_distrec.strategies.stages.absent_tensors import AbsentTensor, absent_parameter
-from lightning_distrec.strategies.stages.chain import PipelineRanks, StageLayout, StageOptions, split_chain
+from lightning_distrec.strategies.stages.chain import (
+    PipelineRanks,
+    StageLayout,
+    StageOptions,
+    split_chain,
+)
 from lightning_distrec.units import format_bytes
 
 _split_as: "WeakKeyDictionary[nn.Module, tuple[StageOptions, StageLayout]]" = WeakKeyDictionary()
@@ -28,9 +34,14 @@ _split_as: "WeakKeyDictionary[nn.Module, tuple[StageOptions, StageLayout]]" = We
 
 
 def split_module(
-    module: LightningModule, options: StageOptions, ranks: PipelineRanks, device: torch.device, consensus: Consensus
+    module: LightningModule,
+    options: StageOptions,
+    ranks: PipelineRanks,
+    device: torch.device,
+    consensus: Consensus,
 ) -> StageLayout:
-    """Collective. Keep the weights of this rank's stages on `device`, and drop the others, unless an earlier run has.
+    """Collective. Keep the weights of this rank's stages on `device`, and drop the others, unless
+    an earlier run has.
 
     All ranks begin with rank 0's weights; a stage on the meta device draws its own.
     Raises ConfigError, UnsupportedError on every rank: see `split_chain`.
@@ -39,24 +50,32 @@ def split_module(
         earlier_options, layout = _split_as[module]
         if earlier_options != options:
             raise ConfigError(
-                f"an earlier run has split this module as {earlier_options}; now it is {options}. Give the strategy "
+                f"an earlier run has split this module as {earlier_options}; now it is {options}. "
+                "Give the strategy "
                 "the same options, or call trainer.strategy.unshard() after that run."
             )
     else:
-        layout = consensus.all_or_none("setup", lambda: split_chain(module, options, ranks.num_stages))
+        layout = consensus.all_or_none(
+            "setup", lambda: split_chain(module, options, ranks.num_stages)
+        )
         rank_zero_info(describe_layout(layout, module, options))
         earlier = dict(module.named_parameters())
-        absent_names = {name for name, stage in layout.stage_by_name.items() if stage not in ranks.stages}
+        absent_names = {
+            name for name, stage in layout.stage_by_name.items() if stage not in ranks.stages
+        }
         meta_names = {name for name, tensor in _named_tensors(module) if tensor.is_meta}
         apply_to_tensors(module, partial(_to_device, device))
         # Tensors on the meta device have no values to send; their stages draw them below.
         broadcast_module_states(module, list(meta_names))
-        swap_parameters(module, lambda name, p: absent_parameter(p) if name in absent_names else None)
+        swap_parameters(
+            module, lambda name, p: absent_parameter(p) if name in absent_names else None
+        )
         drawn_names = meta_names - absent_names
         consensus.all_or_none("setup", partial(_draw_weights, module, drawn_names, ranks, device))
         for name, tensor in _named_tensors(module):
             if name in drawn_names:  # all replicas of a stage have the same ones
-                # The first pipeline has the global ranks from 0 on, and `ranks.rank` is its rank with this stage.
+                # The first pipeline has the global ranks from 0 on, and `ranks.rank` is its rank
+                # with this stage.
                 dist.broadcast(tensor.detach(), ranks.rank, group=ranks.same_stage)
         for name, parameter in module.named_parameters():
             note_replaced(earlier[name], parameter)
@@ -78,7 +97,8 @@ def describe_layout(layout: StageLayout, module: nn.Module, options: StageOption
         numbers = str(blocks[0]) if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
         stages.append(f"stage {stage} has blocks {numbers}, weights of {format_bytes(size)}")
     return (
-        f"pipeline_parallel: '{layout.chain.path}' in {layout.num_stages} stages, {options.schedule}, "
+        f"pipeline_parallel: '{layout.chain.path}' in {layout.num_stages} stages, "
+        f"{options.schedule}, "
         f"{options.microbatches} micro-batches: {'; '.join(stages)}."
     )
 
@@ -96,8 +116,11 @@ def _to_device(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else tensor.to(device)
 
 
-def _draw_weights(module: nn.Module, names: set[str], ranks: PipelineRanks, device: torch.device) -> None:
-    """Give this rank's tensors on the meta device values. Equal seeds would draw the same ones for all stages."""
+def _draw_weights(
+    module: nn.Module, names: set[str], ranks: PipelineRanks, device: torch.device
+) -> None:
+    """Give this rank's tensors on the meta device values. Equal seeds would draw the same ones for
+    all stages."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(torch.initial_seed() + ranks.rank)
         materialize(module, device, lambda name, _: name in names)
@@ -105,15 +128,21 @@ def _draw_weights(module: nn.Module, names: set[str], ranks: PipelineRanks, devi
 
 def present_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that this rank has."""
-    return [parameter for parameter in module.parameters() if not isinstance(parameter, AbsentTensor)]
+    return [
+        parameter for parameter in module.parameters() if not isinstance(parameter, AbsentTensor)
+    ]
 
 
-def chunked_state(state: Mapping[str, Any], layout: StageLayout, ranks: PipelineRanks) -> dict[str, Any]:
-    """Return a module's state as checkpoints hold it: the values of each stage are those of its first replica."""
+def chunked_state(
+    state: Mapping[str, Any], layout: StageLayout, ranks: PipelineRanks
+) -> dict[str, Any]:
+    """Return a module's state as checkpoints hold it: the values of each stage are those of its
+    first replica."""
     chunked = dict(state)
     for name, stage in layout.stage_by_name.items():
         if isinstance(value := state.get(name), Tensor):
-            # One rank gives each chunk: the others have the shape alone, or are replicas with equal values.
+            # One rank gives each chunk: the others have the shape alone, or are replicas with equal
+            # values.
             is_saved = stage in ranks.stages and not ranks.replica
             chunks = [Chunk((0,) * value.dim(), value.detach())] if is_saved else []
             chunked[name] = ChunkedTensor(tuple(value.shape), value.dtype, chunks)
@@ -121,9 +150,12 @@ def chunked_state(state: Mapping[str, Any], layout: StageLayout, ranks: Pipeline
 
 
 def state_ranks(module: nn.Module, layout: StageLayout, ranks: PipelineRanks) -> StateRanks:
-    """Return which ranks hold the optimizer state of a parameter; those of the first replica save it."""
+    """Return which ranks hold the optimizer state of a parameter; those of the first replica save
+    it."""
     # Stages are shared out in turn, stage 0 to rank 0: see `pipeline_ranks`.
-    stages = {id(parameter): layout.stage_by_name[name] for name, parameter in module.named_parameters()}
+    stages = {
+        id(parameter): layout.stage_by_name[name] for name, parameter in module.named_parameters()
+    }
     return StateRanks(
         lambda parameter: stages.get(id(parameter), 0) % ranks.num_ranks,
         lambda parameter: not isinstance(parameter, AbsentTensor),
@@ -131,7 +163,8 @@ def state_ranks(module: nn.Module, layout: StageLayout, ranks: PipelineRanks) ->
 
 
 def unsplit(module: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Replace absent parameters by full ones, on the host. Those that `full` lacks are on the meta device."""
+    """Replace absent parameters by full ones, on the host. Those that `full` lacks are on the meta
+    device."""
     swap_parameters(module, partial(full_or_meta, full))
     for path, submodule in module.named_modules():
         for key, _ in list(submodule.named_buffers(path, recurse=False)):

@@ -1,4 +1,5 @@
-"""Runs the user's step around the chain, up to it and from its output on, for a batch and its micro-batches."""
+"""Runs the user's step around the chain, up to it and from its output on, for a batch and its
+micro-batches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,14 +27,16 @@ class Entry:
 
 
 class _EndOfChain(BaseException):
-    """Ends a step whose output another rank has. No Exception, so that user code does not catch it."""
+    """Ends a step whose output another rank has. No Exception, so that user code does not catch
+    it."""
 
 
 def enter_chain(chain: Chain, step: Callable[[], Any], has_first_stage: bool = True) -> Entry:
-    """Run a step until its chain returns, and drop it there. Returns what the blocks were called with.
+    """Run a step until its chain returns, and drop it there. Returns what the blocks were called
+    with.
 
-    Raises UnsupportedError: something happens between two blocks, or the chain is not called, or its input is no
-    tensor, or has no values on a rank with the first stage.
+    Raises UnsupportedError: something happens between two blocks, or the chain is not called, or
+    its input is no tensor, or has no values on a rank with the first stage.
     """
     calls = _BlockCalls(chain)
     with calls.intercepted():
@@ -51,7 +54,8 @@ def enter_chain(chain: Chain, step: Callable[[], Any], has_first_stage: bool = T
 
 
 def leave_chain(chain: Chain, step: Callable[[], Any], output: Tensor) -> Any:
-    """Run a step in which the chain returns `output`. Returns what the step returns. Raises as `enter_chain`."""
+    """Run a step in which the chain returns `output`. Returns what the step returns. Raises as
+    `enter_chain`."""
     calls = _BlockCalls(chain, output)
     with calls.intercepted():
         result = step()
@@ -61,20 +65,26 @@ def leave_chain(chain: Chain, step: Callable[[], Any], output: Tensor) -> Any:
 
 
 def _incomplete(chain: Chain) -> UnsupportedError:
-    return UnsupportedError(f"a step did not call every block of '{chain.path}'. Name the chain that it calls.")
+    return UnsupportedError(
+        f"a step did not call every block of '{chain.path}'. Name the chain that it calls."
+    )
 
 
 def _check_input(chain: Chain, value: Any, has_first_stage: bool) -> None:
     if not isinstance(value, Tensor):
         raise UnsupportedError(
-            f"'{chain.paths[0]}' is called with a {type(value).__name__}. Stages send tensors: pass it one."
+            f"'{chain.paths[0]}' is called with a {type(value).__name__}. Stages send tensors: "
+            "pass it one."
         )
     if has_first_stage and is_absent(value):
-        raise UnsupportedError(f"the input of '{chain.path}' depends on weights that the last stage has. {WAY_OUT}")
+        raise UnsupportedError(
+            f"the input of '{chain.path}' depends on weights that the last stage has. {WAY_OUT}"
+        )
 
 
 class _BlockCalls:
-    """The calls of the blocks in one run of a step. output: what the chain returns; None: the step ends there."""
+    """The calls of the blocks in one run of a step. output: what the chain returns; None: the step
+    ends there."""
 
     def __init__(self, chain: Chain, output: Tensor | None = None) -> None:
         self._chain, self._output = chain, output
@@ -88,7 +98,8 @@ class _BlockCalls:
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        # On the module and past its hooks: those of the blocks run in the stages, once for each micro-batch.
+        # On the module and past its hooks: those of the blocks run in the stages, once for each
+        # micro-batch.
         with ExitStack() as patches:
             for number, block in enumerate(self._called):
                 patches.enter_context(replace_calls(block, partial(self._call, number)))
@@ -98,17 +109,22 @@ class _BlockCalls:
         path = self._chain.paths[number]
         if number != len(self.entry.arguments):
             raise UnsupportedError(
-                f"a step calls '{path}' where block {len(self.entry.arguments)} of '{self._chain.path}' is next. Call "
+                f"a step calls '{path}' where block {len(self.entry.arguments)} of "
+                f"'{self._chain.path}' is next. Call "
                 "the chain once per step and in order, or name another one."
             )
         if not args and number == 0:
-            raise UnsupportedError(f"'{path}' is called without a positional argument. Pass it its input first.")
-        # By identity: a copy, or a result of an operation on the last output, would be computed on this rank only.
+            raise UnsupportedError(
+                f"'{path}' is called without a positional argument. Pass it its input first."
+            )
+        # By identity: a copy, or a result of an operation on the last output, would be computed on
+        # this rank only.
         if not args or (number and args[0] is not self._hidden):
             raise UnsupportedError(_between(self._chain, number))
         if is_absent(args[1:]) or is_absent(kwargs):
             raise UnsupportedError(
-                f"'{path}' takes a second argument that depends on weights outside of the chain. Compute it inside."
+                f"'{path}' takes a second argument that depends on weights outside of the chain. "
+                "Compute it inside."
             )
         if number == 0:
             self.entry.value = args[0]
@@ -124,14 +140,17 @@ class _BlockCalls:
 
 def _between(chain: Chain, number: int) -> str:
     return (
-        f"forward computes something between '{chain.paths[number - 1]}' and '{chain.paths[number]}', or passes no "
-        "output of the one to the other as its first argument, and stages pass outputs on as they are. Move it into a "
+        f"forward computes something between '{chain.paths[number - 1]}' and "
+        f"'{chain.paths[number]}', or passes no "
+        "output of the one to the other as its first argument, and stages pass outputs on as they "
+        "are. Move it into a "
         "block."
     )
 
 
 class _Hidden:
-    """What a block seems to return while the user's step runs: to be passed to the next block, and nothing else."""
+    """What a block seems to return while the user's step runs: to be passed to the next block, and
+    nothing else."""
 
     def __init__(self, refusal: str) -> None:
         self.refusal = refusal
@@ -140,15 +159,21 @@ class _Hidden:
         raise UnsupportedError(self.refusal)
 
     # Python looks operators up on the class, where __getattr__ does not see them.
-    __getattr__ = __add__ = __radd__ = __iadd__ = __mul__ = __rmul__ = __imul__ = __sub__ = __rsub__ = _refuse
-    __truediv__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __neg__ = __matmul__ = _refuse
+    __getattr__ = __add__ = __radd__ = __iadd__ = __mul__ = __rmul__ = __imul__ = __sub__ = (
+        __rsub__
+    ) = _refuse
+    __truediv__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __neg__ = __matmul__ = (
+        _refuse
+    )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument in args:
             if isinstance(argument, _Hidden):
                 raise UnsupportedError(argument.refusal)
-        raise UnsupportedError("forward computes something between two blocks. Move it into a block.")
+        raise UnsupportedError(
+            "forward computes something between two blocks. Move it into a block."
+        )
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -159,13 +184,15 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the number of examples in a batch: the length of its first tensor. 0: it has no tensor."""
+    """Return the number of examples in a batch: the length of its first tensor. 0: it has no
+    tensor."""
     first = next(iter(tensors_in(batch)), None)
     return 0 if first is None else len(first) if first.dim() else 1
 
 
 def split_batch(batch: Any, num: int) -> list[Any]:
-    """Return parts of a batch: tensors are divided along their first dim, which must be that of examples.
+    """Return parts of a batch: tensors are divided along their first dim, which must be that of
+    examples.
 
     Raises UnsupportedError: a tensor is not as long as the batch.
     """
@@ -175,18 +202,23 @@ def split_batch(batch: Any, num: int) -> list[Any]:
     for tensor in tensors_in(batch):
         if not tensor.dim() or len(tensor) != batch_size:
             raise UnsupportedError(
-                f"a batch has a tensor of shape {tuple(tensor.shape)} next to {batch_size} examples, which cannot be "
-                "divided into micro-batches. Stack examples along the first dim, or use schedule='gpipe'."
+                f"a batch has a tensor of shape {tuple(tensor.shape)} next to {batch_size} "
+                "examples, which cannot be "
+                "divided into micro-batches. Stack examples along the first dim, or use "
+                "schedule='gpipe'."
             )
 
     def part(index: int) -> Any:
-        return apply_to_collection(batch, Tensor, lambda tensor: tensor.chunk(num)[index], allow_frozen=True)
+        return apply_to_collection(
+            batch, Tensor, lambda tensor: tensor.chunk(num)[index], allow_frozen=True
+        )
 
     return list(map(part, range(num)))
 
 
 class BlockArguments:
-    """Divides arguments that have a row for each example, a padding mask for example, and passes on others.
+    """Divides arguments that have a row for each example, a padding mask for example, and passes on
+    others.
 
     Which ones have is learned from a part of a batch: they are shorter there.
     """
@@ -199,16 +231,20 @@ class BlockArguments:
         """Return the arguments of all blocks, for each of `num` micro-batches.
 
         enter_part: returns what the blocks are called with for the first micro-batch alone.
-        Raises UnsupportedError: a tensor is neither of the same shape there, nor of a share of its rows.
+        Raises UnsupportedError: a tensor is neither of the same shape there, nor of a share of its
+        rows.
         """
         tensors = tensors_in(entry.arguments)
         if num == 1 or not any(tensor.dim() and len(tensor) % num == 0 for tensor in tensors):
             return [entry.arguments] * num
         key = num, tuple(tensor.shape for tensor in tensors)
-        # Learned once for each set of shapes: running the step up to the chain for a part costs time.
+        # Learned once for each set of shapes: running the step up to the chain for a part costs
+        # time.
         if key not in self._have_rows:
             parts = tensors_in(enter_part().arguments)
-            self._have_rows[key] = [_has_rows(*pair, num) for pair in zip(tensors, parts, strict=True)]
+            self._have_rows[key] = [
+                _has_rows(*pair, num) for pair in zip(tensors, parts, strict=True)
+            ]
 
         def part(index: int) -> Any:
             # apply_to_collection goes through tensors in the same order each time.
@@ -229,6 +265,7 @@ def _has_rows(full: Tensor, part: Tensor, num: int) -> bool:
     if full.shape[1:] == part.shape[1:] and len(full) == num * len(part):
         return True
     raise UnsupportedError(
-        f"blocks take a tensor of shape {tuple(full.shape)} for a batch, and one of {tuple(part.shape)} for one of its "
+        f"blocks take a tensor of shape {tuple(full.shape)} for a batch, and one of "
+        f"{tuple(part.shape)} for one of its "
         f"{num} micro-batches. Let its first dim be that of examples, or set microbatches=1."
     )

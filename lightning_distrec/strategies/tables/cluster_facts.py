@@ -1,4 +1,5 @@
-"""What planning needs to know besides tables: ranks, their memory and bandwidths; and what of the memory is free."""
+"""What planning needs to know besides tables: ranks, their memory and bandwidths; and what of the
+memory is free."""
 
 import os
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ class ClusterFacts:
         reserved = f"{self.reservation.in_words} reserved ({self.reservation.origin})"
         quantity, number, origin = self.batch_size
         batch = f"{number} {quantity} ({origin})"
-        return f"Planned with: {batch}, {memory}, {reserved}; {self.bandwidths.in_words(self.names)}"
+        return (
+            f"Planned with: {batch}, {memory}, {reserved}; {self.bandwidths.in_words(self.names)}"
+        )
 
     @property
     def origins(self) -> list[tuple[str, str, str]]:
@@ -70,34 +73,51 @@ class ClusterFacts:
         rows = [
             self.batch_size,
             ("memory per rank", self._memory_in_words, self.memory_origin),
-            ("layers without tables", format_bytes(self.dense_bytes), "with gradients and optimizer state"),
+            (
+                "layers without tables",
+                format_bytes(self.dense_bytes),
+                "with gradients and optimizer state",
+            ),
             ("reserved for all but tables", self.reservation.in_words, self.reservation.origin),
         ]
         bandwidths = [(name, getattr(self.bandwidths, name)) for name in self.names]
         return rows + [
-            (name, format_bandwidth(bandwidth.bytes_per_second), bandwidth.origin) for name, bandwidth in bandwidths
+            (name, format_bandwidth(bandwidth.bytes_per_second), bandwidth.origin)
+            for name, bandwidth in bandwidths
         ]
 
     @property
     def _memory_in_words(self) -> str:
         smallest, largest = min(self.memory.device_bytes), max(self.memory.device_bytes)
-        return format_bytes(smallest) + ("" if smallest == largest else f" to {format_bytes(largest)}")
+        return format_bytes(smallest) + (
+            "" if smallest == largest else f" to {format_bytes(largest)}"
+        )
 
 
 def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
-    """Collective. Return the same facts on every rank; bandwidths are measured if that was asked for.
+    """Collective. Return the same facts on every rank; bandwidths are measured if that was asked
+    for.
 
-    Environment variables are read on rank 0. Raises ConfigError, on all ranks: a variable or memory_bytes_per_rank has
-    an impossible value. PlanError: the reservation leaves no memory for tables.
+    Environment variables are read on rank 0. Raises ConfigError, on all ranks: a variable or
+    memory_bytes_per_rank has an impossible value. PlanError: the reservation leaves no memory for
+    tables.
     """
-    settings, consensus, device, layout = inputs.settings, inputs.consensus, inputs.device, inputs.layout
+    settings, consensus, device, layout = (
+        inputs.settings,
+        inputs.consensus,
+        inputs.device,
+        inputs.layout,
+    )
     groups, in_group = inputs.groups, consensus.all_or_none("setup", lambda: inputs.group_layout)
     local_ranks = layout.ranks_by_node[layout.node_of_rank[consensus.rank]]
 
     def look() -> tuple[tuple[BandwidthRequest, Reservation] | None, int, int]:
         planning, choices = settings.planning, None
         if consensus.rank == 0:
-            choices = bandwidth_request(planning.bandwidths, os.environ), reservation_of(planning.reserve, os.environ)
+            choices = (
+                bandwidth_request(planning.bandwidths, os.environ),
+                reservation_of(planning.reserve, os.environ),
+            )
         device_bytes = memory_bytes_per_rank(device, local_ranks, settings.memory_bytes_per_rank)
         return choices, device_bytes, host_bytes_per_rank(device, local_ranks)
 
@@ -107,11 +127,17 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     request, reservation = gathered[0][0]
     # Replicas of a shard lie on several ranks, of which the smallest must hold it.
     memory = RankMemory(
-        device_bytes=tuple(min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)),
-        host_bytes=tuple(min(gathered[r][2] for r in groups.same_shards(rank)) for rank in range(groups.size)),
+        device_bytes=tuple(
+            min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)
+        ),
+        host_bytes=tuple(
+            min(gathered[r][2] for r in groups.same_shards(rank)) for rank in range(groups.size)
+        ),
     )
     shares = layout.num_ranks if inputs.shards_dense else 1
-    dense = dense_bytes(inputs.module, decisions.tables, decisions.optimizers, str(inputs.trainer.precision), shares)
+    dense = dense_bytes(
+        inputs.module, decisions.tables, decisions.optimizers, str(inputs.trainer.precision), shares
+    )
     reservation = reservation.with_dense(dense, min(memory.device_bytes))
     usable = memory.less(reservation)
     measured = measured_bandwidths(request.to_measure, layout, device, consensus)
@@ -121,7 +147,9 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
         topology=make_topology(device, in_group, usable, bandwidths),
         devices=tuple(gathered[rank][3] for rank in groups.members),
         memory=memory,
-        memory_origin="found" if settings.memory_bytes_per_rank is None else "memory_bytes_per_rank",
+        memory_origin="found"
+        if settings.memory_bytes_per_rank is None
+        else "memory_bytes_per_rank",
         reservation=reservation,
         bandwidths=bandwidths,
         names=names_of_bandwidths(in_group, device),
@@ -131,7 +159,8 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
 
 
 def names_of_bandwidths(layout: NodeLayout, device: torch.device) -> tuple[str, ...]:
-    """Return the bandwidths by which plans for these ranks differ; torchrec's others have no effect."""
+    """Return the bandwidths by which plans for these ranks differ; torchrec's others have no
+    effect."""
     names = ["host_memory"] if device.type == "cpu" else ["device_memory", "host_to_device"]
     names += ["intra_node"] if layout.ranks_on_node > 1 and layout.alike else []
     names += ["cross_node"] if layout.num_nodes > 1 else []
@@ -147,38 +176,64 @@ LARGE_PART = 8
 
 @without_guards
 def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingPlan) -> None:
-    """Collective. Raise InfeasiblePlanError on every rank: a node, process or GPU lacks memory for its shards.
+    """Collective. Raise InfeasiblePlanError on every rank: a node, process or GPU lacks memory for
+    its shards.
 
-    The plan has seen how much memory there is; this is about what is free of it, beside tables that were built in full.
+    The plan has seen how much memory there is; this is about what is free of it, beside tables that
+    were built in full.
     """
     _warn_of_full_tables(tables, max(inputs.layout.ranks_by_node))
     ranks, layout, on_gpu = inputs.consensus, inputs.layout, inputs.device.type == "cuda"
     position = ranks.rank % inputs.groups.size
-    device_share, host_share = int(plan.table_bytes()[position]), int(plan.table_bytes(on_host=True)[position])
+    device_share, host_share = (
+        int(plan.table_bytes()[position]),
+        int(plan.table_bytes(on_host=True)[position]),
+    )
     if not on_gpu:
         device_share, host_share = 0, device_share + host_share
     if ranks.rank:  # these free their full tables before any shard is made
         device_share -= sum(t.parameter.nbytes for t in tables if t.parameter.is_cuda)
         host_share -= sum(t.parameter.nbytes for t in tables if t.parameter.device.type == "cpu")
     free_device = gpu.free_bytes(inputs.device) if on_gpu else UNLIMITED
-    needs = ranks.all_gather((host_share, device_share, free_host_bytes(), free_process_bytes(), free_device))
-    lacks = [(f"rank {r}'s process", host, process) for r, (host, _, _, process, _) in enumerate(needs)]
+    needs = ranks.all_gather((
+        host_share,
+        device_share,
+        free_host_bytes(),
+        free_process_bytes(),
+        free_device,
+    ))
+    lacks = [
+        (f"rank {r}'s process", host, process) for r, (host, _, _, process, _) in enumerate(needs)
+    ]
     lacks += [(f"rank {r}'s GPU", device, free) for r, (_, device, _, _, free) in enumerate(needs)]
     for node in range(layout.num_nodes):
-        node_needs = [need for need, rank_node in zip(needs, layout.node_of_rank, strict=True) if rank_node == node]
-        lacks.append((f"node {node}", sum(need[0] for need in node_needs), min(need[2] for need in node_needs)))
+        node_needs = [
+            need
+            for need, rank_node in zip(needs, layout.node_of_rank, strict=True)
+            if rank_node == node
+        ]
+        lacks.append((
+            f"node {node}",
+            sum(need[0] for need in node_needs),
+            min(need[2] for need in node_needs),
+        ))
     for place, needed, free in lacks:
         if needed > free:
             raise InfeasiblePlanError(_message(place, needed, free, tables, plan))
 
 
 def _warn_of_full_tables(tables: list[Table], ranks_on_node: int) -> None:
-    full, node_bytes = sum(t.parameter.nbytes for t in tables if t.parameter.device.type == "cpu"), host_memory_bytes()
+    full, node_bytes = (
+        sum(t.parameter.nbytes for t in tables if t.parameter.device.type == "cpu"),
+        host_memory_bytes(),
+    )
     if ranks_on_node > 1 and full * ranks_on_node > node_bytes / LARGE_PART:
         rank_zero_warn(
             f"{ranks_on_node} ranks of a node have built {format_bytes(full)} of full tables each, "
-            f"{format_bytes(full * ranks_on_node)} of its {format_bytes(node_bytes)}, before the strategy could share "
-            "them out. Build tables in configure_model, under lightning_distrec.meta_tables() or under "
+            f"{format_bytes(full * ranks_on_node)} of its {format_bytes(node_bytes)}, before the "
+            "strategy could share "
+            "them out. Build tables in configure_model, under lightning_distrec.meta_tables() or "
+            "under "
             "trainer.init_module(): each rank makes its own rows only."
         )
 
@@ -188,17 +243,26 @@ def _message(place: str, needed: int, free: int, tables: list[Table], plan: Shar
     lines = []
     for table in largest_first[:NUM_LISTED]:
         rows, columns = table.parameter.shape
-        full = "" if table.parameter.is_meta else f"{format_bytes(table.parameter.nbytes)} in full on every rank, "
+        full = (
+            ""
+            if table.parameter.is_meta
+            else (f"{format_bytes(table.parameter.nbytes)} in full on every rank, ")
+        )
         shards = format_bytes(float(plan.tables[table.full_name].shard_bytes(updates=True).max()))
-        lines.append(f"\n  - table '{table.full_name}' ({rows:,} x {columns}): {full}{shards} in its largest shard")
+        lines.append(
+            f"\n  - table '{table.full_name}' ({rows:,} x {columns}): {full}{shards} in "
+            "its largest shard"
+        )
     if len(tables) > NUM_LISTED:
         lines.append(f"\n  - and {len(tables) - NUM_LISTED} more")
     way_out = "Use more ranks, so that each holds less."
     if not all(table.parameter.is_meta for table in tables):
         way_out = (
-            "Build tables in configure_model or under meta_tables(): no rank holds a full one then. Or u" + way_out[1:]
+            "Build tables in configure_model or under meta_tables(): no rank holds a full one "
+            "then. Or u" + way_out[1:]
         )
     return (
-        f"{place} cannot hold its shards (rows, gradients, optimizer state): sharding takes {format_bytes(needed)} "
+        f"{place} cannot hold its shards (rows, gradients, optimizer state): sharding takes "
+        f"{format_bytes(needed)} "
         f"more, and {format_bytes(free)} are free.{''.join(lines)}\n{way_out}"
     )

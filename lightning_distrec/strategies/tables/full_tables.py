@@ -13,7 +13,12 @@ from lightning_distrec.errors import ConfigError, OptimizerError
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables, sharded_tables_of
 from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards
-from lightning_distrec.strategies.run.checkpoint_hooks import Rows, check_call, check_memory, rows_of
+from lightning_distrec.strategies.run.checkpoint_hooks import (
+    Rows,
+    check_call,
+    check_memory,
+    rows_of,
+)
 from lightning_distrec.strategies.run.strategy import AnyRun, DistRecStrategy
 from lightning_distrec.strategies.tables.mapped_tables import mapping_counts
 from lightning_distrec.strategies.tables.run_tables import RunTables
@@ -24,7 +29,8 @@ class FullTables(DistRecStrategy[AnyRun]):
 
     @property
     def run_tables(self) -> RunTables | None:
-        """The sharded tables of the run in progress, for callbacks to look at; None without tables."""
+        """The sharded tables of the run in progress, for callbacks to look at; None without
+        tables."""
         tables = getattr(self._run, "tables", None)
         return tables if isinstance(tables, RunTables) else None
 
@@ -48,55 +54,78 @@ class FullTables(DistRecStrategy[AnyRun]):
         if shards is None or full_name not in tables:
             return super().full_parameter(name, rows)
         ranks = self.session.consensus
-        # All ranks must ask for the same rows: this raises on all of them before one waits in the exchange.
+        # All ranks must ask for the same rows: this raises on all of them before one waits in the
+        # exchange.
         check_call(full_name, rows, tables, ranks)
         config = tables[full_name].config
         first, last = rows_of(full_name, rows, config.num_embeddings)
         itemsize = shards.shards[full_name][0].weight.dtype.itemsize
-        check_memory(full_name, (last - first) * config.embedding_dim * itemsize, self.num_local_ranks, ranks)
+        check_memory(
+            full_name, (last - first) * config.embedding_dim * itemsize, self.num_local_ranks, ranks
+        )
         return shards.full_weight(full_name, first, last)
 
     @without_guards
-    def gradient_norms(self, norm_type: float | str = 2.0, group_separator: str = "/") -> dict[str, float]:
-        """Collective. Return the norm of every parameter's gradient, and of all of them, in full, on every rank.
+    def gradient_norms(
+        self, norm_type: float | str = 2.0, group_separator: str = "/"
+    ) -> dict[str, float]:
+        """Collective. Return the norm of every parameter's gradient, and of all of them, in full,
+        on every rank.
 
-        The dict is that of lightning.pytorch.utilities.grad_norm in one process, for self.log_dict in
-        on_before_optimizer_step. Raises OptimizerError: a table is updated inside of backward and has no gradient.
+        The dict is that of lightning.pytorch.utilities.grad_norm in one process, for self.log_dict
+        in on_before_optimizer_step. Raises OptimizerError: a table is updated inside of backward
+        and has no gradient.
         """
         order, tables = float(norm_type), self.run_tables
         if order <= 0:
             raise ConfigError(f"gradient_norms: norm_type={order} must be above 0.")
         if tables is not None and tables.fused_tables:
             raise OptimizerError(
-                f"gradient_norms: table '{tables.fused_tables[0]}' has no gradient, because it is updated inside of "
-                "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or 'dense'."
+                f"gradient_norms: table '{tables.fused_tables[0]}' has no gradient, because it is "
+                "updated inside of "
+                "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or "
+                "'dense'."
             )
-        table_shards = {} if tables is None else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
-        table_norms = _table_norms(table_shards, order, None if tables is None else tables.shards.groups.sharding)
-        table_by_weight = {id(shard.weight): name for name, shards in table_shards.items() for shard in shards}
+        table_shards = (
+            {}
+            if tables is None
+            else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
+        )
+        table_norms = _table_norms(
+            table_shards, order, None if tables is None else tables.shards.groups.sharding
+        )
+        table_by_weight = {
+            id(shard.weight): name for name, shards in table_shards.items() for shard in shards
+        }
         norms: dict[str, float] = {}
         for name, parameter in self.module.named_parameters():
             table = table_by_weight.get(id(parameter))
             if table is not None:
-                if table in table_norms:  # a table of several shards has one norm, by the name of the first
+                # a table of several shards has one norm, by the name of the first
+                if table in table_norms:
                     norms[f"grad_{order}_norm{group_separator}{name}"] = table_norms.pop(table)
             elif parameter.grad is not None:
                 norms[f"grad_{order}_norm{group_separator}{name}"] = _norm(parameter.grad, order)
         if norms:
-            norms[f"grad_{order}_norm_total"] = float(torch.tensor(list(norms.values())).norm(order))
+            norms[f"grad_{order}_norm_total"] = float(
+                torch.tensor(list(norms.values())).norm(order)
+            )
         return norms
 
     def dynamic_id_counts(self) -> dict[str, tuple[int, ...]]:
-        """Collective. Return the numbers of each table that maps ids to rows, over all ranks; see `mapping_counts`."""
+        """Collective. Return the numbers of each table that maps ids to rows, over all ranks; see
+        `mapping_counts`."""
         tables = sharded_tables_of(self.module)
         return {} if tables is None else mapping_counts(tables.mappings, self.session.consensus)
 
     @without_guards
     @torch.no_grad()
     def scale_rows(self, name: str, max_norm: float | None = None) -> bool:
-        """Collective for tables with shards of columns. Scale a table's rows to norm 1, or down to `max_norm`.
+        """Collective for tables with shards of columns. Scale a table's rows to norm 1, or down to
+        `max_norm`.
 
-        name: the weight's name in the module, or the table's. Returns whether it is a sharded table.
+        name: the weight's name in the module, or the table's. Returns whether it is a sharded
+        table.
         """
         tables = sharded_tables_of(self.module)
         name = name if tables is None else tables.keys_in_tree().get(name, name)
@@ -107,42 +136,63 @@ class FullTables(DistRecStrategy[AnyRun]):
         return True
 
     def refuse_to_scale(self, name: str, max_norm: float | None) -> None:
-        """Raise ConfigError: rows of a table are to have norm 1, and groups of ranks average them."""
+        """Raise ConfigError: rows of a table are to have norm 1, and groups of ranks average
+        them."""
         tables = sharded_tables_of(self.module)
-        if tables is None or max_norm is not None or tables.keys_in_tree().get(name, name) not in tables.shards:
+        if (
+            tables is None
+            or max_norm is not None
+            or tables.keys_in_tree().get(name, name) not in tables.shards
+        ):
             return
         groups = tables.groups
         if groups.num_replicas > 1 and not groups.exchanges_gradients:
             raise ConfigError(
-                f"NormalizeRows: rows of '{name}' are to have norm 1, but with sync_interval={groups.sync_interval} "
-                "groups average rows, and a mean of such rows is shorter. Set max_norm, which means keep, or "
+                f"NormalizeRows: rows of '{name}' are to have norm 1, but with "
+                f"sync_interval={groups.sync_interval} "
+                "groups average rows, and a mean of such rows is shorter. Set max_norm, which "
+                "means keep, or "
                 "sync_interval=1."
             )
 
 
 def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
     shards = tables.shards[name]
-    row_norms = [(shard, torch.linalg.vector_norm(shard.weight, dim=1)) for shard in shards if shard.weight.numel()]
+    row_norms = [
+        (shard, torch.linalg.vector_norm(shard.weight, dim=1))
+        for shard in shards
+        if shard.weight.numel()
+    ]
     if "column" in tables.plan[name].sharding_type:
-        num_rows = next(table.config.num_embeddings for table in tables.tables if table.full_name == name)
+        num_rows = next(
+            table.config.num_embeddings for table in tables.tables if table.full_name == name
+        )
         squares = torch.zeros(num_rows, dtype=torch.float64, device=shards[0].weight.device)
         for shard, norms in row_norms:
             squares[shard.row : shard.row + len(norms)] += norms.double().square()
         # A row's columns are on several ranks: its norm is known from all of them only.
         dist.all_reduce(squares, group=tables.groups.sharding)
         full = squares.sqrt().to(shards[0].weight.dtype)
-        row_norms = [(shard, full[shard.row : shard.row + len(norms)]) for shard, norms in row_norms]
+        row_norms = [
+            (shard, full[shard.row : shard.row + len(norms)]) for shard, norms in row_norms
+        ]
     for shard, norms in row_norms:
         norms = norms.unsqueeze(1).clamp_min(1e-12)
-        shard.weight.div_(norms) if max_norm is None else shard.weight.mul_((max_norm / norms).clamp(max=1.0))
+        shard.weight.div_(norms) if max_norm is None else shard.weight.mul_(
+            (max_norm / norms).clamp(max=1.0)
+        )
 
 
 def _norm(gradient: Tensor, order: float) -> float:
-    norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient, order)
+    norm = torch.linalg.vector_norm(
+        gradient.coalesce().values() if gradient.is_sparse else gradient, order
+    )
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def _table_norms(table_shards: dict[str, list[LocalShard]], order: float, group: Any) -> dict[str, float]:
+def _table_norms(
+    table_shards: dict[str, list[LocalShard]], order: float, group: Any
+) -> dict[str, float]:
     """Collective. Return the norms of the tables that have a gradient on any rank."""
     if not table_shards:
         return {}
@@ -155,13 +205,20 @@ def _table_norms(table_shards: dict[str, list[LocalShard]], order: float, group:
                 continue
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             part = (
-                torch.linalg.vector_norm(values, order, dtype=torch.float64) if values.numel() else parts.new_zeros(())
+                torch.linalg.vector_norm(values, order, dtype=torch.float64)
+                if values.numel()
+                else parts.new_zeros(())
             )
             parts[0, i] = 1
-            parts[1, i] = torch.maximum(parts[1, i], part) if math.isinf(order) else parts[1, i] + part**order
-    # Every rank has an entry for every table, also where it has no shard: all reduce tensors of one shape.
+            parts[1, i] = (
+                torch.maximum(parts[1, i], part) if math.isinf(order) else parts[1, i] + part**order
+            )
+    # Every rank has an entry for every table, also where it has no shard: all reduce tensors of one
+    # shape.
     dist.all_reduce(parts[0], op=dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(parts[1], op=dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group)
+    dist.all_reduce(
+        parts[1], op=dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group
+    )
     norms = parts[1] if math.isinf(order) else parts[1] ** (1 / order)
     return {name: float(norms[i]) for i, name in enumerate(table_shards) if parts[0, i]}
 

@@ -1,6 +1,8 @@
-"""The plan of a run: from a file, from an earlier run of the module or from the planner; printed and saved.
+"""The plan of a run: from a file, from an earlier run of the module or from the planner; printed
+and saved.
 
-Before that, ids per example may be counted in the first training batches, which leaves all state unchanged.
+Before that, ids per example may be counted in the first training batches, which leaves all state
+unchanged.
 """
 
 import os
@@ -41,22 +43,33 @@ MAX_NAMED = 4
 
 
 def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, TableConstraints]:
-    """Collective. Return the tables' constraints by full name, with ids per example counted in batches of all ranks.
+    """Collective. Return the tables' constraints by full name, with ids per example counted in
+    batches of all ranks.
 
-    Counts in `planning.estimate_pooling` batches of each training dataloader on each rank. A pooling_factor that the
-    user set stays. A message names what cannot be counted; those tables are planned without counts.
+    Counts in `planning.estimate_pooling` batches of each training dataloader on each rank. A
+    pooling_factor that the user set stays. A message names what cannot be counted; those tables are
+    planned without counts.
     """
     counts, total, notes = IdCounts(), 0, []
     num_batches = inputs.settings.planning.estimate_pooling
     # Every rank takes part in the exchange below, also one that counts nothing.
-    local = _count(inputs.trainer, inputs.module, num_batches, inputs.device) if num_batches else (counts, 0, [])
+    local = (
+        _count(inputs.trainer, inputs.module, num_batches, inputs.device)
+        if num_batches
+        else (counts, 0, [])
+    )
     for rank, (rank_counts, batches, rank_notes) in enumerate(inputs.consensus.all_gather(local)):
         counts.add(rank_counts)
         total += batches
         notes += [f"rank {rank}: {note}" for note in rank_notes]
     if total or notes:
-        # Tables with a pooling_factor of the user's are planned with that: their counts are of no interest.
-        unset = [t for t in decisions.tables if decisions.constraints[t.full_name].options.pooling_factor is None]
+        # Tables with a pooling_factor of the user's are planned with that: their counts are of no
+        # interest.
+        unset = [
+            t
+            for t in decisions.tables
+            if decisions.constraints[t.full_name].options.pooling_factor is None
+        ]
         _report(unset, counts, total, inputs.consensus.num_ranks, notes)
     return counts.add_to(decisions.constraints, decisions.tables)
 
@@ -80,14 +93,16 @@ def _count(
                     for batch in batches:
                         counts.look_at(batch, *([] if declare is None else [declare(batch)]))
                         total += 1
-    # No raise: the other ranks wait in the exchange that follows. A loader that fails here fails in training again,
-    # where the error stops all ranks.
+    # No raise: the other ranks wait in the exchange that follows. A loader that fails here fails in
+    # training again, where the error stops all ranks.
     except Exception as error:
         notes.append(describe_error(error))
     return counts, total, notes
 
 
-def _report(tables: list[Table], counts: IdCounts, total: int, num_ranks: int, notes: list[str]) -> None:
+def _report(
+    tables: list[Table], counts: IdCounts, total: int, num_ranks: int, notes: list[str]
+) -> None:
     texts, unknown = [], []
     for table in tables:
         factors = counts.factors(table)
@@ -101,8 +116,10 @@ def _report(tables: list[Table], counts: IdCounts, total: int, num_ranks: int, n
         lines.append(f"ids per example, counted in {total} batches of {num_ranks} ranks: {text}")
     if unknown:
         lines.append(
-            f"ids per example of {shortened(unknown, MAX_NAMED)} are not known: no batch holds their "
-            "features by name, nor does what sparse_inputs(batch) returns. Set pooling_factor where planning needs it"
+            f"ids per example of {shortened(unknown, MAX_NAMED)} are not known: no batch holds "
+            "their "
+            "features by name, nor does what sparse_inputs(batch) returns. Set pooling_factor "
+            "where planning needs it"
         )
     if notes:
         lines.append(f"not read: {shortened(notes, MAX_NAMED, '; ')}")
@@ -113,7 +130,9 @@ def _in_words(table: Table, factors: tuple[float, ...]) -> str:
     if table.plain is not None:
         return f"{table.full_name} {factors[0]:.2f}"
     features = zip(table.config.feature_names, factors, strict=True)
-    return f"{table.full_name} {', '.join(f'{feature} {factor:.2f}' for feature, factor in features)}"
+    return (
+        f"{table.full_name} {', '.join(f'{feature} {factor:.2f}' for feature, factor in features)}"
+    )
 
 
 OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
@@ -125,22 +144,35 @@ def plan_tables(
 ) -> ShardingPlan:
     """Collective. Return the plan; rank 0 of a fit prints it.
 
-    earlier: the tables of an earlier run of the module. Raises PlanError, on all ranks: tables do not fit, or cannot
-    be sharded as in a file.
+    earlier: the tables of an earlier run of the module. Raises PlanError, on all ranks: tables do
+    not fit, or cannot be sharded as in a file.
     """
 
     def make() -> ShardingPlan:
         # A plan of other groups names ranks that are in another group now.
-        old = None if earlier is None or earlier.groups.size != inputs.groups.size else plan_of(earlier, inputs)
+        old = (
+            None
+            if earlier is None or earlier.groups.size != inputs.groups.size
+            else plan_of(earlier, inputs)
+        )
         resumes_from = resumed_path(inputs.trainer) if inputs.fits else None
         settings, constraints = inputs.settings, decisions.constraints
-        if settings.planning.plan_file is None and follows_checkpoint() and resumes_from is not None:
+        if (
+            settings.planning.plan_file is None
+            and follows_checkpoint()
+            and resumes_from is not None
+        ):
             saved = load_plan(resumes_from, read_plan)
             if saved.num_ranks == facts.layout.num_ranks:
-                settings = replace(settings, planning=replace(settings.planning, plan_file=resumes_from))
+                settings = replace(
+                    settings, planning=replace(settings.planning, plan_file=resumes_from)
+                )
             else:
                 constraints = keep_sharding_types(constraints, saved)
-                rank_zero_info(f"Tables keep the sharding types of {resumes_from}, for {saved.num_ranks} ranks.")
+                rank_zero_info(
+                    f"Tables keep the sharding types of {resumes_from}, for "
+                    f"{saved.num_ranks} ranks."
+                )
         return plan_or_follow(replace(decisions, constraints=constraints), old, settings, facts)
 
     plan = _from_rank_zero(make)
@@ -154,7 +186,9 @@ def plan_of(sharded: ShardedTables, inputs: SetUpInputs) -> ShardingPlan:
     """Return the plan of tables that are sharded already, without its cost."""
     groups = sharded.groups
     layout = inputs.layout.group_layout(groups.size)
-    return ShardingPlan.from_torchrec(sharded.tables, sharded.plan, layout, inputs.device.type, groups.first_rank)
+    return ShardingPlan.from_torchrec(
+        sharded.tables, sharded.plan, layout, inputs.device.type, groups.first_rank
+    )
 
 
 def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:
@@ -165,7 +199,8 @@ def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:
             answer[0] = make()
         except Exception as error:
             answer[0] = (type(error).__name__, str(error))
-            # Sent before it is raised: TorchRec's own collective planner leaves the other ranks waiting here.
+            # Sent before it is raised: TorchRec's own collective planner leaves the other ranks
+            # waiting here.
             dist.broadcast_object_list(answer, src=0)
             raise
     dist.broadcast_object_list(answer, src=0)
@@ -178,27 +213,38 @@ def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:
 def plan_or_follow(
     decisions: Decisions, old: ShardingPlan | None, settings: TableSettings, facts: ClusterFacts
 ) -> ShardingPlan:
-    """Return the plan of a file that is named, or else the old one where it suits, or else a new one. On one rank.
+    """Return the plan of a file that is named, or else the old one where it suits, or else a new
+    one. On one rank.
 
     Raises PlanError, and of those InfeasiblePlanError where memory does not suffice.
     """
     if settings.planning.plan_file is not None:
-        return cost_of(decisions, follow(settings.planning.plan_file, decisions, facts), settings, facts)
+        return cost_of(
+            decisions, follow(settings.planning.plan_file, decisions, facts), settings, facts
+        )
     if old is not None and _still_suits(old, decisions):
         return cost_of(decisions, old, settings, facts)
     return new_plan(decisions, settings, facts)
 
 
 def new_plan(decisions: Decisions, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
-    """Return the planner's plan. Raises PlanError, and of those InfeasiblePlanError where memory does not suffice."""
+    """Return the planner's plan. Raises PlanError, and of those InfeasiblePlanError where memory
+    does not suffice."""
     plan = make_plan(decisions.tables, decisions.constraints, facts.topology, settings.batch_size)
     return _for_run(plan, settings, facts)
 
 
-def cost_of(decisions: Decisions, plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
-    """Return an existing plan with its cost in this run. Raises InfeasiblePlanError: a rank cannot hold its tables."""
+def cost_of(
+    decisions: Decisions, plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts
+) -> ShardingPlan:
+    """Return an existing plan with its cost in this run. Raises InfeasiblePlanError: a rank cannot
+    hold its tables."""
     tables, batch_size = decisions.tables, settings.batch_size
-    return _for_run(estimate_plan(plan, tables, decisions.constraints, facts.topology, batch_size), settings, facts)
+    return _for_run(
+        estimate_plan(plan, tables, decisions.constraints, facts.topology, batch_size),
+        settings,
+        facts,
+    )
 
 
 def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
@@ -227,19 +273,23 @@ def _still_suits(old: ShardingPlan, decisions: Decisions) -> bool:
     )
 
 
-# -------------------------------------------------------------------------------------------------------- plan files
+# --------------------------------------------------------------------------------------- plan files
 
 
 def follows_checkpoint() -> bool:
-    """Whether the environment asks for the plan of the checkpoint that a fit resumes from. Raises ConfigError."""
+    """Whether the environment asks for the plan of the checkpoint that a fit resumes from. Raises
+    ConfigError."""
     value = os.environ.get(OF_CHECKPOINT, "").strip() or "0"
     if value not in ("0", "1"):
         raise ConfigError(f"{OF_CHECKPOINT}={value}: set 1 to follow the plan of ckpt_path, or 0.")
     return value == "1"
 
 
-def keep_sharding_types(constraints: Mapping[str, TableConstraints], plan: ShardingPlan) -> dict[str, TableConstraints]:
-    """Return constraints that leave each table its sharding type in a plan for another number of ranks.
+def keep_sharding_types(
+    constraints: Mapping[str, TableConstraints], plan: ShardingPlan
+) -> dict[str, TableConstraints]:
+    """Return constraints that leave each table its sharding type in a plan for another number of
+    ranks.
 
     A type that the user's options or these ranks do not allow is planned again.
     Source: TorchEasyRec, tzrec/utils/plan_util.py, create_planner.
@@ -254,7 +304,8 @@ def keep_sharding_types(constraints: Mapping[str, TableConstraints], plan: Shard
 
 
 def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
-    """Return the plan in a file, or TorchRec's, for this run's tables and ranks. Call it on one rank.
+    """Return the plan in a file, or TorchRec's, for this run's tables and ranks. Call it on one
+    rank.
 
     Raises ConfigError, PlanError: see `load_plan`, `plan_from_torchrec` and `plan_for_run`.
     """
@@ -279,7 +330,8 @@ def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts
 
 
 def save_with_logs(trainer: Trainer, plan: ShardingPlan) -> None:
-    """Write the plan into the folder of the first logger that has one, on rank 0; warn where that fails."""
+    """Write the plan into the folder of the first logger that has one, on rank 0; warn where that
+    fails."""
     folder = next(filter(None, map(folder_of, trainer.loggers)), None)
     if trainer.fast_dev_run or not trainer.is_global_zero or folder is None:  # type: ignore[attr-defined]
         return
@@ -287,13 +339,15 @@ def save_with_logs(trainer: Trainer, plan: ShardingPlan) -> None:
         save_plan(folder / PLAN_FILE, plan)
     except OSError as error:
         rank_zero_warn(
-            f"the plan is not saved: {folder / PLAN_FILE} cannot be written ({error.strerror or error}). Training "
+            f"the plan is not saved: {folder / PLAN_FILE} cannot be written "
+            f"({error.strerror or error}). Training "
             "continues."
         )
 
 
 def folder_of(logger: Logger) -> Path | None:
-    """Return the folder of one run: that of its logs, or the one above its checkpoints; None for a logger without."""
+    """Return the folder of one run: that of its logs, or the one above its checkpoints; None for a
+    logger without."""
     log_dir = getattr(logger, "log_dir", None)
     if isinstance(log_dir, str):  # Lightning's dummy loggers have a function for any name
         return Path(log_dir)

@@ -1,8 +1,9 @@
 """Connects prefetching with the tables and with Lightning's loops, for the time of one run.
 
-A batch's way: PrefetchFetcher draws it and calls `Prefetching._make_ready`; the strategy unpacks it with `take` and
-runs the user's step inside of `step`; the step calls a ShardedProxy, which asks `Prefetcher.take` for what was looked
-up ahead, and else its ShardedLookup; the lookup reports arrived rows to `Prefetcher.rows_arrived`.
+A batch's way: PrefetchFetcher draws it and calls `Prefetching._make_ready`; the strategy unpacks it
+with `take` and runs the user's step inside of `step`; the step calls a ShardedProxy, which asks
+`Prefetcher.take` for what was looked up ahead, and else its ShardedLookup; the lookup reports
+arrived rows to `Prefetcher.rows_arrived`.
 """
 
 import threading
@@ -19,14 +20,24 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_distrec._compat.lightning import call_transfer_hook, replace_fetchers, skip_transfer_hook_when
+from lightning_distrec._compat.lightning import (
+    call_transfer_hook,
+    replace_fetchers,
+    skip_transfer_hook_when,
+)
 from lightning_distrec._compat.patches import Patches
 from lightning_distrec._compat.torch import versions_of
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.even_batches import EndPolicy
-from lightning_distrec.prefetch.fetcher import PrefetchFetcher, ReadyBatch, Streams, move_jagged, pin
+from lightning_distrec.prefetch.fetcher import (
+    PrefetchFetcher,
+    ReadyBatch,
+    Streams,
+    move_jagged,
+    pin,
+)
 from lightning_distrec.prefetch.in_flight_batch import InFlightBatch
 from lightning_distrec.prefetch.prefetcher import IdsExchange, Prefetcher, PrefetchOptions
 from lightning_distrec.prefetch.recorder import Recorder
@@ -62,17 +73,24 @@ class RowChanges:
 
 
 class RunsAhead:
-    """Mixed into a trainer's class while hooks prepare a later batch, for which its counters are not right yet."""
+    """Mixed into a trainer's class while hooks prepare a later batch, for which its counters are
+    not right yet."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "current_epoch":  # batches are drawn in their epoch
             return self.__dict__["fit_loop"].epoch_progress.current.completed
         # The watchdog's thread may ask how far the run is.
-        if name in ("global_step", "fit_loop") and threading.current_thread() is threading.main_thread():
+        if (
+            name in ("global_step", "fit_loop")
+            and threading.current_thread() is threading.main_thread()
+        ):
             raise ConfigError(
-                f"trainer.{name} is read in a hook that prepares a batch (on_before_batch_transfer, "
-                "transfer_batch_to_device, on_after_batch_transfer, sparse_inputs). It is called ahead of the batch's "
-                f"step, with an earlier {name}. Read it in the step, or set prefetch={{'depth': 1}}."
+                f"trainer.{name} is read in a hook that prepares a batch "
+                "(on_before_batch_transfer, "
+                "transfer_batch_to_device, on_after_batch_transfer, sparse_inputs). It is called "
+                "ahead of the batch's "
+                f"step, with an earlier {name}. Read it in the step, or set prefetch={{'depth': "
+                f"1}}."
             )
         return super().__getattribute__(name)
 
@@ -81,7 +99,12 @@ class PrefetchableTable:
     """A sharded collection or embedding whose calls can be prefetched."""
 
     def __init__(
-        self, proxy: ShardedProxy, lookup: ShardedLookup, tables: RunTables, streams: Streams, changes: RowChanges
+        self,
+        proxy: ShardedProxy,
+        lookup: ShardedLookup,
+        tables: RunTables,
+        streams: Streams,
+        changes: RowChanges,
     ) -> None:
         self._proxy = proxy
         self._lookup = lookup
@@ -89,19 +112,27 @@ class PrefetchableTable:
         self._changes = changes
         names = [table.full_name for table in tables.shards.tables_of(lookup.path)]
         weights = [shard.weight for name in names for shard in tables.shards.shards[name]]
-        self._weights = [weight for weight in weights if not weight.is_inference()]  # others have no version
+        # others have no version
+        self._weights = [weight for weight in weights if not weight.is_inference()]
         self._written: list[int] = []
         self._changed = 0
-        # Learning rates are read from the param groups, not from the kernels, which some ranks do not have.
-        groups = [group for name in names if (group := tables.updates[name].param_group) is not None]
+        # Learning rates are read from the param groups, not from the kernels, which some ranks do
+        # not have.
+        groups = [
+            group for name in names if (group := tables.updates[name].param_group) is not None
+        ]
         self._param_groups = list({group.label: group for group in groups}.values())
         self.on_gpu = streams.on_gpu
-        """Whether a call is only begun when its batch is drawn, and prepared when its copy has arrived."""
+        """Whether a call is only begun when its batch is drawn, and prepared when its copy has
+        arrived."""
         self.exchanges_counts = lookup.short_path is not None
         """Whether ranks know how many ids they get before these are sent; alike on all ranks."""
-        # Whether rows may be looked up before the call. Ids are mapped once, in the order of the calls; FBGEMM's Adam
-        # counts forwards, so that one whose rows are not used would count too much.
-        self.early = lookup.setup.mapped is None and all(tables.updates[name].kind != "fused_lazy" for name in names)
+        # Whether rows may be looked up before the call. Ids are mapped once, in the order of the
+        # calls; FBGEMM's Adam counts forwards, so that one whose rows are not used would count too
+        # much.
+        self.early = lookup.setup.mapped is None and all(
+            tables.updates[name].kind != "fused_lazy" for name in names
+        )
 
     def begin(self, arguments: tuple[Any, ...]) -> BegunFeatures:
         """Begin to check the ids of a call with these arguments."""
@@ -114,7 +145,8 @@ class PrefetchableTable:
             request = self._lookup.prepare(begun, is_ahead=True)
         if request.late_weights is not None and not isinstance(request.late_weights, LateWeights):
             request.problem = ShardingError(
-                f"'{self._lookup.path}' is called with ids whose weights need a gradient and were computed before the "
+                f"'{self._lookup.path}' is called with ids whose weights need a gradient and were "
+                "computed before the "
                 "step, from the parameters of an earlier one. Compute them in the step."
             )
         return request
@@ -132,25 +164,34 @@ class PrefetchableTable:
         return self._lookup.look_up(request)
 
     def zeros(self, arguments: tuple[Any, ...], looked_up: LookedUp) -> LookedUp:
-        """Return zeros as a call with these arguments returns rows. Their gradients reach `looked_up`."""
+        """Return zeros as a call with these arguments returns rows. Their gradients reach
+        `looked_up`."""
         return self._lookup.outputs.zeros(self._proxy.features(*arguments), looked_up)
 
     def state(self) -> Any:
-        """Return what changes when rows may have, alike on all ranks: grad mode, frozen tables, rates, updates.
+        """Return what changes when rows may have, alike on all ranks: grad mode, frozen tables,
+        rates, updates.
 
         Raises ShardingError: rows were written to otherwise, inside of the step.
         """
         with without_guard():
             written = versions_of(self._weights)
         changed = self._changes.count
-        # Updates write too, and are counted: new versions without one are writes of the user's step.
+        # Updates write too, and are counted: new versions without one are writes of the user's
+        # step.
         if changed == self._changed and self._written not in ([], written):
             raise ShardingError(
-                f"rows of '{self._lookup.path}' were written to inside of the step before they are looked up in it, "
-                "and by no optimizer. Write to them in a hook before the step, or set prefetch={'depth': 1}."
+                f"rows of '{self._lookup.path}' were written to inside of the step before they "
+                "are looked up in it, "
+                "and by no optimizer. Write to them in a hook before the step, or set "
+                "prefetch={'depth': 1}."
             )
         self._written, self._changed = written, changed
-        return self._lookup.state(), [float(group.group["lr"]) for group in self._param_groups], changed
+        return (
+            self._lookup.state(),
+            [float(group.group["lr"]) for group in self._param_groups],
+            changed,
+        )
 
     def begin_step(self) -> None:
         """Forget how often rows were written to in the step before."""
@@ -158,7 +199,8 @@ class PrefetchableTable:
 
 
 class Prefetching:
-    """The prefetching of one run, in Lightning's loops and in the tables' proxies until `release`."""
+    """The prefetching of one run, in Lightning's loops and in the tables' proxies until
+    `release`."""
 
     def __init__(
         self,
@@ -199,12 +241,17 @@ class Prefetching:
         )
         record = partial(Recorder, module) if options.computed_ids else None
         self._learner = Learner(consensus, rank_zero_warn, record)
-        self.prefetcher = Prefetcher(options.depth, consensus, self._tables, exchange, self._learner)
+        self.prefetcher = Prefetcher(
+            options.depth, consensus, self._tables, exchange, self._learner
+        )
         self._undo: list[Callable[[], None]] = [
             replace_fetchers(trainer, self._fetcher).close,
             skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)).close,
         ]
-        self._undo += [optimizer.register_step_post_hook(self._stepped).remove for optimizer in tables.all_optimizers]
+        self._undo += [
+            optimizer.register_step_post_hook(self._stepped).remove
+            for optimizer in tables.all_optimizers
+        ]
         self._proxies: list[tuple[ShardedProxy, Prefetcher | None]] = []
         for proxy in tables.shards.proxies.values():
             # Another Trainer may be running around this one, whose prefetcher `release` puts back.
@@ -217,16 +264,20 @@ class Prefetching:
             self._undo.append(self._override_sparse_inputs(self._sparse_inputs))
 
     def _override_sparse_inputs(self, call: Callable[[Any], Any]) -> Callable[[], None]:
-        """Let the module's `sparse_inputs` return what it returned when a batch was fetched; returns an undo."""
+        """Let the module's `sparse_inputs` return what it returned when a batch was fetched;
+        returns an undo."""
 
         def prefetched_or_called(batch: Any) -> Any:
             current = self.prefetcher.current
             is_current = current is not None and has_same_leaves(batch, current.batch)
-            return current.roots.sparse_inputs if current is not None and is_current else call(batch)
+            return (
+                current.roots.sparse_inputs if current is not None and is_current else call(batch)
+            )
 
-        # The user's step calls self.sparse_inputs(batch) itself. During the run an instance attribute hides that
-        # method, so that the call returns the very objects whose ids were sent when the batch was fetched.
-        # It is written past nn.Module's __setattr__, which refuses it where sparse_inputs is a submodule.
+        # The user's step calls self.sparse_inputs(batch) itself. During the run an instance
+        # attribute hides that method, so that the call returns the very objects whose ids were sent
+        # when the batch was fetched. It is written past nn.Module's __setattr__, which refuses it
+        # where sparse_inputs is a submodule.
         attributes = self._module.__dict__
         hidden = attributes.get("sparse_inputs")
         attributes["sparse_inputs"] = prefetched_or_called
@@ -255,18 +306,22 @@ class Prefetching:
             batch = call_transfer_hook(self._module, batch, dataloader_idx)
             if self._streams.on_gpu:  # last: conversions and hooks return memory that is not pinned
                 batch = pin(batch)
-                # A user's transfer_batch_to_device must get what the hooks have returned, on the host.
+                # A user's transfer_batch_to_device must get what the hooks have returned, on the
+                # host.
                 if not self._moves_itself:
                     batch = move_jagged(batch, self._strategy.root_device)
             in_flight.batch = self._strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-            sparse_inputs = None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
+            sparse_inputs = (
+                None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
+            )
         in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)
         in_flight.copied = self._streams.copied(in_flight.roots)
         if self._learner.needs_objects(in_flight.kind):
             in_flight.objects = BatchObjects(in_flight.roots)
 
     def _ahead_of_step(self, kind: type) -> Patches:
-        """Return the context in which the user's hooks are called ahead of the step that they are for."""
+        """Return the context in which the user's hooks are called ahead of the step that they are
+        for."""
         patches, trainer = Patches(), self._module.trainer
         if trainer.training:  # counters stay in an evaluation
             patches.replace_class(trainer, kind)
@@ -298,13 +353,15 @@ class Prefetching:
 
     def before_backward(self) -> None:
         """Collective. Prepare for a backward that begins now."""
-        # Tables with a fused optimizer are updated inside of backward: rows that were looked up before are stale.
+        # Tables with a fused optimizer are updated inside of backward: rows that were looked up
+        # before are stale.
         self._changes.count += 1
         with LIBRARY_OPERATIONS:  # under manual optimization the step goes on
             self.prefetcher.before_backward()
 
     def num_waiting(self) -> int:
-        """Return how many lookups of the step were prefetched, and are made at its end if it does not call them."""
+        """Return how many lookups of the step were prefetched, and are made at its end if it does
+        not call them."""
         return self.prefetcher.num_waiting()
 
     def release(self, failed: bool) -> None:

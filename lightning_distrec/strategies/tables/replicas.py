@@ -1,4 +1,5 @@
-"""Groups of ranks with a replica of the tables each: what is refused, and what keeps replicas equal in a fit."""
+"""Groups of ranks with a replica of the tables each: what is refused, and what keeps replicas equal
+in a fit."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,10 +19,18 @@ from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
 from lightning_distrec.sharding.planning.table_options import TableOptions
-from lightning_distrec.sharding.replica_exchange import average_gradients, average_rows, union_of_rows
+from lightning_distrec.sharding.replica_exchange import (
+    average_gradients,
+    average_rows,
+    union_of_rows,
+)
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
-from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions, ShardingGroups, do_nothing
+from lightning_distrec.sharding.sharding_groups import (
+    ShardingGroupOptions,
+    ShardingGroups,
+    do_nothing,
+)
 from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards
 
 Updates = Mapping[str, TableUpdate]
@@ -29,7 +38,8 @@ Updates = Mapping[str, TableUpdate]
 
 
 class Replicas:
-    """The replicas of a fit, which are equal after `synchronize`; each kind acts at some of these places in a step."""
+    """The replicas of a fit, which are equal after `synchronize`; each kind acts at some of these
+    places in a step."""
 
     def before_training_step(self) -> None:
         """Do nothing."""
@@ -41,7 +51,8 @@ class Replicas:
         """Do nothing."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside of the context, gradients stay on their rank, and a later backward exchanges their sum."""
+        """Inside of the context, gradients stay on their rank, and a later backward exchanges their
+        sum."""
         return nullcontext()
 
     def release(self) -> None:
@@ -49,17 +60,24 @@ class Replicas:
 
 
 class ExchangedGradients(Replicas):
-    """Averages the gradients of rows over the groups after each backward, as DDP does those of other layers."""
+    """Averages the gradients of rows over the groups after each backward, as DDP does those of
+    other layers."""
 
     def __init__(self, tables: ShardedTables) -> None:
-        self._weights = [shard.weight for shards in tables.shards.values() for shard in shards if shard.values.numel()]
+        self._weights = [
+            shard.weight
+            for shards in tables.shards.values()
+            for shard in shards
+            if shard.values.numel()
+        ]
         self._group = tables.groups.replicas
         self._waits = False
 
     @without_guards
     def after_backward(self) -> None:
         """Collective. Average the gradients, unless more are to come before the update."""
-        # Under accumulation the sum of gradients is averaged once, which is the same mean with fewer exchanges.
+        # Under accumulation the sum of gradients is averaged once, which is the same mean with
+        # fewer exchanges.
         if not self._waits:
             average_gradients(self._weights, self._group)
 
@@ -73,15 +91,26 @@ class ExchangedGradients(Replicas):
 
 
 class AveragedRows(Replicas):
-    """Averages what any group has touched, weights and optimizer state, at every sync_interval-th step.
+    """Averages what any group has touched, weights and optimizer state, at every sync_interval-th
+    step.
 
-    optimizers: returns those that step. Counts of steps in their state become the largest of the groups.
+    optimizers: returns those that step. Counts of steps in their state become the largest of the
+    groups.
     """
 
     def __init__(
-        self, tables: ShardedTables, updates: Updates, optimizers: Callable[[], list[Optimizer]], ranks: Ranks
+        self,
+        tables: ShardedTables,
+        updates: Updates,
+        optimizers: Callable[[], list[Optimizer]],
+        ranks: Ranks,
     ) -> None:
-        self._tables, self._updates, self._optimizers, self._ranks = tables, updates, optimizers, ranks
+        self._tables, self._updates, self._optimizers, self._ranks = (
+            tables,
+            updates,
+            optimizers,
+            ranks,
+        )
         self._group, self._interval = tables.groups.replicas, tables.groups.sync_interval
         self._touched = TouchedRows(tables.kernels)
         self._has_stepped = False
@@ -89,7 +118,8 @@ class AveragedRows(Replicas):
         self._frozen = [name for name, update in updates.items() if update.kind == "frozen"]
         self._unfrozen: set[str] = set()
         """Those of them that have learned since the last time."""
-        # Checkpoints, evaluation and full weights ask the tables, which know no strategy, for equal replicas.
+        # Checkpoints, evaluation and full weights ask the tables, which know no strategy, for equal
+        # replicas.
         tables.synchronize = self.synchronize
 
     def before_training_step(self) -> None:
@@ -130,12 +160,14 @@ class AveragedRows(Replicas):
             (name, shard)
             for name, table_shards in self._tables.shards.items()
             for shard in table_shards
-            if shard.values.numel() and (self._updates[name].kind != "frozen" or name in self._unfrozen)
+            if shard.values.numel()
+            and (self._updates[name].kind != "frozen" or name in self._unfrozen)
         ]
         # On ranks without shards too: which state exists is agreed on by all ranks.
         state = self._state([(i, shard) for i, (_, shard) in enumerate(shards)])
         if not shards:
-            # All replicas of this rank's shards have the same ones, so none of them waits in the collectives below.
+            # All replicas of this rank's shards have the same ones, so none of them waits in the
+            # collectives below.
             return  # and no replica of this rank has any
         are_by_rows = [self._updates[name].in_backward or shard.sparse for name, shard in shards]
         firsts = torch.tensor([0, *(len(shard.values) for _, shard in shards)]).cumsum(0)
@@ -145,30 +177,52 @@ class AveragedRows(Replicas):
             for (_, shard), first, is_by_rows in zip(shards, firsts, are_by_rows, strict=False)
             if is_by_rows
         ]
-        union = union_of_rows(torch.cat(touched), self._group) if touched else torch.empty(0, dtype=torch.long)
+        union = (
+            union_of_rows(torch.cat(touched), self._group)
+            if touched
+            else torch.empty(0, dtype=torch.long)
+        )
         ends = torch.searchsorted(union, firsts.to(union.device)).tolist()
         for i, (_, shard) in enumerate(shards):
             rows = union[ends[i] : ends[i + 1]] - int(firsts[i]) if are_by_rows[i] else None
             average_rows([shard.weight, *state[i]], rows, self._group)
 
     def _state(self, shards: list[tuple[int, LocalShard]]) -> dict[int, list[Tensor]]:
-        """Collective over all ranks. Return the optimizer state of each shard that lies along its rows."""
-        # A group in which no step has given a table a gradient may have no state of it yet; it gets zeros.
+        """Collective over all ranks. Return the optimizer state of each shard that lies along its
+        rows."""
+        # A group in which no step has given a table a gradient may have no state of it yet; it gets
+        # zeros.
         fused = self._tables.fused_state()
         optimizers = self._optimizers()
-        unfused = [(i, s.weight, find_param_group(s.weight, optimizers)) for i, s in shards if id(s) not in fused]
-        states = {i: (g.optimizer.state.get(weight, {}), g.optimizer) for i, weight, g in unfused if g is not None}
+        unfused = [
+            (i, s.weight, find_param_group(s.weight, optimizers))
+            for i, s in shards
+            if id(s) not in fused
+        ]
+        states = {
+            i: (g.optimizer.state.get(weight, {}), g.optimizer)
+            for i, weight, g in unfused
+            if g is not None
+        }
         widths = {i: _widths(shards[i][1], state) for i, (state, _) in states.items()}
         rank_widths = self._ranks.all_gather(list(widths.items()))
-        replica_widths = [dict(rank_widths[rank]) for rank in self._tables.groups.same_shards(self._ranks.rank)]
-        row_states: dict[int, list[Tensor]] = {i: list(fused.get(id(shard), ())) for i, shard in shards}
+        replica_widths = [
+            dict(rank_widths[rank]) for rank in self._tables.groups.same_shards(self._ranks.rank)
+        ]
+        row_states: dict[int, list[Tensor]] = {
+            i: list(fused.get(id(shard), ())) for i, shard in shards
+        }
         counts: list[tuple[dict[str, Any], str]] = []
         for i, (state, optimizer) in states.items():
-            all_widths = {key: width for shard_widths in replica_widths for key, width in shard_widths[i]}
+            all_widths = {
+                key: width for shard_widths in replica_widths for key, width in shard_widths[i]
+            }
             for key, width in all_widths.items():
                 if key not in state:
                     weight = shards[i][1].weight
-                    shape = () if width < 0 else (len(weight),) if not width else (len(weight), width)
+                    shape = (
+                        () if width < 0 else (len(weight),) if not width else (len(weight), width)
+                    )
                     state[key] = weight.new_zeros(shape, dtype=torch.float32)
             if state:
                 optimizer.state[shards[i][1].weight] = state
@@ -182,8 +236,11 @@ class AveragedRows(Replicas):
         if not counts:
             return
         device = next(shards[0].weight.device for shards in self._tables.shards.values())
-        numbers = torch.tensor([float(state[key]) for state, key in counts], dtype=torch.float32).to(device)
-        # A group whose tables had no gradient may have stepped less often; Adam's bias correction would differ.
+        numbers = torch.tensor(
+            [float(state[key]) for state, key in counts], dtype=torch.float32
+        ).to(device)
+        # A group whose tables had no gradient may have stepped less often; Adam's bias correction
+        # would differ.
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
         for (state, key), number in zip(counts, numbers.tolist(), strict=True):
             if isinstance(state[key], Tensor):
@@ -193,7 +250,8 @@ class AveragedRows(Replicas):
 
 
 def _widths(shard: LocalShard, state: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return key -> columns of the state of one shard: 0 for one number per row, -1 for one number in all."""
+    """Return key -> columns of the state of one shard: 0 for one number per row, -1 for one number
+    in all."""
     widths = []
     for key, value in state.items():
         along = isinstance(value, Tensor) and value.dim() and len(value) == len(shard.values)
@@ -208,7 +266,8 @@ AVERAGES = (StochasticWeightAveraging, WeightAveraging)
 
 
 def why_kept(groups: ShardingGroups | ShardingGroupOptions) -> str:
-    """Return why the gradients of tables must be kept for the optimizers; "" where they need not."""
+    """Return why the gradients of tables must be kept for the optimizers; "" where they need
+    not."""
     return "sharding_groups exchange gradients" if groups.exchanges_gradients else ""
 
 
@@ -217,8 +276,10 @@ def warn_of_replicas(groups: ShardingGroups) -> list[str]:
     if groups.num_replicas == 1 or groups.exchanges_gradients:
         return []
     return [
-        f"sharding_groups: sync_interval={groups.sync_interval} is not exact. Each of {groups.num_replicas} groups "
-        "updates its replica of the tables by its own batches, and the rows that they have touched are averaged once "
+        f"sharding_groups: sync_interval={groups.sync_interval} is not exact. Each of "
+        f"{groups.num_replicas} groups "
+        "updates its replica of the tables by its own batches, and the rows that they have "
+        "touched are averaged once "
         f"in {groups.sync_interval} steps. sync_interval=1 has the numbers of one process."
     ]
 
@@ -229,35 +290,42 @@ def refuse_with_groups(
     options: Mapping[str, TableOptions],
     callbacks: Iterable[Callback],
 ) -> None:
-    """Raise ConfigError where a table's options, or a callback, do not go together with the groups."""
+    """Raise ConfigError where a table's options, or a callback, do not go together with the
+    groups."""
     if groups.num_replicas == 1:
         return
     fused = [name for name, update in updates.items() if update.in_backward]
     if groups.exchanges_gradients and fused:
         raise ConfigError(
-            f"table '{fused[0]}' is updated inside of backward, because embedding_update asks for it, but with "
-            "sharding_groups and sync_interval=1 the groups exchange gradients before the update. Set "
+            f"table '{fused[0]}' is updated inside of backward, because embedding_update asks for "
+            "it, but with "
+            "sharding_groups and sync_interval=1 the groups exchange gradients before the update. "
+            "Set "
             "embedding_update='auto', or a larger sync_interval, which is not exact."
         )
     gathered = [name for name in updates if options[name].gathered_weight]
     if gathered and not groups.exchanges_gradients:
         raise ConfigError(
-            f"table '{gathered[0]}' has gathered_weight=True, but with sync_interval={groups.sync_interval} each group "
+            f"table '{gathered[0]}' has gathered_weight=True, but with "
+            f"sync_interval={groups.sync_interval} each group "
             "has other weights. Set sync_interval=1, or replicated=True for the table."
         )
     averages = [type(callback).__name__ for callback in callbacks if isinstance(callback, AVERAGES)]
     if averages and not groups.exchanges_gradients:
         raise ConfigError(
             f"the callback {averages[0]} averages weights of which each group has others at "
-            f"sync_interval={groups.sync_interval}, so that groups would have other averages. Set sync_interval=1, or "
+            f"sync_interval={groups.sync_interval}, so that groups would have other averages. Set "
+            "sync_interval=1, or "
             "remove it."
         )
 
 
 def refuse_with_checkpoints(groups: ShardingGroupOptions, checkpoint: CheckpointOptions) -> None:
-    """Raise ConfigError where checkpoints take what each rank has, and replicas would be missed or saved twice."""
+    """Raise ConfigError where checkpoints take what each rank has, and replicas would be missed or
+    saved twice."""
     if groups.size is not None and checkpoint.incremental is not None:
         raise ConfigError(
-            "sharding_groups does not go together with checkpoint={'incremental': ...}, which follows the rows of each "
+            "sharding_groups does not go together with checkpoint={'incremental': ...}, which "
+            "follows the rows of each "
             "rank and knows of no replicas. Remove one of them."
         )

@@ -1,4 +1,5 @@
-"""The sharded tables of a run, their plan, what updates them, and the checks before and after every step."""
+"""The sharded tables of a run, their plan, what updates them, and the checks before and after every
+step."""
 
 from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,8 +29,18 @@ from lightning_distrec.optimizers.step_hooks import (
     zero_with,
 )
 from lightning_distrec.optimizers.torchrec_optimizers import InBackwardSteps, members_of
-from lightning_distrec.optimizers.translation import ELEMENTWISE, LearningRates, TableUpdate, can_sum_rows, sparse_form
-from lightning_distrec.optimizers.updates_in_backward import BackwardWatch, CollectionWatch, ManualWatch
+from lightning_distrec.optimizers.translation import (
+    ELEMENTWISE,
+    LearningRates,
+    TableUpdate,
+    can_sum_rows,
+    sparse_form,
+)
+from lightning_distrec.optimizers.updates_in_backward import (
+    BackwardWatch,
+    CollectionWatch,
+    ManualWatch,
+)
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
@@ -37,7 +48,11 @@ from lightning_distrec.sharding.planning.report_page import write_page, write_pi
 from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
-from lightning_distrec.sharding.weights.shard_access import plain_shards, without_guard, without_guards
+from lightning_distrec.sharding.weights.shard_access import (
+    plain_shards,
+    without_guard,
+    without_guards,
+)
 from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
@@ -47,8 +62,8 @@ from lightning_distrec.strategies.tables.summed_lookups import SummedLookups
 class Unfreezing:
     """Chooses the kind of gradient of tables that were frozen at the start, once they are unfrozen.
 
-    updates: full name -> what updates the table since the start. Tables that learn from the start can be frozen and
-    unfrozen at any time; their kind of gradient stays.
+    updates: full name -> what updates the table since the start. Tables that learn from the start
+    can be frozen and unfrozen at any time; their kind of gradient stays.
     """
 
     def __init__(self, shards: ShardedTables, updates: Mapping[str, TableUpdate]) -> None:
@@ -57,14 +72,16 @@ class Unfreezing:
         self._lazy = [name for name, update in updates.items() if update.kind == "fused_lazy"]
 
     def follow(self, optimizers: list[Optimizer]) -> None:
-        """Choose the gradients of tables that were unfrozen since the last step; called on every rank.
+        """Choose the gradients of tables that were unfrozen since the last step; called on every
+        rank.
 
         Raises OptimizerError: the optimizer that a table was given to is not exact on its shards.
         """
         for name in self._lazy:
             if not self._shards.learns(name):
                 raise OptimizerError(
-                    f"table '{name}' was frozen while training, but fused_lazy Adam still moves rows by their "
+                    f"table '{name}' was frozen while training, but fused_lazy Adam still moves "
+                    "rows by their "
                     "momentum. Set embedding_update='auto' for it."
                 )
         for name in list(self._waiting):
@@ -79,12 +96,21 @@ class Unfreezing:
         self._waiting.remove(name)
         sharding = self._shards.plan[name]
         kind = type(param_group.optimizer)
-        has_dense_form = kind in ELEMENTWISE or (kind is RowWiseAdagrad and "column" not in sharding.sharding_type)
-        sparse, obstacle = sparse_form(param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type))
-        if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith("fused_uvm"):
-            reason = obstacle or f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
+        has_dense_form = kind in ELEMENTWISE or (
+            kind is RowWiseAdagrad and "column" not in sharding.sharding_type
+        )
+        sparse, obstacle = sparse_form(
+            param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type)
+        )
+        if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith(
+            "fused_uvm"
+        ):
+            reason = obstacle or (
+                f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
+            )
             raise OptimizerError(
-                f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to {kind.__name__}: {reason}. "
+                f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to "
+                f"{kind.__name__}: {reason}. "
                 "Let it learn from the start of fit, or call fit again with it unfrozen."
             )
         for shard in self._shards.shards[name]:
@@ -121,7 +147,8 @@ class RunTables:
     def __post_init__(self) -> None:
         self._num_steps: dict[int, int] = {}
         self.user_step = self.shards.state
-        # Flat, for a check at each step: a walk through the tables would cost host time with every further table.
+        # Flat, for a check at each step: a walk through the tables would cost host time with every
+        # further table.
         self._fused_shards = self._find_fused_shards()
         # Also where an evaluation, or code after the run, looks up what an earlier fit has trained.
         self.backward_watch = BackwardWatch(self.shards.fused_tables)
@@ -129,7 +156,9 @@ class RunTables:
         self.unfreezing = Unfreezing(self.shards, self.updates)
         self._added_tables = AddedTables({})
         self._has_begun = False
-        self._summed_lookups = SummedLookups(self.shards, self.updates, self.num_fused_steps, self._leave_backward)
+        self._summed_lookups = SummedLookups(
+            self.shards, self.updates, self.num_fused_steps, self._leave_backward
+        )
 
     def _leave_backward(self, name: str) -> None:
         """A fused table is updated by the user's optimizer from now on."""
@@ -154,9 +183,13 @@ class RunTables:
         return {} if self.in_backward is None else self.in_backward.optimizers
 
     def connect(
-        self, optimizers: list[Optimizer], table_optimizers: list[Optimizer], in_backward: Mapping[str, Optimizer]
+        self,
+        optimizers: list[Optimizer],
+        table_optimizers: list[Optimizer],
+        in_backward: Mapping[str, Optimizer],
     ) -> None:
-        """Let the tables' own optimizers step with the user's one, or in backward, and all of them report their steps.
+        """Let the tables' own optimizers step with the user's one, or in backward, and all of them
+        report their steps.
 
         in_backward: full name of a table -> its optimizer by apply_optimizer_in_backward.
         """
@@ -169,27 +202,38 @@ class RunTables:
             # They step with the user's first one, whose steps Lightning's loop counts.
             self.undo.callback(step_with(optimizers[0], table_optimizers))
             held = {id(parameter) for parameter in collect_parameters(table_optimizers)}
-            weights = {id(s.weight): name for name, shards in self.shards.shards.items() for s in shards}
+            weights = {
+                id(s.weight): name for name, shards in self.shards.shards.items() for s in shards
+            }
             self._added_tables = AddedTables({i: name for i, name in weights.items() if i in held})
         for number, optimizer in enumerate([*members, *table_optimizers]):
             stepped = partial(self.after_optimizer_step, number)
             self.undo.callback(optimizer.register_step_post_hook(stepped).remove)
             if is_elementwise_optimizer(optimizer):
                 # Hooks around its update are the user's code, and see guarded weights.
-                begin = register_update_pre_hook(optimizer, lambda: plain_shards.enter_context(without_guard()))
+                begin = register_update_pre_hook(
+                    optimizer, lambda: plain_shards.enter_context(without_guard())
+                )
                 end = register_first_step_post_hook(optimizer, lambda *_: plain_shards.close())
                 for undo in (begin.remove, end.remove, plain_shards.close):
                     self.undo.callback(undo)
 
         fused = self.shards.fused_tables
-        groups = {name: group for name in fused if (group := self.updates[name].param_group) is not None}
-        # Under automatic optimization Lightning's order of backward and step is known; by hand any order may come.
+        groups = {
+            name: group for name in fused if (group := self.updates[name].param_group) is not None
+        }
+        # Under automatic optimization Lightning's order of backward and step is known; by hand any
+        # order may come.
         if groups and not self.automatic:
             watch_after_run, self.backward_watch = self.backward_watch, BackwardWatch([])
             self._manual_watch = ManualWatch(groups)
             for lookup in self.lookups_of(fused):
-                tables = [t.full_name for t in self.shards.tables_of(lookup.path) if t.full_name in fused]
-                lookup.update_watch = CollectionWatch(self._manual_watch, tables, self.shards.learns)
+                tables = [
+                    t.full_name for t in self.shards.tables_of(lookup.path) if t.full_name in fused
+                ]
+                lookup.update_watch = CollectionWatch(
+                    self._manual_watch, tables, self.shards.learns
+                )
                 self.undo.callback(setattr, lookup, "update_watch", watch_after_run)
         if self.shards.groups.num_replicas == 1:
             self._summed_lookups.begin(self.lookups)
@@ -197,7 +241,11 @@ class RunTables:
 
     def lookups_of(self, names: Container[str]) -> list[ShardedLookup]:
         """Return the lookups of collections with some of these tables."""
-        return [lookup for lookup in self.lookups if any(t.full_name in names for t in lookup.setup.tables)]
+        return [
+            lookup
+            for lookup in self.lookups
+            if any(t.full_name in names for t in lookup.setup.tables)
+        ]
 
     def connect_replicas(self, ranks: Ranks) -> None:
         """Keep the replicas of the tables equal, where groups of ranks have one each."""
@@ -205,11 +253,14 @@ class RunTables:
         if groups.exchanges_gradients:
             self.groups = ExchangedGradients(self.shards)
         elif groups.num_replicas > 1:
-            self.groups = AveragedRows(self.shards, self.updates, lambda: self.all_optimizers, ranks)
+            self.groups = AveragedRows(
+                self.shards, self.updates, lambda: self.all_optimizers, ranks
+            )
             self.undo.callback(self.groups.release)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Inside of the context, gradients stay on their rank, and a later backward exchanges their sum."""
+        """Inside of the context, gradients stay on their rank, and a later backward exchanges their
+        sum."""
         return nullcontext() if self.groups is None else self.groups.no_sync()
 
     def synchronize(self) -> None:
@@ -217,7 +268,8 @@ class RunTables:
         self.shards.synchronize()
 
     def connect_zero_grad(self, optimizers: list[Any], wrappers: list[Any]) -> None:
-        """Let the tables' own optimizers forget gradients when the user's one does, and report it where it matters.
+        """Let the tables' own optimizers forget gradients when the user's one does, and report it
+        where it matters.
 
         optimizers: the user's. wrappers: Lightning's around them, whose zero_grad is another.
         """
@@ -225,7 +277,9 @@ class RunTables:
             optimizer.zero_grad = self._zero_grad(optimizer)  # type: ignore[method-assign]
             self.undo.callback(optimizer.__dict__.pop, "zero_grad", None)
         if (watch := self._manual_watch) is not None:
-            numbers = {id(optimizer): number for number, optimizer in enumerate(self.all_optimizers)}
+            numbers = {
+                id(optimizer): number for number, optimizer in enumerate(self.all_optimizers)
+            }
             for hooked, optimizer in [
                 *zip(self.all_optimizers, self.all_optimizers, strict=True),
                 *zip(wrappers, optimizers, strict=True),
@@ -243,13 +297,16 @@ class RunTables:
         def forgetting(*args: Any, **options: Any) -> None:
             if state.reached:
                 held = {id(parameter) for parameter in collect_parameters([optimizer])}
-                state.reached -= {n for n in state.reached if id(self.shards.shards[n][0].weight) in held}
+                state.reached -= {
+                    n for n in state.reached if id(self.shards.shards[n][0].weight) in held
+                }
             zero_grad(*args, **options)
 
         return forgetting
 
     def check_steps(self) -> None:
-        """Raise OptimizerError: a training_step, or the fit, ended with updates inside of backward and no step."""
+        """Raise OptimizerError: a training_step, or the fit, ended with updates inside of backward
+        and no step."""
         if self._manual_watch is not None:
             self._manual_watch.end_training_step()
 
@@ -275,7 +332,8 @@ class RunTables:
 
     @without_guards
     def before_training_step(self) -> None:
-        """Raise where something has changed since the start that the tables' updates do not follow."""
+        """Raise where something has changed since the start that the tables' updates do not
+        follow."""
         if self.groups is not None:
             self.groups.before_training_step()
         self.check_steps()
@@ -296,17 +354,21 @@ class RunTables:
         return sum(lookup.num_lookups for lookup in self.lookups)
 
     def looked_up(self) -> list[list[Tensor]]:
-        """Return the rows of each lookup of this step that learns; waits for those that no code has accessed."""
+        """Return the rows of each lookup of this step that learns; waits for those that no code has
+        accessed."""
         return [rows for lookup in self.lookups for rows in lookup.learning_rows()]
 
     def before_backward(self) -> None:
-        """Raise OptimizerError: the backward before was not followed by a step, and updates run inside of backward."""
+        """Raise OptimizerError: the backward before was not followed by a step, and updates run
+        inside of backward."""
         self.backward_watch.backward()
 
     def after_backward(self) -> None:
-        """Collective where replicas differ. Exchange gradients, and step the optimizers that step in every backward."""
+        """Collective where replicas differ. Exchange gradients, and step the optimizers that step
+        in every backward."""
         self.backward_watch.end_backward()
-        # After DDP has averaged the dense gradients, so that groups exchange in the same order on every rank.
+        # After DDP has averaged the dense gradients, so that groups exchange in the same order on
+        # every rank.
         if self.groups is not None:
             self.groups.after_backward()
         if self.in_backward is not None:
@@ -315,7 +377,8 @@ class RunTables:
             self._note_update()
 
     def loss_factor(self) -> float:
-        """Collective where batches are weighted. Return the factor for this rank's loss; see LossWeight."""
+        """Collective where batches are weighted. Return the factor for this rank's loss; see
+        LossWeight."""
         return self.loss_weight.factor()
 
     def _refuse_late_hooks(self) -> None:
@@ -324,7 +387,8 @@ class RunTables:
         for name in self.fused_tables:
             if have_gradient_hooks([shard.weight for shard in self.shards.shards[name]], but=1):
                 raise OptimizerError(
-                    f"a gradient hook was registered on the weight of '{name}', which has no gradient: it is updated "
+                    f"a gradient hook was registered on the weight of '{name}', which has no "
+                    "gradient: it is updated "
                     "inside of backward. Set embedding_update='sparse' or 'dense' for it."
                 )
 
@@ -334,13 +398,16 @@ class RunTables:
         for name, shards in self.shards.parameters().items():
             if name not in self.in_backward_tables and any(map(in_backward_optimizers, shards)):
                 raise OptimizerError(
-                    f"apply_optimizer_in_backward gave table '{name}' an optimizer after it was sharded (in "
-                    "on_fit_start or later), which would step with a part of its gradient. Call it in __init__, "
+                    f"apply_optimizer_in_backward gave table '{name}' an optimizer after it was "
+                    "sharded (in "
+                    "on_fit_start or later), which would step with a part of its gradient. Call "
+                    "it in __init__, "
                     "setup, configure_model or configure_optimizers."
                 )
 
     def after_optimizer_step(self, number: int, *_: Any) -> None:
-        """Drop the gradients of the lookups so far. The optimizer with this number calls it after its step."""
+        """Drop the gradients of the lookups so far. The optimizer with this number calls it after
+        its step."""
         self.backward_watch.step()
         if self._manual_watch is not None:
             self._manual_watch.step(number)
@@ -371,7 +438,8 @@ class RunTables:
         return 0 if param_group is None else self._num_steps.get(param_group.optimizer_index, 0)
 
     def set_fused_steps(self, name: str, num_steps: int) -> None:
-        """Set the number of steps of a fused table's optimizer; a table without one has none to count."""
+        """Set the number of steps of a fused table's optimizer; a table without one has none to
+        count."""
         param_group = self.updates[name].param_group
         if param_group is None:
             return
@@ -380,6 +448,7 @@ class RunTables:
         self._num_steps[param_group.optimizer_index] = num_steps
         shards = {id(shard) for shard in self.shards.shards[name]}
         for kernel, held in self.shards.kernels:
-            # A kernel has one counter for all of its tables, so tables of one kernel are of one optimizer.
+            # A kernel has one counter for all of its tables, so tables of one kernel are of one
+            # optimizer.
             if any(id(shard) in shards for shard in held):
                 set_fbgemm_iterations(kernel, num_steps)

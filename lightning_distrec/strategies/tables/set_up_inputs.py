@@ -1,4 +1,5 @@
-"""What set-up gets from the strategy: its options about tables, and the run of a module on its ranks."""
+"""What set-up gets from the strategy: its options about tables, and the run of a module on its
+ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,11 @@ from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.sharding_plan import Origin
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import QuantizedComms
-from lightning_distrec.sharding.sharding_groups import NodeLayout, ShardingGroupOptions, ShardingGroups
+from lightning_distrec.sharding.sharding_groups import (
+    NodeLayout,
+    ShardingGroupOptions,
+    ShardingGroups,
+)
 from lightning_distrec.strategies.data_parallel.losses import LossReduction
 from lightning_distrec.strategies.run.precision import output_dtype
 
@@ -52,9 +57,13 @@ class TableSettings:
         if self.default_options.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.default_options.optimizer)
         # Here, so that a typing error is reported when the strategy is made, before any rank plans.
-        for name, options in self.table_options.items() if isinstance(self.table_options, Mapping) else ():
+        for name, options in (
+            self.table_options.items() if isinstance(self.table_options, Mapping) else ()
+        ):
             optimizer = (
-                options.get("optimizer") if isinstance(options, Mapping) else getattr(options, "optimizer", None)
+                options.get("optimizer")
+                if isinstance(options, Mapping)
+                else getattr(options, "optimizer", None)
             )
             if optimizer is not None:
                 parse_table_optimizer(f"tables[{name!r}].optimizer", optimizer)
@@ -90,12 +99,14 @@ class SetUpInputs:
 
     @cached_property
     def output_dtype(self) -> torch.dtype | None:
-        """The type of looked up rows; None for the kernels' own. Raises UnsupportedError: there is no such kernel."""
+        """The type of looked up rows; None for the kernels' own. Raises UnsupportedError: there is
+        no such kernel."""
         return output_dtype(str(self.trainer.precision))
 
     @cached_property
     def group_layout(self) -> NodeLayout:
-        """Of the ranks among which tables are sharded; plans are made for these. Raises ConfigError."""
+        """Of the ranks among which tables are sharded; plans are made for these. Raises
+        ConfigError."""
         return self.layout.group_layout(self.groups.size)
 
     @property
@@ -104,20 +115,31 @@ class SetUpInputs:
         return self.trainer.state.fn == TrainerFn.FITTING
 
 
-def with_batch_size(settings: TableSettings, trainer: Trainer, module: LightningModule) -> TableSettings:
-    """Return the settings with the batch size of the loader that fit was given, or else of `batch_size` attributes.
+def with_batch_size(
+    settings: TableSettings, trainer: Trainer, module: LightningModule
+) -> TableSettings:
+    """Return the settings with the batch size of the loader that fit was given, or else of
+    `batch_size` attributes.
 
-    Those of the datamodule, the module and their hparams, where Lightning's tuner looks too. Loaders that hooks make
-    are not asked for: hooks run once more only where an option says so.
+    Those of the datamodule, the module and their hparams, where Lightning's tuner looks too.
+    Loaders that hooks make are not asked for: hooks run once more only where an option says so.
     """
     if settings.batch_size_per_rank is not None:
         return settings
     for loader in loaders_in(given_train_loaders(trainer)):
         for source in (loader, getattr(loader, "batch_sampler", None)):
             if is_size(size := getattr(source, "batch_size", None)):
-                return replace(settings, batch_size_per_rank=size, batch_size_origin="of the loader")
-    if lightning_hasattr(module, "batch_size") and is_size(size := lightning_getattr(module, "batch_size")):
-        return replace(settings, batch_size_per_rank=size, batch_size_origin="batch_size of the data or the module")
+                return replace(
+                    settings, batch_size_per_rank=size, batch_size_origin="of the loader"
+                )
+    if lightning_hasattr(module, "batch_size") and is_size(
+        size := lightning_getattr(module, "batch_size")
+    ):
+        return replace(
+            settings,
+            batch_size_per_rank=size,
+            batch_size_origin="batch_size of the data or the module",
+        )
     return settings
 
 

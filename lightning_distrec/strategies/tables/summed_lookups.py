@@ -1,7 +1,9 @@
-"""Tables that FBGEMM updates once for each lookup, where a step makes several: their gradients must be summed first.
+"""Tables that FBGEMM updates once for each lookup, where a step makes several: their gradients must
+be summed first.
 
-The first step shows it. Until it is over, backward can take both ways: through FBGEMM's kernels, or past them to the
-shards, on which the user's optimizer steps. The second lookup of a collection, made before backward, decides.
+The first step shows it. Until it is over, backward can take both ways: through FBGEMM's kernels, or
+past them to the shards, on which the user's optimizer steps. The second lookup of a collection,
+made before backward, decides.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,9 +21,11 @@ from lightning_distrec.sharding.tables import Table
 
 
 class SummedLookups:
-    """Follows the lookups of a fit's first step. updates: full name -> what updates the table; changed in place.
+    """Follows the lookups of a fit's first step. updates: full name -> what updates the table;
+    changed in place.
 
-    num_steps: returns how many steps the optimizer of a table has made. on_change: called with a table's name.
+    num_steps: returns how many steps the optimizer of a table has made. on_change: called with a
+    table's name.
     """
 
     def __init__(
@@ -39,12 +43,17 @@ class SummedLookups:
     def begin(self, lookups: Iterable[ShardedLookup]) -> None:
         """The first step may begin."""
         for lookup in lookups:
-            tables = [t for t in self._shards.tables_of(lookup.path) if not self._updates[t.full_name].adds_up]
+            tables = [
+                t
+                for t in self._shards.tables_of(lookup.path)
+                if not self._updates[t.full_name].adds_up
+            ]
             if tables and all(map(self._can_be_summed, tables)):
                 self._follow(lookup, {table.full_name for table in tables})
 
     def end_first_step(self) -> None:
-        """An optimizer has stepped. Where one lookup was made, FBGEMM alone updates the tables from now on."""
+        """An optimizer has stepped. Where one lookup was made, FBGEMM alone updates the tables from
+        now on."""
         for lookup, handles in self.followed:
             lookup.second_gradients.on_second = None
             if not lookup.sums_gradients:
@@ -53,8 +62,12 @@ class SummedLookups:
         self.followed = []
 
     def _can_be_summed(self, table: Table) -> bool:
-        update, kernel = self._updates[table.full_name], self._shards.plan[table.full_name].compute_kernel
-        # An optimizer reaches neither rows in UVM nor, for ids that are evicted, the state of their rows.
+        update, kernel = (
+            self._updates[table.full_name],
+            self._shards.plan[table.full_name].compute_kernel,
+        )
+        # An optimizer reaches neither rows in UVM nor, for ids that are evicted, the state of their
+        # rows.
         is_reached = table.mapping is None and not kernel.startswith("fused_uvm")
         return is_reached and update.kind == "fused" and not update.is_asked_for
 
@@ -64,23 +77,31 @@ class SummedLookups:
         self.followed.append((lookup, handles))
 
     def _sum(self, lookup: ShardedLookup, names: set[str]) -> None:
-        """Let the user's optimizer step on the tables from this step on, on all ranks: they make the same lookups."""
+        """Let the user's optimizer step on the tables from this step on, on all ranks: they make
+        the same lookups."""
         memory = self._shards.fused_state()
         for name in sorted(names):
             update, shards = self._updates[name], self._shards.shards[name]
             weight = shards[0].weight
-            self._updates[name] = summed_form(name, update, can_sum_rows(weight.dtype, weight.device.type))
+            self._updates[name] = summed_form(
+                name, update, can_sum_rows(weight.dtype, weight.device.type)
+            )
             for shard in shards:
                 self._bring_state(name, update, shard, memory)
                 shard.sparse = self._updates[name].kind == "sparse"
             rank_zero_info(
-                f"table '{name}' is looked up more than once in a step: {self._updates[name].kind} from now on."
+                f"table '{name}' is looked up more than once in a step: "
+                f"{self._updates[name].kind} from now on."
             )
             self._on_change(name)
         lookup.sum_gradients()
 
     def _bring_state(
-        self, name: str, update: TableUpdate, shard: LocalShard, memory: Mapping[int, list[torch.Tensor]]
+        self,
+        name: str,
+        update: TableUpdate,
+        shard: LocalShard,
+        memory: Mapping[int, list[torch.Tensor]],
     ) -> None:
         """Let the user's optimizer go on with the state that FBGEMM has kept, in its memory."""
         if id(shard) not in memory:

@@ -1,4 +1,5 @@
-"""Finds the embeddings whose weight the module's own code reads, by its source: tied output layers, for example."""
+"""Finds the embeddings whose weight the module's own code reads, by its source: tied output layers,
+for example."""
 
 import ast
 import dis
@@ -19,14 +20,22 @@ HARMLESS = frozenset([
     *("shape", "size", "numel", "dim", "ndim", "dtype", "device"),
 ])
 SUMS = frozenset(["pow", "square", "abs", "norm", "sum", "mean"])
-"""What is exact on a shard, or over all ranks, without the full weight: see sharding/weights/shard_weight.py."""
+"""What is exact on a shard, or over all ranks, without the full weight: see
+sharding/weights/shard_weight.py."""
 ANY = "*"
 """In the place of a name: any child, of a ModuleDict or ModuleList."""
-BEFORE_SHARDING = frozenset({"setup", "configure_model", "configure_optimizers", "reset_parameters", "prepare_data"})
+BEFORE_SHARDING = frozenset({
+    "setup",
+    "configure_model",
+    "configure_optimizers",
+    "reset_parameters",
+    "prepare_data",
+})
 
 
 def weight_reads(root: nn.Module) -> dict[int, str]:
-    """Return id of an embedding -> where its weight is read, such as "SASRec.forward", for what the source shows."""
+    """Return id of an embedding -> where its weight is read, such as "SASRec.forward", for what the
+    source shows."""
     reads: dict[int, str] = {}
     for module in root.modules():
         for kind in type(module).__mro__:
@@ -41,7 +50,13 @@ def weight_reads(root: nn.Module) -> dict[int, str]:
 
 
 def _is_of_library(member: Any) -> bool:
-    return member.__module__.split(".")[0] in ("torch", "torchrec", "lightning", "builtins", "lightning_distrec")
+    return member.__module__.split(".")[0] in (
+        "torch",
+        "torchrec",
+        "lightning",
+        "builtins",
+        "lightning_distrec",
+    )
 
 
 @cache
@@ -62,9 +77,11 @@ def _find_reads(kind: type) -> list[tuple[str, tuple[str, ...]]]:
 def _chains_in(
     function: Any, arguments: dict[str, tuple[str, ...]], callers: tuple[Any, ...] = ()
 ) -> list[tuple[str, ...]]:
-    """Return the chains before each read of `.weight` in a function, and in functions of its module that it calls."""
+    """Return the chains before each read of `.weight` in a function, and in functions of its module
+    that it calls."""
     try:
-        # By source, since a trial run would have side effects, and reads behind a branch would be missed.
+        # By source, since a trial run would have side effects, and reads behind a branch would be
+        # missed.
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError, IndentationError):  # made at run time
         return _chains_in_code(function)
@@ -81,7 +98,8 @@ def _chains_in(
 
 
 def _variables(tree: ast.AST, variables: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the local variables that are children of a module: `table = self.items`, `for table in self.all`.
+    """Return the local variables that are children of a module: `table = self.items`,
+    `for table in self.all`.
 
     Other names may stand for the module itself, as `self` does. variables: those that do not.
     """
@@ -91,7 +109,8 @@ def _variables(tree: ast.AST, variables: dict[str, tuple[str, ...]]) -> dict[str
                 variables[node.targets[0].id] = chain
         elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
             values = node.iter
-            if isinstance(values, ast.Call) and isinstance(values.func, ast.Attribute):  # of a ModuleDict
+            # of a ModuleDict
+            if isinstance(values, ast.Call) and isinstance(values.func, ast.Attribute):
                 values = values.func.value
             if chain := _chain(values, variables):
                 variables[node.target.id] = (*chain, ANY)
@@ -99,7 +118,8 @@ def _variables(tree: ast.AST, variables: dict[str, tuple[str, ...]]) -> dict[str
 
 
 def _chains_in_code(function: Any) -> list[tuple[str, ...]]:
-    """Return the chains before each read of `.weight` in a function without source: in `python -`, for example."""
+    """Return the chains before each read of `.weight` in a function without source: in `python -`,
+    for example."""
     chains, names = [], list[str]()
     instructions = list(dis.get_instructions(function))
     for instruction, following in pairwise(instructions):
@@ -130,7 +150,11 @@ def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
         return parent.attr in HARMLESS | SUMS
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute):
         called = ast.unparse(parent.func)
-        return "init" in called or parent.func.attr in SUMS or called in ("torch.linalg.vector_norm", "sharded_l2")
+        return (
+            "init" in called
+            or parent.func.attr in SUMS
+            or called in ("torch.linalg.vector_norm", "sharded_l2")
+        )
     return False
 
 
@@ -138,12 +162,20 @@ def _resolve(module: nn.Module, chain: tuple[str, ...]) -> list[nn.Module]:
     """Return the submodules that the names may stand for."""
     modules = [module]
     for name in chain:
-        modules = [child for parent in modules for key, child in parent.named_children() if name in (key, ANY)]
+        modules = [
+            child
+            for parent in modules
+            for key, child in parent.named_children()
+            if name in (key, ANY)
+        ]
     return modules
 
 
-def read_tables(module: nn.Module, tables: list[Table], options: Mapping[str, TableOptions]) -> dict[str, str]:
-    """Return full name -> where the module reads the weight, of plain tables that have not gathered_weight=True."""
+def read_tables(
+    module: nn.Module, tables: list[Table], options: Mapping[str, TableOptions]
+) -> dict[str, str]:
+    """Return full name -> where the module reads the weight, of plain tables that have not
+    gathered_weight=True."""
     reads = weight_reads(module) if any(table.plain is not None for table in tables) else {}
     return {
         table.full_name: reads[id(table.original)]

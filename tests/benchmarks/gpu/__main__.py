@@ -1,10 +1,11 @@
-"""Checks and measures on one GPU, in 25 minutes at most: `make bench-gpu`. Without a GPU it says so and exits with 0.
+"""Checks and measures on one GPU, in 25 minutes at most: `make bench-gpu`. Without a GPU it says so
+and exits with 0.
 
     python -m tests.benchmarks.gpu [--only parity speed] [--json found.json] [--device cpu --small]
 
-On a GPU, a run of all parts writes the section about GPUs in docs/performance.md. Elsewhere `--device cpu --small` runs
-the same parts, to see that they themselves work; it says nothing about GPUs and writes no page. Exits with 1 where
-something differs or fails.
+On a GPU, a run of all parts writes the section about GPUs in docs/performance.md. Elsewhere
+`--device cpu --small` runs the same parts, to see that they themselves work; it says nothing about
+GPUs and writes no page. Exits with 1 where something differs or fails.
 """
 
 import argparse
@@ -38,23 +39,37 @@ PARTS: dict[str, tuple[Any, int]] = {
 }
 """Name -> the function, and its limit in seconds."""
 TESTS_SECONDS = 360
-NO_DEVICE = "There is no CUDA device on this machine: nothing was checked or measured, and nothing has passed."
+NO_DEVICE = (
+    "There is no CUDA device on this machine: nothing was checked or measured, and "
+    "nothing has passed."
+)
 
 
 def main() -> int:
     """Run the parts, print and write what they found; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="small sizes, to see that it works")
-    parser.add_argument("--only", nargs="+", choices=(*PARTS, "tests"), help="parts to run; without it, all")
-    parser.add_argument("--json", type=Path, help="where the results go; after a run of all parts, beside the page")
+    parser.add_argument(
+        "--only", nargs="+", choices=(*PARTS, "tests"), help="parts to run; without it, all"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="where the results go; after a run of all parts, beside the page"
+    )
     inputs = parser.parse_args()
     if inputs.device == "cuda" and not torch.cuda.is_available():
         print(NO_DEVICE)
         return 0
     os.environ["GPU_TESTS_ON"] = inputs.device  # read by tests/gpu, here and in all processes
     device = torch.cuda.get_device_name() if inputs.device == "cuda" else "this CPU"
-    results: dict[str, Any] = {"device": device, "small": inputs.small, "versions": versions(), "parts": {}}
+    results: dict[str, Any] = {
+        "device": device,
+        "small": inputs.small,
+        "versions": versions(),
+        "parts": {},
+    }
     is_full = inputs.device == "cuda" and not inputs.only and not inputs.small
     path = inputs.json or (PAGE.with_name("performance_gpu.json") if is_full else None)
     for name in inputs.only or ("tests", *PARTS):
@@ -65,7 +80,10 @@ def main() -> int:
     if is_full:
         write_section(section(results))
     bad = {name: part["failed"] for name, part in results["parts"].items() if part["failed"]}
-    print(f"On {device}: {len(results['parts']) - len(bad)} of {len(results['parts'])} parts passed. {bad or ''}")
+    print(
+        f"On {device}: {len(results['parts']) - len(bad)} of {len(results['parts'])} parts "
+        f"passed. {bad or ''}"
+    )
     return int(bool(bad))
 
 
@@ -81,7 +99,8 @@ def _run(name: str, device: str, small: bool) -> dict[str, Any]:
             try:
                 actual = run_on_ranks(*call, timeout_seconds=limit)[0]
                 failed = ", ".join(f"over its limit: {name}" for name in actual.wrong)
-            except Exception as error:  # a rank that failed, mostly; the other parts are run all the same
+            # a rank that failed, mostly; the other parts are run all the same
+            except Exception as error:
                 failed = f"{type(error).__name__}: {error}"[-1500:]
                 if printed.exists():
                     failed += f"\nIt printed:\n{printed.read_text(errors='replace')[-1500:]}"

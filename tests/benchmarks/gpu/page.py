@@ -12,11 +12,18 @@ BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 def section(results: dict[str, Any]) -> str:
     """Return the section's text. results: as the command writes them as JSON."""
     parts = results["parts"]
-    lines = [f"`make bench-gpu` wrote this on {results['device']}. Versions: {results['versions']}."]
+    lines = [
+        f"`make bench-gpu` wrote this on {results['device']}. Versions: {results['versions']}."
+    ]
     for name, part in parts.items():
-        lines.append(f"**{name}** ({part['seconds']:.0f} s){': ' + part['failed'] if part['failed'] else ''}")
+        lines.append(
+            f"**{name}** ({part['seconds']:.0f} s){': ' + part['failed'] if part['failed'] else ''}"
+        )
         if part["differences"]:
-            rows = [(name, f"{actual:.1e}", f"{limit:.0e}") for name, (actual, limit) in part["differences"].items()]
+            rows = [
+                (name, f"{actual:.1e}", f"{limit:.0e}")
+                for name, (actual, limit) in part["differences"].items()
+            ]
             lines.append(table(["compared", "largest difference", "limit"], rows))
         if part["numbers"]:
             rows = [(name, _number(value)) for name, value in part["numbers"].items()]

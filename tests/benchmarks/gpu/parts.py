@@ -1,4 +1,5 @@
-"""What is checked on a device, part by part, each in a process of its own with one rank: `Found` is what came of it."""
+"""What is checked on a device, part by part, each in a process of its own with one rank: `Found` is
+what came of it."""
 
 import os
 from collections.abc import Callable
@@ -42,7 +43,9 @@ def accelerator(device: str) -> str:
 
 
 def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return max(float((actual[name].cpu() - value.cpu()).abs().max()) for name, value in expected.items())
+    return max(
+        float((actual[name].cpu() - value.cpu()).abs().max()) for name, value in expected.items()
+    )
 
 
 def kernels(device: str, small: bool) -> Found:
@@ -56,7 +59,11 @@ def kernels(device: str, small: bool) -> Found:
 
     rows, bags, dim = (100, 50, 8) if small else (100_000, 8192, 128)
     on_gpu = device == "cuda"
-    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    place = (
+        (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+        if on_gpu
+        else (EmbeddingLocation.HOST, ComputeDevice.CPU)
+    )
     optimizers = {"SGD": EmbOptimType.EXACT_SGD, "Adagrad": EmbOptimType.EXACT_ADAGRAD}
     actual = Found()
     for mode in ("sum", "mean"):
@@ -76,7 +83,9 @@ def kernels(device: str, small: bool) -> Found:
             )
             kernel.init_embedding_weights_uniform(-1.0, 1.0)
             weight = kernel.split_embedding_weights()[0]
-            plain = torch.nn.EmbeddingBag(rows, dim, mode=mode, dtype=torch.double, include_last_offset=True)
+            plain = torch.nn.EmbeddingBag(
+                rows, dim, mode=mode, dtype=torch.double, include_last_offset=True
+            )
             plain.weight.data.copy_(weight.cpu())
             inputs = {"lr": 0.1} | ({"eps": 1e-8} if name == "Adagrad" else {})
             optimizer = getattr(torch.optim, name)(plain.parameters(), **inputs)
@@ -84,9 +93,15 @@ def kernels(device: str, small: bool) -> Found:
             (out * factors.to(device)).sum().backward()
             (expected * factors.double()).sum().backward()
             optimizer.step()
-            actual.differences[f"{name}, {mode}, forward"] = (float((out.cpu() - expected).abs().max()), 1e-4)
+            actual.differences[f"{name}, {mode}, forward"] = (
+                float((out.cpu() - expected).abs().max()),
+                1e-4,
+            )
             final = kernel.split_embedding_weights()[0].cpu()
-            actual.differences[f"{name}, {mode}, rows after a step"] = (float((final - plain.weight).abs().max()), 1e-4)
+            actual.differences[f"{name}, {mode}, rows after a step"] = (
+                float((final - plain.weight).abs().max()),
+                1e-4,
+            )
     return actual
 
 
@@ -117,20 +132,25 @@ def parity(device: str, small: bool) -> Found:
 
 
 def races(device: str, small: bool) -> Found:
-    """Compare three batches in flight with one, while kernels sleep and losses stay on the device."""
+    """Compare three batches in flight with one, while kernels sleep and losses stay on the
+    device."""
     from tests.gpu.prefetched_fits import SlowCopies, fit_both
     from tests.support.followed_fits import JaggedBatches, Sequences
 
     actual = Found()
     for kind in (Deaf,) if small else (Deaf, SlowCopies, Sequences, JaggedBatches):
         (plain, _), (ahead, count) = fit_both(kind, "Adam", 3, ["row_wise"])
-        actual.differences[f"{kind.__name__}, depth 3 against 1"] = (largest_difference(ahead, plain), 1e-5)
+        actual.differences[f"{kind.__name__}, depth 3 against 1"] = (
+            largest_difference(ahead, plain),
+            1e-5,
+        )
         actual.notes.append(f"{kind.__name__}: {count} were sent ahead.")
     return actual
 
 
 def sanitizer(device: str, small: bool) -> Found:
-    """Run a prefetched fit under torch's CUDA sanitizer, which raises where streams are not ordered."""
+    """Run a prefetched fit under torch's CUDA sanitizer, which raises where streams are not
+    ordered."""
     actual = Found()
     if device != "cuda":
         actual.notes.append("torch's CUDA sanitizer needs a GPU.")
@@ -139,8 +159,12 @@ def sanitizer(device: str, small: bool) -> Found:
 
     enable_cuda_sanitizer()
     model = seeded(Deaf, torch.optim.Adam, {"lr": 0.001}, pooling="mean")
-    trainer = make_trainer({"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
-    trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(12)], batch_size=None))
+    trainer = make_trainer(
+        {"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu"
+    )
+    trainer.fit(
+        model, DataLoader([batch_of(Deaf, number) for number in range(12)], batch_size=None)
+    )
     actual.numbers["steps without a race"] = trainer.global_step
     return actual
 
@@ -158,15 +182,20 @@ def syncs(device: str, small: bool) -> Found:
 
 def _waits_on_gpu() -> dict[str, float]:
     model = seeded(Deaf, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
-    trainer = make_trainer({"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu")
+    trainer = make_trainer(
+        {"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu"
+    )
     counting = WaitsOfSteps(first=8, number=10)
     trainer.callbacks.append(counting)
-    trainer.fit(model, DataLoader([batch_of(Deaf, number) for number in range(24)], batch_size=None))
+    trainer.fit(
+        model, DataLoader([batch_of(Deaf, number) for number in range(24)], batch_size=None)
+    )
     return {place: count / 10 for place, count in counting.waits.items()}
 
 
 def checkpoints(device: str, small: bool) -> Found:
-    """Save while training goes on, resume from that, and let rows with a cache go through fit and test."""
+    """Save while training goes on, resume from that, and let rows with a cache go through fit and
+    test."""
     steps, actual = 10, Found()
     batches = [make_batch(1000 * step) for step in range(steps)]
 
@@ -174,14 +203,19 @@ def checkpoints(device: str, small: bool) -> Found:
         model = seeded(EvaluatedModel, torch.optim.Adam, {"lr": 0.001})
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
         strategy = {"checkpoint": {"async_save": True, "distributed": True}}
-        trainer = make_trainer(strategy, accelerator=accelerator(device), callbacks=[saving], enable_checkpointing=True)
+        trainer = make_trainer(
+            strategy, accelerator=accelerator(device), callbacks=[saving], enable_checkpointing=True
+        )
         trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=path)
         return dict(model.final_state)
 
     with TemporaryDirectory() as folder:
         through = fit(f"{folder}/a", None)
         resumed = fit(f"{folder}/b", f"{folder}/a/step=5.ckpt")
-        actual.differences["resumed from an asynchronous checkpoint"] = (largest_difference(resumed, through), 1e-5)
+        actual.differences["resumed from an asynchronous checkpoint"] = (
+            largest_difference(resumed, through),
+            1e-5,
+        )
         if device != "cuda":
             actual.notes.append("fused_uvm_caching needs a GPU.")
             return actual
@@ -189,8 +223,14 @@ def checkpoints(device: str, small: bool) -> Found:
 
         (cached,), cached_values = fit_and_test("fused_uvm_caching", Path(folder, "c"), False)
         (plain,), plain_values = fit_and_test("fused", Path(folder, "d"), False)
-        actual.differences["cached rows, fit"] = (largest_difference(cached_values, plain_values), 1e-5)
-        actual.differences["cached rows, test"] = (abs(cached["val_loss"] - plain["val_loss"]), 1e-5)
+        actual.differences["cached rows, fit"] = (
+            largest_difference(cached_values, plain_values),
+            1e-5,
+        )
+        actual.differences["cached rows, test"] = (
+            abs(cached["val_loss"] - plain["val_loss"]),
+            1e-5,
+        )
         if hasattr(torch.cuda, "host_memory_stats"):
             stats = torch.cuda.host_memory_stats()
             actual.numbers["MiB pinned at most"] = stats.get("allocated_bytes.peak", 0) / 2**20

@@ -1,4 +1,5 @@
-"""Examples per second of Trainer.fit and of a loop by hand with torchrec's TrainPipelineSparseDist, on one rank."""
+"""Examples per second of Trainer.fit and of a loop by hand with torchrec's TrainPipelineSparseDist,
+on one rank."""
 
 import gc
 import os
@@ -22,7 +23,8 @@ ROUNDS = 3
 
 
 def speed(device: str, small: bool) -> Found:
-    """Time both in turns for each batch size; the share of the device's idle time is that of one profiled turn."""
+    """Time both in turns for each batch size; the share of the device's idle time is that of one
+    profiled turn."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     silence()
     if not dist.is_initialized():
@@ -35,7 +37,10 @@ def speed(device: str, small: bool) -> Found:
         times: dict[str, list[float]] = {}
         losses: dict[str, list[float]] = {}
         # One after the other: each holds all tables.
-        for name, make in (("by hand", ByHandPrefetched), ("ours", partial(ByTrainer, strategy=_strategy))):
+        for name, make in (
+            ("by hand", ByHandPrefetched),
+            ("ours", partial(ByTrainer, strategy=_strategy)),
+        ):
             contender: Any = make(rows, batches, turn, device=torch.device(device), dim=dim)
             contender.clock = clock = Clock(turn, device)
             times[name] = []
@@ -63,7 +68,8 @@ def speed(device: str, small: bool) -> Found:
 
 
 class Clock:
-    """Tells the time when a step begins; where the steps that count begin and end, once the device is idle."""
+    """Tells the time when a step begins; where the steps that count begin and end, once the device
+    is idle."""
 
     def __init__(self, turn: Turn, device: str) -> None:
         self.ticks = 0
@@ -81,7 +87,8 @@ def _strategy() -> Any:
 
 
 def _profiled(contender: Any) -> tuple[float | None, float]:
-    """Return the time of one more turn in which kernels run, and that from its first kernel to its last."""
+    """Return the time of one more turn in which kernels run, and that from its first kernel to its
+    last."""
     if ProfilerActivity.CUDA not in supported_activities():
         contender.turn()
         return None, 0.0
@@ -89,7 +96,9 @@ def _profiled(contender: Any) -> tuple[float | None, float]:
         contender.turn()
         torch.cuda.synchronize()
     events = [
-        e for e in actual.events() if e.device_type.name == "CUDA" and not e.name.startswith(("Memcpy", "Memset"))
+        e
+        for e in actual.events()
+        if e.device_type.name == "CUDA" and not e.name.startswith(("Memcpy", "Memset"))
     ]
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     busy, end = 0.0, spans[0][0]

@@ -43,12 +43,22 @@ class CountsBytes(pl.Callback):
         self.held: dict[str, int] = {}
 
     @without_guards  # shards are plain tensors
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
         parameters = [p for p in pl_module.parameters() if not isinstance(p, AbsentTensor)]
-        states = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        states = [
+            v
+            for o in trainer.optimizers
+            for s in o.state.values()
+            for v in s.values()
+            if isinstance(v, Tensor)
+        ]
         tables = getattr(trainer.strategy, "run_tables", None)
         compression = getattr(getattr(trainer.strategy, "run", None), "compression", None)
-        compression_states = [] if compression is None else [getattr(compression._state, state) for state in KEPT]
+        compression_states = (
+            [] if compression is None else [getattr(compression._state, state) for state in KEPT]
+        )
         for kernel, _ in tables.shards.kernels if tables else []:
             states += [v for table_states in kernel.split_optimizer_states() for v in table_states]
         self.held = {
@@ -57,15 +67,23 @@ class CountsBytes(pl.Callback):
             "optimizer state": _bytes(state for state in states if state.dim()),
         }
         if compression_states:
-            self.held["exchange"] = _bytes(tensor for state in compression_states for tensor in state.values())
+            self.held["exchange"] = _bytes(
+                tensor for state in compression_states for tensor in state.values()
+            )
 
 
-def _run(kind: str, optimizer: str, strategy: str, options: dict[str, Any]) -> tuple[dict[str, int], dict[str, float]]:
+def _run(
+    kind: str, optimizer: str, strategy: str, options: dict[str, Any]
+) -> tuple[dict[str, int], dict[str, float]]:
     """Return what this rank holds, and what it sends in a step."""
     pl.seed_everything(5)
     rank, num_ranks = rank_and_num_ranks()
     counts, sent = CountsBytes(), Communication()
-    made: Any = StrategyRegistry.get(strategy) if not options else type(StrategyRegistry.get(strategy))(**options)
+    made: Any = (
+        StrategyRegistry.get(strategy)
+        if not options
+        else type(StrategyRegistry.get(strategy))(**options)
+    )
     trainer = pl.Trainer(strategy=made, devices=num_ranks, callbacks=[counts, sent], **DEFAULTS)
     with_one_batch = options.get("stages", num_ranks) if strategy == "pipeline_parallel" else 1
     dealt = rank // with_one_batch
@@ -81,13 +99,24 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             for kind in ("SGD", "AdamW", "amsgrad", "Adagrad", "Adafactor", "RowWiseAdagrad")
         ),
         *(("Wide", kind, "fsdp_tuned") for kind in ("momentum", "AdamW", "RMSprop")),
-        *(("WithTable", "AdamW", strategy) for strategy in ("ddp_tuned", "fsdp_tuned", "torchrec_sharded")),
+        *(
+            ("WithTable", "AdamW", strategy)
+            for strategy in ("ddp_tuned", "fsdp_tuned", "torchrec_sharded")
+        ),
         *(("WithTable", kind, "torchrec_sharded") for kind in ("SGD", "Adagrad", "RowWiseAdagrad")),
-        *(("WithBags", kind, "torchrec_sharded") for kind in ("Adagrad", "RowWiseAdagrad", "AdamW")),
+        *(
+            ("WithBags", kind, "torchrec_sharded")
+            for kind in ("Adagrad", "RowWiseAdagrad", "AdamW")
+        ),
     )
 }
 BY_TABLE: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "WithBags by table": ("WithBags", "Adagrad", "torchrec_sharded", {"sharding_types": ["table_wise"]}),
+    "WithBags by table": (
+        "WithBags",
+        "Adagrad",
+        "torchrec_sharded",
+        {"sharding_types": ["table_wise"]},
+    ),
 }
 
 
@@ -97,10 +126,18 @@ WITH_OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         ("Chained", "ddp_tuned", {"comm_dtype": "bf16"}),
         ("Chained", "ddp_tuned", {"powersgd": {"matrix_rank": 4, "start_step": 0}}),
         ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "min_num_parameters": 1000}),
-        ("Wide", "fsdp_tuned", {"param_dtype": "bf16", "reduce_dtype": "bf16", "reshard_after_forward": True}),
+        (
+            "Wide",
+            "fsdp_tuned",
+            {"param_dtype": "bf16", "reduce_dtype": "bf16", "reshard_after_forward": True},
+        ),
         ("Wide", "fsdp_tuned", {"reshard_after_forward": False, "wrap": ["blocks.0", "blocks.2"]}),
         ("Wide", "fsdp_tuned", {"reduce_dtype": "bf16"}),
-        ("Chained", "pipeline_parallel", {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "chain": "blocks"}),
+        (
+            "Chained",
+            "pipeline_parallel",
+            {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "chain": "blocks"},
+        ),
     )
 }
 OF_FOUR: dict[str, tuple[str, str, str, dict[str, Any]]] = {
@@ -158,7 +195,11 @@ def test_a_rank_holds_what_is_estimated(case: str, counted: list[dict[str, Any]]
 
 def _sent(case: str, counted: list[dict[str, Any]]) -> dict[str, float]:
     """Return what the rank that sends the most sends in a step, by kind."""
-    return dict(max((rank_results[case][1] for rank_results in counted), key=lambda sent: sum(sent.values())))
+    return dict(
+        max(
+            (rank_results[case][1] for rank_results in counted), key=lambda sent: sum(sent.values())
+        )
+    )
 
 
 @pytest.mark.parametrize("case", CASES | BY_TABLE)
@@ -172,9 +213,13 @@ def test_a_rank_sends_what_is_estimated(case: str, counted: list[dict[str, Any]]
 
 
 def _check(case: tuple[str, str, str, dict[str, Any]], per_rank_results: list[Any]) -> None:
-    """Check memory within 1 %, and what is sent within 10 %, on the ranks that hold and send the most."""
+    """Check memory within 1 %, and what is sent within 10 %, on the ranks that hold and send the
+    most."""
     kind, optimizer, strategy, options = case
-    row = _row(_advice(kind, optimizer, None, _chosen(strategy, options), num_ranks=len(per_rank_results)), strategy)
+    row = _row(
+        _advice(kind, optimizer, None, _chosen(strategy, options), num_ranks=len(per_rank_results)),
+        strategy,
+    )
     held = max((held for held, _ in per_rank_results), key=lambda held: sum(held.values()))
     assert {part: row.memory[part] for part in held} == pytest.approx(held, rel=0.01, abs=7000)
     sent = max((sent for _, sent in per_rank_results), key=lambda sent: sum(sent.values()))
@@ -184,7 +229,9 @@ def _check(case: tuple[str, str, str, dict[str, Any]], per_rank_results: list[An
 
 
 @pytest.mark.parametrize("case", WITH_OPTIONS)
-def test_options_change_what_a_rank_holds_and_sends(case: str, counted: list[dict[str, Any]]) -> None:
+def test_options_change_what_a_rank_holds_and_sends(
+    case: str, counted: list[dict[str, Any]]
+) -> None:
     _check(WITH_OPTIONS[case], [rank_results[case] for rank_results in counted])
 
 
@@ -204,7 +251,9 @@ class CountsKept(pl.Callback):
         self.sizes: dict[int, int] = {}
         self.most = 0
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
         parameters = [p for p in pl_module.parameters() if not isinstance(p, AbsentTensor)]
         parameter_storages = {p.untyped_storage().data_ptr() for p in parameters}
         self.live.clear()
@@ -246,11 +295,14 @@ STAGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_the_fullest_stage_keeps_the_activations_that_are_estimated() -> None:
-    per_rank_results = run_each_on_ranks({case: (_kept, options) for case, options in STAGES.items()}, NUM_RANKS)
+    per_rank_results = run_each_on_ranks(
+        {case: (_kept, options) for case, options in STAGES.items()}, NUM_RANKS
+    )
     for case, options in STAGES.items():
         advice = _advice("Chained", "AdamW", None, _chosen("pipeline_parallel", options))
         estimated = _row(advice, "pipeline_parallel").memory["activations"]
-        assert estimated == pytest.approx(per_rank_results[-1][case], rel=0.1), case  # it has the most weights
+        # it has the most weights
+        assert estimated == pytest.approx(per_rank_results[-1][case], rel=0.1), case
 
 
 def test_the_fullest_stage_holds_and_sends_what_is_estimated() -> None:

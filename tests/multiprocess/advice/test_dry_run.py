@@ -17,7 +17,15 @@ from lightning_distrec.cli import main as cli
 from lightning_distrec.cli.main import main
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
-from tests.multiprocess.sharding.test_traffic import AGREED, BAGS, EXAMPLES, FEATURES, STEPS, UNUSED, _batch
+from tests.multiprocess.sharding.test_traffic import (
+    AGREED,
+    BAGS,
+    EXAMPLES,
+    FEATURES,
+    STEPS,
+    UNUSED,
+    _batch,
+)
 from tests.support.advised_models import NUM_USERS, Advised
 from tests.support.movielens_folder import write_movielens_folder
 from tests.support.ranks import run_each_on_ranks
@@ -35,7 +43,8 @@ class EvenIds(pl.LightningDataModule):
 
 
 class Users(Advised):
-    """Plain tables of many rows and few, under an optimizer that says how much is kept beside them."""
+    """Plain tables of many rows and few, under an optimizer that says how much is kept beside
+    them."""
 
     def __init__(self, optimizer: str = "AdamW") -> None:
         super().__init__(optimizer)
@@ -45,11 +54,16 @@ class Users(Advised):
         self.layer = nn.Linear(32 + 8 + 32, 1)
 
     def forward(self, batch: Tensor) -> Tensor:
-        return self.layer(torch.cat([self.users(batch[:, 0]), self.items(batch), self.days(batch[:, 1] % 366)], dim=1))
+        return self.layer(
+            torch.cat(
+                [self.users(batch[:, 0]), self.items(batch), self.days(batch[:, 1] % 366)], dim=1
+            )
+        )
 
 
 class KeepsWhatIsTold(Communication):
-    """Writes, on rank 0, what was sent in a step and what was estimated at the start, beside the plan."""
+    """Writes, on rank 0, what was sent in a step and what was estimated at the start, beside the
+    plan."""
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_end(trainer, pl_module)
@@ -74,7 +88,10 @@ def _config(folder: Path, model: str, data: str, strategy: dict[str, Any], **tra
             "enable_progress_bar": False,
             "use_distributed_sampler": False,
             "callbacks": [{"class_path": "tests.multiprocess.advice.test_dry_run.KeepsWhatIsTold"}],
-            "strategy": {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": strategy},
+            "strategy": {
+                "class_path": "lightning_distrec.TorchRecShardedStrategy",
+                "init_args": strategy,
+            },
         }
         | trainer,
     }
@@ -88,22 +105,35 @@ def _jobs(folder: Path) -> dict[str, Path]:
     """Return name -> the YAML of a job."""
     planning = {"reserve": "20%", "bandwidths": {"intra_node": "2GB/s", "host_memory": "7GB/s"}}
     row_wise = {f"rows.of_{name}": {"sharding_types": ["row_wise"]} for name in ("wide", "two")}
-    cuts = {"wide": "table_wise", "long": "row_wise", "both": "column_wise", "two": "row_wise", "last": "table_wise"}
+    cuts = {
+        "wide": "table_wise",
+        "long": "row_wise",
+        "both": "column_wise",
+        "two": "row_wise",
+        "last": "table_wise",
+    }
     pooled = {f"bags.{n}": {"sharding_types": [cut], "min_partition": 4} for n, cut in cuts.items()}
     for options in (row_wise, pooled):
         for name, value in options.items():
-            value["pooling_factor"] = FEATURES[BAGS[name.split(".")[1].removeprefix("of_")][0][0]][0]
+            value["pooling_factor"] = FEATURES[BAGS[name.split(".")[1].removeprefix("of_")][0][0]][
+                0
+            ]
     even = {
         "tables": row_wise | pooled,
         "batch_size_per_rank": EXAMPLES,
         "memory_bytes_per_rank": MEMORY,
         "prefetch": {"depth": 1},
     }
-    lookups = {"class_path": "tests.multiprocess.sharding.test_traffic.Lookups", "init_args": {"weighted": True}}
+    lookups = {
+        "class_path": "tests.multiprocess.sharding.test_traffic.Lookups",
+        "init_args": {"weighted": True},
+    }
     users, ids = "tests.multiprocess.advice.test_dry_run.Users", "tests.support.advised_models.Ids"
     few = {"memory_bytes_per_rank": 2 * MEMORY, "planning": planning, "convert_embeddings": "all"}
     jobs = {
-        "lookups": _config(folder / "lookups", "", "tests.multiprocess.advice.test_dry_run.EvenIds", even),
+        "lookups": _config(
+            folder / "lookups", "", "tests.multiprocess.advice.test_dry_run.EvenIds", even
+        ),
         "users": _config(folder / "users", users, ids, few, accumulate_grad_batches=2),
     }
     config = yaml.safe_load(jobs["lookups"].read_text()) | {"model": lookups}
@@ -111,7 +141,9 @@ def _jobs(folder: Path) -> dict[str, Path]:
     config = yaml.safe_load((ROOT / "recipes/movielens_dlrm/cpu.yaml").read_text())
     write_movielens_folder(folder / "movielens")
     config["data"]["init_args"]["data_dir"] = str(folder / "movielens")
-    config["trainer"] |= yaml.safe_load(jobs["users"].read_text())["trainer"] | {"strategy": "torchrec_sharded"}
+    config["trainer"] |= yaml.safe_load(jobs["users"].read_text())["trainer"] | {
+        "strategy": "torchrec_sharded"
+    }
     config["trainer"]["logger"]["init_args"]["save_dir"] = str(folder / "recipe")
     del config["trainer"]["accumulate_grad_batches"]
     (folder / "recipe").mkdir()
@@ -125,7 +157,8 @@ NAMES = ("lookups", "users", "recipe")
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each job's YAML, after two ranks have trained it, each with its plan and what was sent beside it."""
+    """Each job's YAML, after two ranks have trained it, each with its plan and what was sent beside
+    it."""
     jobs = _jobs(tmp_path_factory.mktemp("jobs"))
     assert tuple(jobs) == NAMES
     fits = {name: (main, ["fit", "--debug", "--config", str(file)]) for name, file in jobs.items()}
@@ -161,7 +194,9 @@ def test_a_plan_with_other_memory_is_another_so_that_the_comparison_can_fail(
     assert plan_text(load_plan(file.parent / "run" / "version_0")) != plan_text(other)
 
 
-def test_bytes_of_a_step_are_those_that_ranks_send(fitted: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_of_a_step_are_those_that_ranks_send(
+    fitted: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     file = fitted["lookups"]
     logged = _dry(file, capsys)["ranks"]["sent_bytes_by_kind"]
     sent = torch.load(file.parent / "run" / "version_0" / "sent.pt")

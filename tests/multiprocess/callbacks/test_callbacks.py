@@ -1,4 +1,5 @@
-"""Lightning's callbacks and profilers do over sharded tables what they do elsewhere, or are refused by name."""
+"""Lightning's callbacks and profilers do over sharded tables what they do elsewhere, or are refused
+by name."""
 
 import csv
 import re
@@ -9,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, LearningRateMonitor, Timer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    Timer,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, SimpleProfiler
 from torch import Tensor
@@ -21,7 +28,15 @@ from tests.support.click_model import (
     rank_loader,
     seeded,
 )
-from tests.support.plain_loop import OPTIMIZERS, USUAL, State, global_batches, limit_of, loss_of, train_plain
+from tests.support.plain_loop import (
+    OPTIMIZERS,
+    USUAL,
+    State,
+    global_batches,
+    limit_of,
+    loss_of,
+    train_plain,
+)
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_ddp_trainer, make_trainer
 
@@ -31,7 +46,9 @@ BOTH = {"sharded": make_trainer, "ddp": make_ddp_trainer}
 class OwnLosses(EvaluatedModel):
     """Monitors the loss of its own rank."""
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.log("val_loss", loss_of(self, batch), batch_size=len(batch["label"]))
 
 
@@ -44,14 +61,20 @@ def _stopped_early(kind: type) -> dict[str, dict[str, Any]]:
         trainer = trainer_of(max_epochs=30, callbacks=[stopping])
         trainer.fit(model, rank_loader(6, rank), rank_loader(2, rank, first=20))
         epochs = trainer.current_epoch, stopping.stopped_epoch
-        actual[name] = {"epochs": epochs, "best": float(stopping.best_score), "state": model.final_state}
+        actual[name] = {
+            "epochs": epochs,
+            "best": float(stopping.best_score),
+            "state": model.final_state,
+        }
     return actual
 
 
 @pytest.fixture(scope="module")
 def stopped() -> list[dict[str, Any]]:
     """What each rank found, by the kind of model."""
-    return run_each_on_ranks({kind.__name__: (_stopped_early, kind) for kind in (EvaluatedModel, OwnLosses)}, 2)
+    return run_each_on_ranks(
+        {kind.__name__: (_stopped_early, kind) for kind in (EvaluatedModel, OwnLosses)}, 2
+    )
 
 
 @pytest.mark.parametrize("kind", [EvaluatedModel, OwnLosses])
@@ -61,7 +84,10 @@ def test_all_ranks_stop_early_where_ddp_stops(stopped: list[dict[str, Any]], kin
         assert rank["sharded"]["epochs"] == rank["ddp"]["epochs"] == actual[0]["ddp"]["epochs"]
         assert rank["sharded"]["best"] == pytest.approx(rank["ddp"]["best"], abs=1e-6)
     assert 1 < actual[0]["sharded"]["epochs"][0] < 30
-    assert max(largest_difference(actual[0]["sharded"]["state"], actual[0]["ddp"]["state"]).values()) <= 1e-6
+    assert (
+        max(largest_difference(actual[0]["sharded"]["state"], actual[0]["ddp"]["state"]).values())
+        <= 1e-6
+    )
 
 
 class Scheduled(ClickModel):
@@ -85,7 +111,9 @@ def _monitored(folder: str) -> dict[str, State]:
             model = seeded(Scheduled, *OPTIMIZERS[name])
             logger = CSVLogger(folder, name=f"{name}_{place}", version="")
             monitor = LearningRateMonitor(logging_interval="step")
-            trainer_of(logger=logger, callbacks=[monitor], log_every_n_steps=1).fit(model, rank_loader(5, rank))
+            trainer_of(logger=logger, callbacks=[monitor], log_every_n_steps=1).fit(
+                model, rank_loader(5, rank)
+            )
             states[f"{name} {place}"] = model.final_state
     return states
 
@@ -98,10 +126,14 @@ def test_learning_rates_are_logged_and_followed_as_under_ddp(tmp_path: Path) -> 
             with open(tmp_path / f"{name}_{place}" / "metrics.csv") as file:
                 rows = list(csv.DictReader(file))
             columns = [column for column in rows[0] if column.startswith("lr-")]
-            logged[place] = {column: [float(row[column]) for row in rows if row[column]] for column in columns}
+            logged[place] = {
+                column: [float(row[column]) for row in rows if row[column]] for column in columns
+            }
         first = OPTIMIZERS[name][1]["lr"]
         assert logged["sharded"] == logged["ddp"]
-        tables = next(rates for column, rates in logged["sharded"].items() if column.endswith("tables"))
+        tables = next(
+            rates for column, rates in logged["sharded"].items() if column.endswith("tables")
+        )
         assert tables == pytest.approx([first * 0.8**step for step in range(5)])
         assert len(logged["sharded"]) == 2
         difference = largest_difference(states[f"{name} sharded"], states[f"{name} ddp"])
@@ -154,7 +186,9 @@ def test_profilers_report_every_batch_and_change_no_number(tmp_path: Path) -> No
             report = (tmp_path / f"fit-{kind}_{name}-{rank}.txt").read_text()
             if kind == "SimpleProfiler":
                 assert re.search(r"\|\s*run_training_batch\s*\|\s*[\d.e-]+\s*\|\s*6\s*\|", report)
-                assert re.search(r"TorchRecShardedStrategy\.training_step\s*\|\s*[\d.e-]+\s*\|\s*6\s*\|", report)
+                assert re.search(
+                    r"TorchRecShardedStrategy\.training_step\s*\|\s*[\d.e-]+\s*\|\s*6\s*\|", report
+                )
             else:
                 assert "Profile stats for: run_training_batch" in report
                 assert "(training_step)" in report
@@ -173,7 +207,9 @@ class Sized(EvaluatedModel):
 def _search(strategy: str, optimizer: str) -> dict[str, Any]:
     """Look for a learning rate over 20 steps, then train on."""
     model = seeded(Searched, *OPTIMIZERS[optimizer])
-    finder = LearningRateFinder(min_lr=1e-3, max_lr=0.5, num_training_steps=20, early_stop_threshold=None)
+    finder = LearningRateFinder(
+        min_lr=1e-3, max_lr=0.5, num_training_steps=20, early_stop_threshold=None
+    )
     trainer = BOTH[strategy](callbacks=[finder], default_root_dir=tempfile.mkdtemp())
     trainer.fit(model)
     return {
@@ -227,5 +263,6 @@ def _tune(optimizer: str) -> str:
 def test_lightning_refuses_the_batch_size_finder_before_the_first_step() -> None:
     for message in run_on_warm_ranks(_tune, 2, "SGD"):
         assert message.startswith(
-            "MisconfigurationException: The Batch size finder is not supported with distributed strategies"
+            "MisconfigurationException: The Batch size finder is not supported with distributed "
+            "strategies"
         )

@@ -1,4 +1,5 @@
-"""What ranks send is counted: byte for byte where a test sends it, and as sharding implies where torchrec does."""
+"""What ranks send is counted: byte for byte where a test sends it, and as sharding implies where
+torchrec does."""
 
 import csv
 import io
@@ -96,11 +97,15 @@ def _loader(steps: int) -> DataLoader:
     return DataLoader([torch.ones(12, 6) for _ in range(steps)], batch_size=None)
 
 
-def _fit(folder: str = "", accumulate: int = 1, validate: bool = False, local: int = 0) -> dict[str, Any]:
+def _fit(
+    folder: str = "", accumulate: int = 1, validate: bool = False, local: int = 0
+) -> dict[str, Any]:
     original = dist.all_to_all_single
     callbacks: list[Any] = [Communication(), Throughput()]
     options: dict[str, Any] = {"logger": CSVLogger(folder)} if folder else {}
-    trainer = make_ddp_trainer(callbacks=callbacks, accumulate_grad_batches=accumulate, log_every_n_steps=2, **options)
+    trainer = make_ddp_trainer(
+        callbacks=callbacks, accumulate_grad_batches=accumulate, log_every_n_steps=2, **options
+    )
     if local:
         os.environ["LOCAL_WORLD_SIZE"] = str(local)
     trainer.fit(Sends(), _loader(4), *([_loader(2)] if validate else []))
@@ -110,7 +115,11 @@ def _fit(folder: str = "", accumulate: int = 1, validate: bool = False, local: i
     return {
         "sent": callbacks[0].bytes_per_step,
         "across": dict(zip(KINDS, across.tolist(), strict=True)),
-        "calls": {name: number.sum() for name, number in zip(COLLECTIVES, calls, strict=True) if number.any()},
+        "calls": {
+            name: number.sum()
+            for name, number in zip(COLLECTIVES, calls, strict=True)
+            if number.any()
+        },
         "speed": callbacks[1].numbers,
     }
 
@@ -132,7 +141,8 @@ def test_bytes_of_each_kind_are_those_that_left_the_rank(on_two: dict[str, Any])
         sent = actual["logged"]["sent"]
         assert sent[IDS] == [2, 1][rank] * WORD
         assert sent[ROWS] == sent[ROW_GRADIENTS] == 12 * 10 * 4 / 2
-        assert sent[DENSE_GRADIENTS] == 6 * 10 * 4  # 2 (W - 1) / W is 1; what is frozen is not averaged
+        # 2 (W - 1) / W is 1; what is frozen is not averaged
+        assert sent[DENSE_GRADIENTS] == 6 * 10 * 4
         sigterm = WORD / 2  # Lightning broadcasts one number with every batch
         assert sent[OTHER] == pytest.approx(7 * 4 + sigterm)
 
@@ -179,7 +189,8 @@ def test_bytes_across_nodes_follow_local_world_size() -> None:
         assert across[IDS] == away * WORD
         assert sent[IDS] == (1 + 2 + 3 + 4 - (rank + 1)) * WORD
         assert across[ROWS] == sent[ROWS] * 2 / 3 == 12 * 10 * 4 / 2
-        assert across[DENSE_GRADIENTS] == sent[DENSE_GRADIENTS] * (rank in (1, 3))  # before the other node
+        # before the other node
+        assert across[DENSE_GRADIENTS] == sent[DENSE_GRADIENTS] * (rank in (1, 3))
         assert sent[DENSE_GRADIENTS] == 2 * 3 / 4 * 6 * 10 * 4
 
 
@@ -211,11 +222,17 @@ DENSE_BYTES = (56 * 16 + 16) * 4
 @pytest.fixture(scope="module")
 def sharded() -> list[dict[str, Any]]:
     """What each of two ranks found, by the cut of its tables."""
-    return run_each_on_ranks({cut: (_sharded, cut) for cut in ("table_wise", "row_wise", "data_parallel")}, 2)
+    return run_each_on_ranks(
+        {cut: (_sharded, cut) for cut in ("table_wise", "row_wise", "data_parallel")}, 2
+    )
 
 
-def test_rows_of_whole_tables_are_sent_by_the_rank_that_holds_them(sharded: list[dict[str, Any]]) -> None:
-    assert sorted(sharded[0]["table_wise"]["local"] + sharded[1]["table_wise"]["local"]) == sorted(DIMS)
+def test_rows_of_whole_tables_are_sent_by_the_rank_that_holds_them(
+    sharded: list[dict[str, Any]],
+) -> None:
+    assert sorted(sharded[0]["table_wise"]["local"] + sharded[1]["table_wise"]["local"]) == sorted(
+        DIMS
+    )
     for rank, actual in enumerate(rank_results["table_wise"] for rank_results in sharded):
         other = sharded[1 - rank]["table_wise"]["local"]
         columns = {name: len(FEATURES_OF[name]) * DIMS[name] for name in DIMS}
@@ -235,13 +252,17 @@ def test_ids_are_sent_to_the_rank_that_holds_their_table(sharded: list[dict[str,
         assert 0 < splits <= 4 + 6 / 3
 
 
-def test_rows_cut_over_all_ranks_are_sent_for_all_examples_of_the_others(sharded: list[dict[str, Any]]) -> None:
+def test_rows_cut_over_all_ranks_are_sent_for_all_examples_of_the_others(
+    sharded: list[dict[str, Any]],
+) -> None:
     columns = sum(len(FEATURES_OF[name]) * DIMS[name] for name in DIMS)
     for actual in (rank_results["row_wise"] for rank_results in sharded):
         assert actual["sent"][ROWS] == actual["sent"][ROW_GRADIENTS] == columns * EXAMPLES * 4
 
 
-def test_tables_that_all_ranks_hold_send_no_rows_and_dense_gradients(sharded: list[dict[str, Any]]) -> None:
+def test_tables_that_all_ranks_hold_send_no_rows_and_dense_gradients(
+    sharded: list[dict[str, Any]],
+) -> None:
     elements = 60 * 16 + 37 * 8 + 11 * 8
     for actual in (rank_results["data_parallel"] for rank_results in sharded):
         assert actual["sent"][IDS] == actual["sent"][ROWS] == actual["sent"][ROW_GRADIENTS] == 0
@@ -278,7 +299,10 @@ def test_what_stages_send_each_other_is_counted() -> None:
         "four": (_staged, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
     }
     for rank, actual in enumerate(run_each_on_ranks(calls, 2)):
-        for case, outputs, gradients, parts in (("two", (1, 0), (0, 1), 2), ("four", (2, 1), (1, 2), 4)):
+        for case, outputs, gradients, parts in (
+            ("two", (1, 0), (0, 1), 2),
+            ("four", (2, 1), (1, 2), 4),
+        ):
             counted = actual[case]
             assert counted["sent"][STAGE_OUTPUTS] == outputs[rank] * HIDDEN
             assert counted["sent"][STAGE_GRADIENTS] == gradients[rank] * HIDDEN
@@ -302,11 +326,17 @@ def test_what_stages_send_each_other_is_counted() -> None:
     ],
     ids=["in blocks", "in turns", "one node of them", "unequal nodes", "the larger node"],
 )
-def test_bytes_across_nodes_follow_the_nodes_of_the_ranks(nodes: Any, group: list[int], share: float) -> None:
-    rings = [(rank, ring_bytes("all_reduce", {"tensor": torch.zeros(8)}, group, rank)) for rank in group]
+def test_bytes_across_nodes_follow_the_nodes_of_the_ranks(
+    nodes: Any, group: list[int], share: float
+) -> None:
+    rings = [
+        (rank, ring_bytes("all_reduce", {"tensor": torch.zeros(8)}, group, rank)) for rank in group
+    ]
     away = [nodes[rank] != nodes[other] for rank, sent in rings for other in sent]
     assert sum(away) / len(group) == pytest.approx(share)
-    assert [sum(sent.values()) for _, sent in rings] == [2 * 32 * (len(group) - 1) / len(group)] * len(group)
+    assert [sum(sent.values()) for _, sent in rings] == [
+        2 * 32 * (len(group) - 1) / len(group)
+    ] * len(group)
     sent = exchanged_bytes({"input": torch.zeros(len(group))}, group, group[0])
     assert sent == dict.fromkeys(group[1:], 4)
 
@@ -357,7 +387,9 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [" ".join(line.replace("│", " ").split()) for line in printed.splitlines()]
     assert "Bytes and calls per rank and step (2 ranks, 7 steps)" in lines
-    assert "┃ kind ┃ mean ┃ max ┃ on rank ┃ across nodes ┃ source ┃ all_to_all ┃ all_reduce ┃" in lines
+    assert (
+        "┃ kind ┃ mean ┃ max ┃ on rank ┃ across nodes ┃ source ┃ all_to_all ┃ all_reduce ┃" in lines
+    )
     assert "ids 8 B 8 B all 4 B counted 1.0" in lines
     assert "rows 2.9 KiB 3.9 KiB 1 1.5 KiB counted 1.0" in lines
     assert "dense gradients 5 B 5 B all 2 B computed" in lines
@@ -368,5 +400,6 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
 
 def test_calls_are_counted_by_collective(on_two: dict[str, Any]) -> None:
     for actual in on_two["ranks"]:
-        # In each step: ids, rows and their gradients; a sum of seven numbers; Lightning's broadcast.
+        # In each step: ids, rows and their gradients; a sum of seven numbers; Lightning's
+        # broadcast.
         assert actual["logged"]["calls"] == {"all_to_all": 3, "all_reduce": 1, "other calls": 1}

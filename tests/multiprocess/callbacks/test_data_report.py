@@ -1,4 +1,5 @@
-"""What ranks read is shown, and ranks that read the same are warned of: on real ranks, by what they really read."""
+"""What ranks read is shown, and ranks that read the same are warned of: on real ranks, by what they
+really read."""
 
 import warnings
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ class Stream(IterableDataset):
 
 
 class Drawn(Dataset[Any]):
-    """Items of random numbers, which are alike on all ranks after one seed, or belong to their index."""
+    """Items of random numbers, which are alike on all ranks after one seed, or belong to their
+    index."""
 
     def __init__(self, by_index: bool) -> None:
         self.by_index = by_index
@@ -61,7 +63,9 @@ def _warnings_of_draws() -> list[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(Line(), DataLoader(Drawn(by_index), batch_size=2))
-        found.append([str(warning.message) for warning in caught if "read the same" in str(warning.message)])
+        found.append([
+            str(warning.message) for warning in caught if "read the same" in str(warning.message)
+        ])
     return found
 
 
@@ -78,24 +82,44 @@ def _fit(folder: str) -> dict[str, Any]:
     results = {}
     for is_divided in (False, True):
         for strategy in (TunedDDPStrategy(), TorchRecShardedStrategy()):
-            report, logger = DataReport(num_batches=2, samples_from="label"), CSVLogger(folder, version=f"{is_divided}")
-            options = DEFAULTS | {"logger": logger, "devices": rank_and_num_ranks()[1], "log_every_n_steps": 1}
+            report, logger = (
+                DataReport(num_batches=2, samples_from="label"),
+                CSVLogger(folder, version=f"{is_divided}"),
+            )
+            options = DEFAULTS | {
+                "logger": logger,
+                "devices": rank_and_num_ranks()[1],
+                "log_every_n_steps": 1,
+            }
             trainer = pl.Trainer(strategy=strategy, callbacks=report, **options)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
                 trainer.fit(model, DataLoader(Stream(is_divided), batch_size=None))
-            texts = [str(warning.message) for warning in caught if "read the same" in str(warning.message)]
+            texts = [
+                str(warning.message)
+                for warning in caught
+                if "read the same" in str(warning.message)
+            ]
             step = trainer.strategy.training_step.__func__  # nothing is left on the step's path
-            results[type(strategy).__name__, is_divided] = (texts, report.rows, step is type(strategy).training_step)
+            results[type(strategy).__name__, is_divided] = (
+                texts,
+                report.rows,
+                step is type(strategy).training_step,
+            )
     return results
 
 
-def test_ranks_that_read_the_same_data_are_named_and_each_ranks_data_is_shown(tmp_path: Any) -> None:
+def test_ranks_that_read_the_same_data_are_named_and_each_ranks_data_is_shown(
+    tmp_path: Any,
+) -> None:
     first, second = run_on_warm_ranks(_fit, 2, str(tmp_path))
     for (strategy, is_divided), (texts, rows, is_plain) in first.items():
         assert len(texts) == (0 if is_divided else 1), (strategy, texts)
-        assert all(text.startswith("ranks 0, 1 read the same data: their first 2 batches are equal") for text in texts)
+        assert all(
+            text.startswith("ranks 0, 1 read the same data: their first 2 batches are equal")
+            for text in texts
+        )
         assert second[strategy, is_divided][:2] == ([], [])
         assert is_plain
         assert second[strategy, is_divided][2]

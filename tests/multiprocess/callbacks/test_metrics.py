@@ -41,7 +41,9 @@ def _ranked(held: str, max_bytes: int) -> tuple[Tensor, dict[str, float]]:
     """Rank all queries: the first rank has none of them, the last one most."""
     rank, num_ranks = _join()
     queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
-    local_queries = slice(3 * (rank - 1), 3 * rank) if rank < num_ranks - 1 else slice(3 * (rank - 1), QUERIES)
+    local_queries = (
+        slice(3 * (rank - 1), 3 * rank) if rank < num_ranks - 1 else slice(3 * (rank - 1), QUERIES)
+    )
     local_queries = slice(0, 0) if rank == 0 else local_queries
     columns, ids = slice_of_rank(CANDIDATES), None
     if held == "all":
@@ -69,8 +71,12 @@ def _refused() -> dict[str, str]:
     calls: dict[str, Any] = {
         "shape": lambda: target_ranks(queries, targets[rank:], candidates[block], 8),
         "number": lambda: target_ranks(queries, targets, candidates[block], 9),
-        "differs": lambda: target_ranks(queries, targets, candidates[block], 8, max_bytes=100 + rank),
-        "absent": lambda: target_ranks(queries, targets * 0 + 8 * (rank == 0), candidates[block], 8),
+        "differs": lambda: target_ranks(
+            queries, targets, candidates[block], 8, max_bytes=100 + rank
+        ),
+        "absent": lambda: target_ranks(
+            queries, targets * 0 + 8 * (rank == 0), candidates[block], 8
+        ),
         "twice": lambda: target_ranks(queries, targets * 0, candidates[block], 8, ids=doubled),
     }
     actual = {}
@@ -101,7 +107,9 @@ def _updated(rank: int, num_ranks: int) -> dict[str, float]:
     metrics = make_task_metrics()
     for first in range(0, 400, 50):
         local = slice(first + rank, first + 50, num_ranks)
-        tasks = [{"click": values[local], "purchase": 1 - values[local]} for values in (preds, labels)]
+        tasks = [
+            {"click": values[local], "purchase": 1 - values[local]} for values in (preds, labels)
+        ]
         metrics.update(*tasks, users=users[local])
     actual = {name: float(value) for name, value in metrics.compute().items()}
     gauc = metrics.tasks["click"]["binned"]
@@ -147,7 +155,9 @@ def _validated() -> dict[str, float]:
         accelerator="cpu", devices=num_ranks, strategy="ddp", logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    return trainer.validate(Retrieval(), torch.utils.data.DataLoader(data, batch_size=4), verbose=False)[0]
+    return trainer.validate(
+        Retrieval(), torch.utils.data.DataLoader(data, batch_size=4), verbose=False
+    )[0]
 
 
 HELD = [("slices", 2**20), ("slices", 700), ("ids", 700), ("all", 700)]
@@ -170,7 +180,9 @@ def actual(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", HELD, ids=str)
-def test_targets_have_the_ranks_that_one_process_gives_them(actual: list[dict[str, Any]], case: Any) -> None:
+def test_targets_have_the_ranks_that_one_process_gives_them(
+    actual: list[dict[str, Any]], case: Any
+) -> None:
     queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
     truth = target_ranks(queries, targets, candidates, CANDIDATES, excluded=excluded)
     assert torch.equal(torch.cat([rank[str(case)][0] for rank in actual]), truth)
@@ -181,17 +193,24 @@ def test_targets_have_the_ranks_that_one_process_gives_them(actual: list[dict[st
         assert rank[str(case)][1] == pytest.approx(means, abs=1e-6)
 
 
-def test_what_does_not_fit_on_one_rank_is_an_error_on_every_rank(actual: list[dict[str, Any]]) -> None:
+def test_what_does_not_fit_on_one_rank_is_an_error_on_every_rank(
+    actual: list[dict[str, Any]],
+) -> None:
     for rank in actual:
         refused = rank["refused"]
-        assert "one row for each query" in refused["shape"] or "arguments of rank 1 do not fit" in refused["shape"]
+        assert (
+            "one row for each query" in refused["shape"]
+            or "arguments of rank 1 do not fit" in refused["shape"]
+        )
         assert "neither slices of num_candidates=9" in refused["number"]
         assert "max_bytes differs between ranks: [100, 101" in refused["differs"]
         assert "target 8 is no candidate" in refused["absent"]
         assert "target 0 is a candidate twice" in refused["twice"]
 
 
-def test_a_module_that_validates_on_ranks_logs_what_one_process_logs(actual: list[dict[str, Any]]) -> None:
+def test_a_module_that_validates_on_ranks_logs_what_one_process_logs(
+    actual: list[dict[str, Any]],
+) -> None:
     queries, candidates, targets, _ = drawn(QUERIES, CANDIDATES, 2)
     # Lightning's sampler fills up with the first examples.
     filled = torch.arange(-(-len(queries) // len(actual)) * len(actual)) % len(queries)
@@ -212,4 +231,6 @@ def test_metrics_of_several_tasks_are_those_of_one_process(actual: list[dict[str
 def test_ranks_without_examples_take_part(actual: list[dict[str, Any]]) -> None:
     metric = GAUC()
     metric.update(*examples()[:3])
-    assert [rank["one"] for rank in actual] == pytest.approx([float(metric.compute())] * len(actual))
+    assert [rank["one"] for rank in actual] == pytest.approx(
+        [float(metric.compute())] * len(actual)
+    )

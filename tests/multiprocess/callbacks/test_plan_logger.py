@@ -1,4 +1,5 @@
-"""PlanLogger writes the plan of a fit once, on rank 0, where the loggers write, and hands them its pictures."""
+"""PlanLogger writes the plan of a fit once, on rank 0, where the loggers write, and hands them its
+pictures."""
 
 import re
 import time
@@ -66,7 +67,11 @@ def _fit(logger: Any, path: str | None = None, **options: Any) -> dict[str, Any]
     callbacks = [sees, PlanLogger(path)]
     trainer = make_trainer(callbacks=callbacks, logger=logger, **options)
     trainer.fit(model, rank_loader(3, rank))
-    return {"losses": model.losses, "images": getattr(logger, "images", {}), "slowest": sees.critical_path}
+    return {
+        "losses": model.losses,
+        "images": getattr(logger, "images", {}),
+        "slowest": sees.critical_path,
+    }
 
 
 def _fit_without_the_callback() -> list[float]:
@@ -117,7 +122,10 @@ def test_loggers_that_take_images_get_the_pictures_and_the_page_is_written(fits:
     assert _files(folder / "images") == ["plan.html"]
     images = ranks[0]["images"]["images"]
     assert sorted(images) == sorted(f"plan/{name}" for name in PICTURES)
-    assert all(channels == 3 and kind == "uint8" and 128 < mean < 255 for channels, kind, mean in images.values())
+    assert all(
+        channels == 3 and kind == "uint8" and 128 < mean < 255
+        for channels, kind, mean in images.values()
+    )
 
 
 def test_only_rank_zero_logs(fits: Any) -> None:
@@ -127,7 +135,9 @@ def test_only_rank_zero_logs(fits: Any) -> None:
 
 def test_the_page_has_the_cost_that_the_planner_has_estimated(fits: Any) -> None:
     folder, ranks = fits
-    message = re.search(r"for tables, per step: ([\d.]+) ms", (folder / "images" / "plan.html").read_text())
+    message = re.search(
+        r"for tables, per step: ([\d.]+) ms", (folder / "images" / "plan.html").read_text()
+    )
     assert message is not None
     milliseconds = float(message[1])
     assert milliseconds == pytest.approx(ranks[0]["images"]["slowest"], rel=0.1)
@@ -136,7 +146,10 @@ def test_the_page_has_the_cost_that_the_planner_has_estimated(fits: Any) -> None
 
 def test_a_logger_without_a_folder_leaves_the_page_to_the_next(fits: Any) -> None:
     folder, _ = fits
-    assert [name for name in _files(folder / "both") if "plan" in name] == ["run/v/plan.html", "run/v/plan.json"]
+    assert [name for name in _files(folder / "both") if "plan" in name] == [
+        "run/v/plan.html",
+        "run/v/plan.json",
+    ]
 
 
 def test_a_trial_run_writes_nothing(fits: Any) -> None:

@@ -1,4 +1,5 @@
-"""Predictions of several ranks are one file, with a row for each example, in the order of the data."""
+"""Predictions of several ranks are one file, with a row for each example, in the order of the
+data."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ class Clicks(pl.LightningModule):
 
 
 def examples(number: int) -> DataLoader:
-    return DataLoader([{"id": 7 * i % 200, "name": f"item {i}"} for i in range(number)], batch_size=4)
+    return DataLoader(
+        [{"id": 7 * i % 200, "name": f"item {i}"} for i in range(number)], batch_size=4
+    )
 
 
 def _predict(folder: str, number: int) -> None:
@@ -40,15 +43,21 @@ def _predict(folder: str, number: int) -> None:
         trainer.predict(seeded(Clicks), examples(number), return_predictions=False)
 
 
-# Of 18 examples, one rank has a batch of 4, 4 and 1, the other too; of 17, the other has none in its third.
+# Of 18 examples, one rank has a batch of 4, 4 and 1, the other too; of 17, the other has none in
+# its third.
 @pytest.mark.parametrize("number", [17])
-def test_ranks_with_unequal_numbers_of_batches_write_each_example_once(tmp_path: Path, number: int) -> None:
+def test_ranks_with_unequal_numbers_of_batches_write_each_example_once(
+    tmp_path: Path, number: int
+) -> None:
     run_on_ranks(_predict, 2, str(tmp_path), number)
     model = seeded(Clicks)
     ids = torch.tensor([7 * i % 200 for i in range(number)])
     expected = model.predict_step({"id": ids}, 0)
     files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == ["TorchRecShardedStrategy.parquet", "TunedDDPStrategy.parquet"]
+    assert [file.name for file in files] == [
+        "TorchRecShardedStrategy.parquet",
+        "TunedDDPStrategy.parquet",
+    ]
     for file in files:
         table = parquet.read_table(file).to_pydict()
         assert list(table) == ["index", "name", "chance", "vector"]
@@ -69,5 +78,7 @@ def _predict_stream(folder: str) -> None:
 
 
 def test_a_stream_over_several_ranks_has_no_order_and_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="predictions cannot be brought into the order of the data"):
+    with pytest.raises(
+        RankFailed, match="predictions cannot be brought into the order of the data"
+    ):
         run_on_ranks(_predict_stream, 2, str(tmp_path))

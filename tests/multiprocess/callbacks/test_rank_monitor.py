@@ -1,4 +1,5 @@
-"""Rank 0 has what every rank measured: a rank that is slow is named, and the summary counts all ranks."""
+"""Rank 0 has what every rank measured: a rank that is slow is named, and the summary counts all
+ranks."""
 
 import json
 import time
@@ -75,7 +76,9 @@ def test_the_slow_rank_is_named_and_the_others_wait(actual: dict[str, Any]) -> N
     assert first["step_ms"] == pytest.approx(second["step_ms"], rel=0.3)
     assert (
         sum(
-            "rank 1 on" in text and "(node 0, local rank 1, cpu) took" in text and "took more time of its own" in text
+            "rank 1 on" in text
+            and "(node 0, local rank 1, cpu) took" in text
+            and "took more time of its own" in text
             for text in actual["ranks"][0]["all"]["warned"]
         )
         == 1
@@ -83,7 +86,9 @@ def test_the_slow_rank_is_named_and_the_others_wait(actual: dict[str, Any]) -> N
     assert actual["ranks"][1]["all"]["summary"] == {}
 
 
-def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(actual: dict[str, Any]) -> None:
+def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(
+    actual: dict[str, Any],
+) -> None:
     summary = actual["ranks"][0]["all"]["summary"]
     assert summary["ranks"] == 2
     assert summary["steps"] == STEPS
@@ -100,9 +105,16 @@ def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(actual: dic
     (node,) = summary["by_node"]
     assert (node["node"], node["ranks"]) == (0, [0, 1])
     assert node["samples_per_second"] == pytest.approx(summary["samples_per_second"])
-    assert node["memory_bytes"]["process"] == sum(row["memory_bytes"]["process"] for row in summary["by_rank"])
+    assert node["memory_bytes"]["process"] == sum(
+        row["memory_bytes"]["process"] for row in summary["by_rank"]
+    )
     for rank, row in enumerate(summary["by_rank"]):
-        assert (row["rank"], row["node"], row["local_rank"], row["device"]) == (rank, 0, rank, "cpu")
+        assert (row["rank"], row["node"], row["local_rank"], row["device"]) == (
+            rank,
+            0,
+            rank,
+            "cpu",
+        )
         assert row["gpu_use"] is None
         assert not [name for name in row if name.startswith("device_")], "a CPU has no events"
         assert 0 < row["memory_bytes"]["process"] <= row["memory_bytes"]["process_peak"]

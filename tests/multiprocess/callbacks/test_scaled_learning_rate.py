@@ -1,4 +1,5 @@
-"""ScaledLearningRate multiplies what optimizers and schedulers say by the ranks' factor, at every step and once."""
+"""ScaledLearningRate multiplies what optimizers and schedulers say by the ranks' factor, at every
+step and once."""
 
 import math
 from pathlib import Path
@@ -12,8 +13,21 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_distrec import ScaledLearningRate
 from lightning_distrec.errors import OptimizerError
 from tests.multiprocess.optimizers.test_learning_rates import ScheduledModel
-from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
-from tests.support.counting_rates import SCHEDULERS, CountingRates, TwoByHand, batches, rates_of_plain_loop
+from tests.support.click_model import (
+    ClickModel,
+    join_batches,
+    largest_difference,
+    make_batch,
+    rank_loader,
+    seeded,
+)
+from tests.support.counting_rates import (
+    SCHEDULERS,
+    CountingRates,
+    TwoByHand,
+    batches,
+    rates_of_plain_loop,
+)
 from tests.support.parameters import slow_except
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
@@ -22,10 +36,15 @@ Rates = list[list[float]]
 EPOCHS = 3
 
 
-def fit(module: CountingRates, scaling: dict[str, Any] | None, strategy: str = "ddp", **options: Any) -> CountingRates:
+def fit(
+    module: CountingRates, scaling: dict[str, Any] | None, strategy: str = "ddp", **options: Any
+) -> CountingRates:
     """Train on this rank. scaling: arguments of ScaledLearningRate; None: without it."""
     ckpt_path = options.pop("ckpt_path", None)
-    callbacks = [*options.pop("callbacks", []), *([] if scaling is None else [ScaledLearningRate(**scaling)])]
+    callbacks = [
+        *options.pop("callbacks", []),
+        *([] if scaling is None else [ScaledLearningRate(**scaling)]),
+    ]
     settings = DEFAULTS | {"max_epochs": EPOCHS, "callbacks": callbacks} | options
     pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **settings).fit(
         module, batches(), ckpt_path=ckpt_path
@@ -33,13 +52,21 @@ def fit(module: CountingRates, scaling: dict[str, Any] | None, strategy: str = "
     return module
 
 
-def rates(kind: str, scaling: dict[str, Any] | None, *schedule: str, **options: Any) -> tuple[Rates, Rates]:
+def rates(
+    kind: str, scaling: dict[str, Any] | None, *schedule: str, **options: Any
+) -> tuple[Rates, Rates]:
     """Return the rates that each step used, and those that the groups held after it."""
-    module = fit({"CountingRates": CountingRates, "TwoByHand": TwoByHand}[kind](*schedule), scaling, **options)
+    module = fit(
+        {"CountingRates": CountingRates, "TwoByHand": TwoByHand}[kind](*schedule),
+        scaling,
+        **options,
+    )
     return module.used, module.shown
 
 
-def _with_options(kind: str, scaling: dict[str, Any] | None, schedule: tuple[str, ...], options: dict[str, Any]) -> Any:
+def _with_options(
+    kind: str, scaling: dict[str, Any] | None, schedule: tuple[str, ...], options: dict[str, Any]
+) -> Any:
     return rates(kind, scaling, *schedule, **options)
 
 
@@ -51,7 +78,10 @@ def check(actual: Rates, expected: Rates) -> None:
 
 BY_HAND: dict[str, tuple[tuple[Any, ...], Rates]] = {
     "linear": (("CountingRates", {}, (), {}), [[2.0, 0.5]] * 12),
-    "square root": (("CountingRates", {"rule": "sqrt"}, (), {}), [[math.sqrt(2), math.sqrt(2) / 4]] * 12),
+    "square root": (
+        ("CountingRates", {"rule": "sqrt"}, (), {}),
+        [[math.sqrt(2), math.sqrt(2) / 4]] * 12,
+    ),
     "written for as many ranks": (("CountingRates", {"base_ranks": 2}, (), {}), [[1.0, 0.25]] * 12),
     "written for more ranks": (
         ("CountingRates", {"base_ranks": 8, "warmup_steps": 4}, (), {}),
@@ -63,7 +93,10 @@ BY_HAND: dict[str, tuple[tuple[Any, ...], Rates]] = {
     ),
     "warm-up with a schedule": (
         ("CountingRates", {"warmup_steps": 2}, ("StepLR",), {}),  # halved after every other step
-        [[n * rate for rate in (1.0, 0.25)] for n in (1, 1.5, 1, 1, 0.5, 0.5, *(2 / 8,) * 2, *(2 / 16,) * 2)]
+        [
+            [n * rate for rate in (1.0, 0.25)]
+            for n in (1, 1.5, 1, 1, 0.5, 0.5, *(2 / 8,) * 2, *(2 / 16,) * 2)
+        ]
         + [[2 / 32, 0.5 / 32]] * 2,
     ),
     "accumulation": (  # 2 steps in an epoch of 4 batches
@@ -95,13 +128,22 @@ def factor(step: int) -> float:
 @pytest.mark.parametrize("interval", slow_except(["step"], ["step", "epoch"]))
 def test_the_factor_multiplies_what_every_scheduler_of_torch_sets(interval: str) -> None:
     scaling = {"warmup_steps": 5}
-    calls = {name: (_with_options, "CountingRates", scaling, (name, interval), {}) for name in SCHEDULERS}
+    calls = {
+        name: (_with_options, "CountingRates", scaling, (name, interval), {}) for name in SCHEDULERS
+    }
     for results in run_each_on_ranks(calls, 3):
         for name, (used, shown) in results.items():
             print(name)
             plain = rates_of_plain_loop(name, interval, EPOCHS)
-            check(used, [[factor(step) * rate for rate in step_rates] for step, step_rates in enumerate(plain)])
-            if interval == "step" and name != "ReduceLROnPlateau":  # it steps after the groups were looked at
+            check(
+                used,
+                [
+                    [factor(step) * rate for rate in step_rates]
+                    for step, step_rates in enumerate(plain)
+                ],
+            )
+            # it steps after the groups were looked at
+            if interval == "step" and name != "ReduceLROnPlateau":
                 check(shown[:-1], plain[1:])
 
 
@@ -123,16 +165,22 @@ SCALING = {"warmup_steps": 6}
 
 
 def _save(folder: str) -> Rates:
-    saving = ModelCheckpoint(folder, every_n_epochs=1, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True)
+    saving = ModelCheckpoint(
+        folder, every_n_epochs=1, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True
+    )
     options = {"callbacks": [saving], "enable_checkpointing": True, "strategy": "ddp_tuned"}
     return fit(CountingRates("ExponentialLR"), SCALING, **options).used
 
 
 def _resume(folder: str) -> Rates:
-    return fit(CountingRates("ExponentialLR"), SCALING, "ddp_tuned", ckpt_path=f"{folder}/epoch=0.ckpt").used
+    return fit(
+        CountingRates("ExponentialLR"), SCALING, "ddp_tuned", ckpt_path=f"{folder}/epoch=0.ckpt"
+    ).used
 
 
-def test_a_resumed_run_goes_on_with_the_warm_up_on_the_factor_of_its_own_ranks(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_the_warm_up_on_the_factor_of_its_own_ranks(
+    tmp_path: Path,
+) -> None:
     plain = rates_of_plain_loop("ExponentialLR", "step", EPOCHS)
     for straight in run_on_warm_ranks(_save, 2, str(tmp_path)):
         check(straight, [[min(1 + n / 6, 2) * rate for rate in plain[n]] for n in range(12)])
@@ -145,7 +193,9 @@ def test_a_resumed_run_goes_on_with_the_warm_up_on_the_factor_of_its_own_ranks(t
 def _train_tables(schedule: str, embedding_update: str) -> tuple[dict[str, Any], list[str]]:
     model = seeded(ScheduledModel, schedule)
     trainer = make_trainer(
-        {"embedding_update": embedding_update}, max_epochs=2, callbacks=[ScaledLearningRate(warmup_steps=4)]
+        {"embedding_update": embedding_update},
+        max_epochs=2,
+        callbacks=[ScaledLearningRate(warmup_steps=4)],
     )
     kinds: list[str] = []
     model.on_train_start = lambda: kinds.extend(trainer.strategy.run_tables.fused_tables)  # type: ignore[attr-defined]
@@ -154,7 +204,9 @@ def _train_tables(schedule: str, embedding_update: str) -> tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("schedule", ["step", "epoch"])
-def test_tables_have_the_rates_of_a_plain_loop_updated_inside_of_backward_or_not(schedule: str) -> None:
+def test_tables_have_the_rates_of_a_plain_loop_updated_inside_of_backward_or_not(
+    schedule: str,
+) -> None:
     model = seeded(ScheduledModel, schedule)
     optimizer, scheduler = model.optimizer_and_scheduler()
     for step in range(10):
@@ -162,7 +214,9 @@ def test_tables_have_the_rates_of_a_plain_loop_updated_inside_of_backward_or_not
         for group, rate in zip(optimizer.param_groups, plain, strict=True):
             group["lr"] = rate * min(1 + step / 4, 2)
         optimizer.zero_grad()
-        model.training_step(join_batches([make_batch(1000 * (step % 5) + rank) for rank in range(2)]), step).backward()
+        model.training_step(
+            join_batches([make_batch(1000 * (step % 5) + rank) for rank in range(2)]), step
+        ).backward()
         optimizer.step()
         for group, rate in zip(optimizer.param_groups, plain, strict=True):
             group["lr"] = rate
@@ -175,19 +229,26 @@ def test_tables_have_the_rates_of_a_plain_loop_updated_inside_of_backward_or_not
 
 
 def _train_tables_twice(folder: str) -> list[dict[str, Any]]:
-    """Return the weights of a run that never stopped, and of one that resumes from its first epoch."""
+    """Return the weights of a run that never stopped, and of one that resumes from its first
+    epoch."""
     actual = []
     for ckpt_path in (None, f"{folder}/epoch=0.ckpt"):
         model = seeded(ScheduledModel, "step")
-        saving = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True)
+        saving = ModelCheckpoint(
+            folder, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True
+        )
         callbacks = [ScaledLearningRate(warmup_steps=8), *([] if ckpt_path else [saving])]
-        trainer = make_trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=not ckpt_path)
+        trainer = make_trainer(
+            max_epochs=2, callbacks=callbacks, enable_checkpointing=not ckpt_path
+        )
         trainer.fit(model, rank_loader(5, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
         actual.append(model.final_state)
     return actual
 
 
-def test_tables_that_are_resumed_within_the_warm_up_end_as_those_that_never_stopped(tmp_path: Path) -> None:
+def test_tables_that_are_resumed_within_the_warm_up_end_as_those_that_never_stopped(
+    tmp_path: Path,
+) -> None:
     for straight, resumed in run_on_warm_ranks(_train_tables_twice, 2, str(tmp_path)):
         assert max(largest_difference(resumed, straight).values()) <= 1e-7
 
@@ -215,7 +276,9 @@ class SetsItsRate(ClickModel):
 
 
 def _train_click_model(kind: str, embedding_update: str) -> None:
-    model = seeded({"ByHand": ByHand, "SetsItsRate": SetsItsRate}[kind], torch.optim.SGD, {"lr": 0.1})
+    model = seeded(
+        {"ByHand": ByHand, "SetsItsRate": SetsItsRate}[kind], torch.optim.SGD, {"lr": 0.1}
+    )
     trainer = make_trainer({"embedding_update": embedding_update}, callbacks=[ScaledLearningRate()])
     trainer.fit(model, rank_loader(2, rank_and_num_ranks()[0]))
 
@@ -223,12 +286,24 @@ def _train_click_model(kind: str, embedding_update: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "embedding_update", "message"),
     [
-        ("ByHand", "fused", "this backward runs outside of optimizer.step.*Set embedding_update='auto'"),
-        ("SetsItsRate", "auto", "param group 0 of SGD was set during a step.*in on_train_batch_start"),
+        (
+            "ByHand",
+            "fused",
+            "this backward runs outside of optimizer.step.*Set embedding_update='auto'",
+        ),
+        (
+            "SetsItsRate",
+            "auto",
+            "param group 0 of SGD was set during a step.*in on_train_batch_start",
+        ),
     ],
 )
-def test_rates_that_would_not_be_scaled_are_reported(kind: str, embedding_update: str, message: str) -> None:
-    with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: ScaledLearningRate: .*{message}"):
+def test_rates_that_would_not_be_scaled_are_reported(
+    kind: str, embedding_update: str, message: str
+) -> None:
+    with pytest.raises(
+        RankFailed, match=f"{OptimizerError.__name__}: ScaledLearningRate: .*{message}"
+    ):
         run_on_warm_ranks(_train_click_model, 2, kind, embedding_update)
 
 

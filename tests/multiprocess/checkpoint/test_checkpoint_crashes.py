@@ -1,7 +1,8 @@
-"""A rank dies at any moment while checkpoints are written: what stands under a name is whole, of one step, and recent.
+"""A rank dies at any moment while checkpoints are written: what stands under a name is whole, of
+one step, and recent.
 
-`DISTREC_CRASHES`: how many kills each kind of saving gets; by default three at least, and as many as 15 s hold.
-What is drawn is drawn from the seed of a test and from `DISTREC_SEED`.
+`DISTREC_CRASHES`: how many kills each kind of saving gets; by default three at least, and as many
+as 15 s hold. What is drawn is drawn from the seed of a test and from `DISTREC_SEED`.
 """
 
 import itertools
@@ -31,7 +32,14 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from lightning_distrec import atomic_files as on_disk
 from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.checkpoint import atomic_folder
-from lightning_distrec.checkpoint.atomic_folder import MARKER, NEW, UNFINISHED, clean_up, is_checkpoint, remove
+from lightning_distrec.checkpoint.atomic_folder import (
+    MARKER,
+    NEW,
+    UNFINISHED,
+    clean_up,
+    is_checkpoint,
+    remove,
+)
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
 from lightning_distrec.chunks import Chunk, ChunkedTensor
@@ -65,19 +73,24 @@ class Endless(Dataset):
 
 
 class Numbers(pl.LightningModule):
-    """All that it learns is the number of the step. One table is updated by FBGEMM, the other by the optimizer."""
+    """All that it learns is the number of the step. One table is updated by FBGEMM, the other by
+    the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[feature])
+            EmbeddingBagConfig(
+                name=name, embedding_dim=DIM, num_embeddings=ROWS, feature_names=[feature]
+            )
             for name, feature in (("fused", "a"), ("kept", "b"))
         ]
         self.ebc = EmbeddingBagCollection(tables=configs)
         self.top = torch.nn.Linear(2 * DIM, 1)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        bags = self.ebc(KeyedJaggedTensor(keys=["a", "b"], values=batch["ids"], lengths=batch["lengths"]))
+        bags = self.ebc(
+            KeyedJaggedTensor(keys=["a", "b"], values=batch["ids"], lengths=batch["lengths"])
+        )
         loss = self.top(bags.values()).square().mean()
         self.log("score", float(self.global_step))
         return loss
@@ -90,8 +103,14 @@ class Counts(pl.Callback):
     """Fills all that a checkpoint holds with the number of the step, before it is saved."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        wrong = {name for name, tensor in _held(trainer) if not bool((tensor == trainer.global_step).all())}
-        assert not wrong or trainer.global_step == 0, f"resumed at step {trainer.global_step} with other {wrong}"
+        wrong = {
+            name
+            for name, tensor in _held(trainer)
+            if not bool((tensor == trainer.global_step).all())
+        }
+        assert not wrong or trainer.global_step == 0, (
+            f"resumed at step {trainer.global_step} with other {wrong}"
+        )
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         torch.manual_seed(trainer.global_step)
@@ -106,17 +125,26 @@ def _held(trainer: pl.Trainer) -> Iterator[tuple[str, Tensor]]:
         with without_torch_function():
             held = [shard.weight.data for shard in table_options]
         yield from ((name, data) for data in held)
-    yield from (("fused state", tensor) for tensors in shards.fused_state().values() for tensor in tensors)
+    yield from (
+        ("fused state", tensor) for tensors in shards.fused_state().values() for tensor in tensors
+    )
     yield from ((name, p.data) for name, p in trainer.lightning_module.top.named_parameters())
     for state in trainer.optimizers[0].state.values():
         yield from (("state", value) for value in state.values() if value.dim())
 
 
 def _train(folder: str, is_async: bool, one_file: bool) -> None:
-    """Train and save after every step, on from the last checkpoint, until killed; write down what was reported."""
+    """Train and save after every step, on from the last checkpoint, until killed; write down what
+    was reported."""
     leftovers = _outdated(Path(folder))
     keep = ModelCheckpoint(
-        folder, filename="{step}", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1, save_last=True
+        folder,
+        filename="{step}",
+        monitor="score",
+        mode="max",
+        save_top_k=2,
+        every_n_train_steps=1,
+        save_last=True,
     )
     checkpoint = {"async_save": is_async, "distributed": not one_file}
     options = {"checkpoint": checkpoint, "tables": {"ebc.kept": {"embedding_update": "dense"}}}
@@ -126,7 +154,8 @@ def _train(folder: str, is_async: bool, one_file: bool) -> None:
     def saved(checkpoint: dict[str, Any], path: str, storage_options: Any = None) -> None:
         save(checkpoint, path, storage_options)
         begun.append((checkpoint["global_step"], Path(path).name))
-        reported = begun[:-1] if is_async else begun  # an asynchronous one has been waited for by the next
+        # an asynchronous one has been waited for by the next
+        reported = begun[:-1] if is_async else begun
         if reported:
             remaining = [path.name for path in leftovers if path.exists()]
             assert not remaining, f"left over after a save: {remaining}"
@@ -135,7 +164,11 @@ def _train(folder: str, is_async: bool, one_file: bool) -> None:
     trainer.strategy.save_checkpoint = saved
     last = Path(folder) / "last.ckpt"
     try:
-        trainer.fit(Numbers(), DataLoader(Endless(), batch_size=None), ckpt_path=last if last.exists() else None)
+        trainer.fit(
+            Numbers(),
+            DataLoader(Endless(), batch_size=None),
+            ckpt_path=last if last.exists() else None,
+        )
     except BaseException as error:
         _note(folder, "".join(traceback.format_exception(error)), "error")
         sys.last_value = error  # as at the end of a script
@@ -153,22 +186,28 @@ def _hidden(folder: Path) -> list[Path]:
 
 
 def _outdated(folder: Path) -> list[Path]:
-    """Return what the next save is to remove: not what a writer had no lock on yet, which is given some minutes."""
+    """Return what the next save is to remove: not what a writer had no lock on yet, which is given
+    some minutes."""
     return [path for path in _hidden(folder) if not path.name.startswith(NEW)]
 
 
 def _step_of(path: Path) -> int:
-    """Return the step that a checkpoint is of; fails where anything in it is of another one, or missing."""
+    """Return the step that a checkpoint is of; fails where anything in it is of another one, or
+    missing."""
     steps = set()
     for rank in range(2):
         loaded = load(path, rank, 2)
         checkpoint = loaded.checkpoint
         steps.add(checkpoint["global_step"])
-        steps.add(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"])
+        steps.add(
+            checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["processed"]
+        )
         states = checkpoint["optimizer_states"][0]["state"]
         assert len(states) == 4, states.keys()
         tensors = dict(checkpoint["state_dict"])
-        tensors |= {f"{name} {key}": value for name, state in states.items() for key, value in state.items()}
+        tensors |= {
+            f"{name} {key}": value for name, state in states.items() for key, value in state.items()
+        }
         assert len(tensors) == 12, tensors.keys()
         for value in tensors.values():
             steps |= set(_read(value).unique().tolist())
@@ -199,7 +238,8 @@ class Kills:
         folder.mkdir()
 
     def kill(self, victims: tuple[int, ...], saves: int, part: float) -> None:
-        """Start the ranks; kill some of them after so many saves, and a part of another; look at what is left."""
+        """Start the ranks; kill some of them after so many saves, and a part of another; look at
+        what is left."""
         for note in self.folder.parent.glob(f"{self.folder.name}.*"):
             note.unlink()
         context = multiprocessing.get_context("forkserver")
@@ -208,15 +248,22 @@ class Kills:
         # Files and folders take turns, and replace each other under one name.
         port, arguments = free_port(), (str(self.folder), self.is_async, len(self.told) % 2 == 0)
         ranks = [
-            context.Process(target=_run, args=(_train, arguments, rank, 2, port, str(scratch))) for rank in range(2)
+            context.Process(target=_run, args=(_train, arguments, rank, 2, port, str(scratch)))
+            for rank in range(2)
         ]
         for process in ranks:
             process.start()
         try:
             begun = time.monotonic()
             for count in (1, saves):
-                self._wait(lambda n=count: self._saves() >= n or not all(p.is_alive() for p in ranks), LIMIT_SECONDS)
-                begun, seconds = time.monotonic(), part * (time.monotonic() - begun) / max(1, saves - 1)
+                self._wait(
+                    lambda n=count: self._saves() >= n or not all(p.is_alive() for p in ranks),
+                    LIMIT_SECONDS,
+                )
+                begun, seconds = (
+                    time.monotonic(),
+                    part * (time.monotonic() - begun) / max(1, saves - 1),
+                )
             time.sleep(seconds)
             assert not self._notes("error"), "\n".join(self._notes("error").values())
             for rank in victims:
@@ -232,7 +279,9 @@ class Kills:
         self._look(victims, [process.exitcode for process in ranks])
         messages = [text.strip().splitlines()[-1] for text in self._notes("error").values()]
         when = f"{saves} saves and {seconds:.3f} s"
-        self.told.append(f"killed {victims} after {when}; ended in {took:.2f} s; step {self.step}; {messages}")
+        self.told.append(
+            f"killed {victims} after {when}; ended in {took:.2f} s; step {self.step}; {messages}"
+        )
 
     def _look(self, victims: tuple[int, ...], codes: list[Any]) -> None:
         for rank in {0, 1} - set(victims):
@@ -241,11 +290,23 @@ class Kills:
             assert "Error" in error
             assert "AssertionError" not in error, error
         step, name = self._reported()
-        assert (self.folder / name).exists() or not name.startswith("step"), f"{name} was reported and is gone"
-        actual = {path.name: _step_of(path) for path in self.folder.iterdir() if not path.name.startswith(".")}
+        assert (self.folder / name).exists() or not name.startswith("step"), (
+            f"{name} was reported and is gone"
+        )
+        actual = {
+            path.name: _step_of(path)
+            for path in self.folder.iterdir()
+            if not path.name.startswith(".")
+        }
         for seen, step_values in actual.items():
-            assert seen == "last.ckpt" or re.fullmatch(rf"step={step_values}(-v\d+)?\.ckpt", seen), actual
-        assert actual["last.ckpt"] >= max(self.step, step if name == "last.ckpt" else step - 1), (actual, step, name)
+            assert seen == "last.ckpt" or re.fullmatch(
+                rf"step={step_values}(-v\d+)?\.ckpt", seen
+            ), actual
+        assert actual["last.ckpt"] >= max(self.step, step if name == "last.ckpt" else step - 1), (
+            actual,
+            step,
+            name,
+        )
         self.step = actual["last.ckpt"]
 
     def _notes(self, kind: str) -> dict[int, str]:
@@ -257,7 +318,12 @@ class Kills:
         return min(counts) if len(counts) == 2 else 0
 
     def _reported(self) -> tuple[int, str]:
-        lines = [line.split() for text in self._notes("reported").values() for line in text.splitlines() if line]
+        lines = [
+            line.split()
+            for text in self._notes("reported").values()
+            for line in text.splitlines()
+            if line
+        ]
         return max((int(step), name) for step, name in (line for line in lines if len(line) == 2))
 
     @staticmethod
@@ -279,20 +345,29 @@ def test_after_a_kill_at_any_moment_every_checkpoint_is_whole_and_the_last_is_re
     kills, began, done = Kills(tmp_path / "run", is_async), time.monotonic(), 0
     draw = random.Random(f"{is_async} {seed} {SEED}")
     try:
-        while done < KILLS or (not KILLS and (done < 3 or time.monotonic() - began < SECONDS_OF_KILLS)):
-            kills.kill(draw.choice([(0,), (1,), (0,), (1,), (0, 1)]), draw.randint(2, 5), draw.random())
+        while done < KILLS or (
+            not KILLS and (done < 3 or time.monotonic() - began < SECONDS_OF_KILLS)
+        ):
+            kills.kill(
+                draw.choice([(0,), (1,), (0,), (1,), (0, 1)]), draw.randint(2, 5), draw.random()
+            )
             done += 1
     finally:
         print(f"{done} kills in {time.monotonic() - began:.0f} s\n" + "\n".join(kills.told))
     assert kills.step > done / 2, "hardly anything was saved between the kills"
 
 
-# ------------------------------------------------------------------------------------------------- a script of a user
+# -------------------------------------------------------------------------------------------------
+# a script of a user
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("is_async", "victim"), [(False, 0), (True, 1)], ids=["sync, first rank", "async, second"])
-def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_async: bool, victim: int) -> None:
+@pytest.mark.parametrize(
+    ("is_async", "victim"), [(False, 0), (True, 1)], ids=["sync, first rank", "async, second"]
+)
+def test_a_script_whose_other_rank_was_killed_ends_by_itself(
+    tmp_path: Path, is_async: bool, victim: int
+) -> None:
     (folder := tmp_path / "run").mkdir()
     command = [
         sys.executable,
@@ -302,7 +377,12 @@ def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_
         str(int(is_async)),
         str(victim),
     ]
-    common = {"WORLD_SIZE": "2", "TEST_NUM_RANKS": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    common = {
+        "WORLD_SIZE": "2",
+        "TEST_NUM_RANKS": "2",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     common |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     messages = [open(tmp_path / f"{rank}.said", "w+") for rank in range(2)]  # noqa: SIM115  the processes write into them
     ranks = [
@@ -315,7 +395,10 @@ def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_
         for rank in range(2)
     ]
     try:
-        Kills._wait(lambda: (folder / "last.ckpt").exists() or any(p.poll() is not None for p in ranks), LIMIT_SECONDS)
+        Kills._wait(
+            lambda: (folder / "last.ckpt").exists() or any(p.poll() is not None for p in ranks),
+            LIMIT_SECONDS,
+        )
         time.sleep(random.uniform(0.0, 0.3))
         ranks[victim].kill()
         killed = time.monotonic()
@@ -333,12 +416,14 @@ def test_a_script_whose_other_rank_was_killed_ends_by_itself(tmp_path: Path, is_
     assert _step_of(folder / "last.ckpt") >= 1
 
 
-# --------------------------------------------------------------------------------- a process dies at every line of ours
+# --------------------------------------------------------------------------------- a process dies
+# at every line of ours
 
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: what is written hundreds of times need not wait for a disk."""
+    """A folder in memory where there is one: what is written hundreds of times need not wait for a
+    disk."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -349,7 +434,10 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 def _write(path: Path, step: int) -> None:
     tensors = {name: torch.full((6, 4), float(step)) for name in ("a", "b")}
-    state = {name: ChunkedTensor((6, 4), torch.float32, [Chunk((0, 0), tensor)]) for name, tensor in tensors.items()}
+    state = {
+        name: ChunkedTensor((6, 4), torch.float32, [Chunk((0, 0), tensor)])
+        for name, tensor in tensors.items()
+    }
     checkpoint = {"state_dict": state, "global_step": step}
     content = RankContent(path=path, checkpoint=checkpoint, rank_state={"step": step})
     take_folder_snapshot(content, SingleRank()).write(SingleRank())
@@ -359,13 +447,18 @@ def _written(path: Path) -> int:
     """Return the step of what `_write` wrote; fails where it is not all there."""
     loaded = load(path, 0, 1)
     steps = {loaded.checkpoint["global_step"], loaded.rank_state["step"]}
-    steps |= {float(x) for value in loaded.checkpoint["state_dict"].values() for x in _read(value).unique()}
+    steps |= {
+        float(x)
+        for value in loaded.checkpoint["state_dict"].values()
+        for x in _read(value).unique()
+    }
     assert len(steps) == 1, steps
     return int(steps.pop())
 
 
 def _dies_at(line: int, action: Callable[[], None]) -> int:
-    """Do this in a child that ends at once at its n-th line of ON_DISK; return 9, or 0 once it was through."""
+    """Do this in a child that ends at once at its n-th line of ON_DISK; return 9, or 0 once it was
+    through."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
@@ -389,10 +482,14 @@ def _without_exchange() -> None:
 
 
 def _die_everywhere(scratch: str, has_old: bool, exchange: bool) -> dict[str, int]:
-    """Write step 2 over step 1, or first, dying at one line after the other. Returns how often what was found."""
+    """Write step 2 over step 1, or first, dying at one line after the other. Returns how often what
+    was found."""
     if not exchange:
         _without_exchange()
-    template, actual = Path(scratch) / "template", {"lines": 0, "old": 0, "new": 0, "none": 0, "hidden": 0}
+    template, actual = (
+        Path(scratch) / "template",
+        {"lines": 0, "old": 0, "new": 0, "none": 0, "hidden": 0},
+    )
     template.mkdir()
     if has_old:
         _write(template / "last.ckpt", 1)
@@ -438,7 +535,8 @@ def test_a_writer_that_dies_at_any_line_leaves_the_old_or_the_new_one(
         assert actual["none"] > 20
     else:
         assert actual["old"] > 20
-        assert (actual["none"] > 0) == (not exchange)  # between two renames there is a moment without the name
+        # between two renames there is a moment without the name
+        assert (actual["none"] > 0) == (not exchange)
 
 
 def _remove_everywhere(scratch: str) -> int:
@@ -466,9 +564,11 @@ def test_a_removal_that_dies_at_any_line_leaves_the_checkpoint_whole_or_gone(scr
 
 
 def _cleaned_everywhere(scratch: str) -> dict[int, str]:
-    """Write step 2 over step 1, another job cleaning up at one line after the other. Returns what went wrong, by line.
+    """Write step 2 over step 1, another job cleaning up at one line after the other. Returns what
+    went wrong, by line.
 
-    The job is this process: a lock that it has taken once is not its own when it opens the file again.
+    The job is this process: a lock that it has taken once is not its own when it opens the file
+    again.
     """
     template, wrong = Path(scratch) / "template", {}
     template.mkdir()
@@ -478,13 +578,19 @@ def _cleaned_everywhere(scratch: str) -> dict[int, str]:
         countdown = itertools.count(line, -1)
 
         def look(
-            frame: Any, event: str, argument: Any, folder: Path = folder, countdown: Iterator[int] = countdown
+            frame: Any,
+            event: str,
+            argument: Any,
+            folder: Path = folder,
+            countdown: Iterator[int] = countdown,
         ) -> Any:
             if event == "line" and next(countdown) == 1:
                 clean_up(folder)
             return look
 
-        sys.settrace(lambda frame, *_, look=look: look if frame.f_code.co_filename in ON_DISK else None)
+        sys.settrace(
+            lambda frame, *_, look=look: look if frame.f_code.co_filename in ON_DISK else None
+        )
         try:
             _write(folder / "last.ckpt", 2)
             assert _written(folder / "last.ckpt") == 2
@@ -534,7 +640,8 @@ def test_a_checkpoint_that_lost_its_name_between_two_renames_gets_it_back(tmp_pa
     assert _written(tmp_path / "last.ckpt") in (1, 2)
 
 
-# ------------------------------------------------------------------------------------------- and when the power goes
+# ------------------------------------------------------------------------------------------- and
+# when the power goes
 
 
 def test_all_files_are_on_disk_before_the_marker_and_the_marker_before_the_name(
@@ -545,7 +652,11 @@ def test_all_files_are_on_disk_before_the_marker_and_the_marker_before_the_name(
 
     def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            place = os.readlink(f"/proc/self/fd/{arguments[0]}") if kind == "fsync" else str(arguments[0])
+            place = (
+                os.readlink(f"/proc/self/fd/{arguments[0]}")
+                if kind == "fsync"
+                else str(arguments[0])
+            )
             events.append(f"{kind} {Path(place).name}")
             return function(*arguments)
 
@@ -557,11 +668,18 @@ def test_all_files_are_on_disk_before_the_marker_and_the_marker_before_the_name(
     for step in (1, 2):
         events.clear()
         _write(tmp_path / "last.ckpt", step)
-        named = next(i for i, event in enumerate(events) if event.split()[0] != "fsync" and UNFINISHED in event)
+        named = next(
+            i
+            for i, event in enumerate(events)
+            if event.split()[0] != "fsync" and UNFINISHED in event
+        )
         hidden, old = events[named].split()[1], events[:named]
         assert old.index(f"fsync {MARKER}") < old.index(f"fsync {hidden}")
         files = {file.name for file in (tmp_path / "last.ckpt").iterdir()} - {MARKER}
-        on_disk = {event.removeprefix("fsync ").removesuffix(".tmp") for event in old[: old.index(f"fsync {MARKER}")]}
+        on_disk = {
+            event.removeprefix("fsync ").removesuffix(".tmp")
+            for event in old[: old.index(f"fsync {MARKER}")]
+        }
         assert files <= on_disk
         assert events[named + 1] == f"fsync {tmp_path.name}"
 

@@ -1,4 +1,5 @@
-"""Saving and loading when something goes wrong: all ranks say so, with the reason, and what was complete stays."""
+"""Saving and loading when something goes wrong: all ranks say so, with the reason, and what was
+complete stays."""
 
 import contextlib
 import os
@@ -35,15 +36,21 @@ from tests.support.plain_checkpoints import load
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
-KINDS = pytest.mark.parametrize("is_async", slow_except([True], [False, True]), ids=["sync", "async"])
+KINDS = pytest.mark.parametrize(
+    "is_async", slow_except([True], [False, True]), ids=["sync", "async"]
+)
 TOO_LARGE = {"tensors": 4096, "the rest": 15000}
-"""What is written when a file may not be larger than that: the tensors' files have 14.8 kB, the ranks' own 15.7 kB."""
+"""What is written when a file may not be larger than that: the tensors' files have 14.8 kB, the
+ranks' own 15.7 kB."""
 
 
 class Model(ClickModel):
-    """A click model that calls what it is told to at a step, keeps what it finds at every step, and logs a score."""
+    """A click model that calls what it is told to at a step, keeps what it finds at every step, and
+    logs a score."""
 
-    def __init__(self, position: dict[int, Callable[[], Any]] | None = None, watch: Path | None = None) -> None:
+    def __init__(
+        self, position: dict[int, Callable[[], Any]] | None = None, watch: Path | None = None
+    ) -> None:
         super().__init__(torch.optim.Adagrad, {"lr": 0.1})
         self.at, self.watch = position or {}, watch
         self.seconds = 0.0
@@ -80,7 +87,9 @@ def _trainer(is_async: bool = False, *callbacks: Any, **options: Any) -> pl.Trai
     }
     strategy |= {key: options.pop(key) for key in ("prefetch", "tables") if key in options}
     checkpointing = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    return make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=checkpointing, **options)
+    return make_trainer(
+        strategy, callbacks=list(callbacks), enable_checkpointing=checkpointing, **options
+    )
 
 
 def _fit(trainer: pl.Trainer, model: Model, steps: int, **options: Any) -> str:
@@ -94,7 +103,9 @@ def _fit(trainer: pl.Trainer, model: Model, steps: int, **options: Any) -> str:
 
 def _names(folder: Path) -> list[str]:
     """Return what is in a folder; all hidden ones have one name."""
-    return sorted(UNFINISHED if path.name.startswith(UNFINISHED) else path.name for path in folder.iterdir())
+    return sorted(
+        UNFINISHED if path.name.startswith(UNFINISHED) else path.name for path in folder.iterdir()
+    )
 
 
 def _names_in_the_end(folder: Path) -> list[str]:
@@ -110,7 +121,11 @@ def _content(path: Path, rank: int = 0) -> tuple[Any, Any]:
     def read(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: read(item) for key, item in value.items()}
-        return type(value)(map(read, value)) if isinstance(value, (list, tuple)) else materialized(value)
+        return (
+            type(value)(map(read, value))
+            if isinstance(value, (list, tuple))
+            else materialized(value)
+        )
 
     return read(loaded.checkpoint), read(loaded.rank_state)
 
@@ -161,7 +176,9 @@ def _no_limit() -> Iterator[None]:
 def _limit(failing_rank: int, size: int) -> None:
     """Let files of one rank be no larger than that: EFBIG, as a full disk gives ENOSPC."""
     if rank_and_num_ranks()[0] == failing_rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
 
 
 # ----------------------------------------------------------------------------------------------------- a disk is full
@@ -178,11 +195,22 @@ class WithoutTables(Model):
 
 
 def _disk_full(
-    scratch: str, is_async: bool, failing_rank: int, case: str, steps: int, kind: type[Model] = Model, depth: int = 3
+    scratch: str,
+    is_async: bool,
+    failing_rank: int,
+    case: str,
+    steps: int,
+    kind: type[Model] = Model,
+    depth: int = 3,
 ) -> dict[str, Any]:
     """Save at step 2, then to the same name at step 4, when one rank's disk is full."""
-    path = _folder(scratch, f"{is_async}-{failing_rank}-{case}-{steps}-{kind.__name__}-{depth}") / "it.ckpt"
-    trainer = _trainer(is_async, prefetch={"depth": depth}, **{} if kind is Model else {"tables": {}})
+    path = (
+        _folder(scratch, f"{is_async}-{failing_rank}-{case}-{steps}-{kind.__name__}-{depth}")
+        / "it.ckpt"
+    )
+    trainer = _trainer(
+        is_async, prefetch={"depth": depth}, **{} if kind is Model else {"tables": {}}
+    )
 
     def again() -> None:
         if is_async:
@@ -194,7 +222,12 @@ def _disk_full(
     model.seconds = 0.02 if is_async else 0.0
     with _no_limit():
         raised = _fit(trainer, model, steps)
-    return {"raised": raised, "steps": model.steps, "old": _step(path), "names": _names_in_the_end(path.parent)}
+    return {
+        "raised": raised,
+        "steps": model.steps,
+        "old": _step(path),
+        "names": _names_in_the_end(path.parent),
+    }
 
 
 def _folder(scratch: str, name: str) -> Path:
@@ -204,10 +237,15 @@ def _folder(scratch: str, name: str) -> Path:
 
 
 @KINDS
-def test_a_full_disk_of_one_rank_raises_on_all_and_the_old_checkpoint_stays(tmp_path: Path, is_async: bool) -> None:
+def test_a_full_disk_of_one_rank_raises_on_all_and_the_old_checkpoint_stays(
+    tmp_path: Path, is_async: bool
+) -> None:
     further = (60, 4) if is_async else (60,)  # steps after it, or none
     cases: list[Any] = [
-        (failing_rank, case, steps) for failing_rank in (0, 1) for case in TOO_LARGE for steps in further
+        (failing_rank, case, steps)
+        for failing_rank in (0, 1)
+        for case in TOO_LARGE
+        for steps in further
     ]
     cases += [(0, "tensors", 60, Model, 1), (1, "the rest", 60, WithoutTables)]
     calls = {str(case): (_disk_full, str(tmp_path), is_async, *case) for case in cases}
@@ -248,7 +286,10 @@ def test_a_file_system_without_space_is_reported_on_all_ranks_and_keeps_the_old_
     tmp_path: Path, is_async: bool
 ) -> None:
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", tmp_path], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
@@ -292,8 +333,12 @@ def _fails_at_the_end(scratch: str, is_async: bool, case: str) -> dict[str, Any]
 
 
 @KINDS
-def test_a_disk_that_fails_at_the_very_end_leaves_the_old_checkpoint(tmp_path: Path, is_async: bool) -> None:
-    calls = {case: (_fails_at_the_end, str(tmp_path), is_async, case) for case in ("marker", "exchange")}
+def test_a_disk_that_fails_at_the_very_end_leaves_the_old_checkpoint(
+    tmp_path: Path, is_async: bool
+) -> None:
+    calls = {
+        case: (_fails_at_the_end, str(tmp_path), is_async, case) for case in ("marker", "exchange")
+    }
     for rank_results in run_each_on_ranks(calls, 2):
         for actual in rank_results.values():
             assert actual["raised"].startswith("CheckpointError: "), actual
@@ -315,7 +360,9 @@ def _nowhere(scratch: str, is_async: bool) -> list[str]:
 @KINDS
 def test_a_path_that_cannot_be_is_reported_on_every_rank(tmp_path: Path, is_async: bool) -> None:
     for rank_results in run_on_ranks(_nowhere, 2, str(tmp_path), is_async):
-        for message, reason in zip(rank_results, ["File exists", "Not a directory", "No such file"], strict=True):
+        for message, reason in zip(
+            rank_results, ["File exists", "Not a directory", "No such file"], strict=True
+        ):
             assert message.startswith("CheckpointError: "), message
             assert reason in message
             assert "cannot be written" in message
@@ -332,13 +379,19 @@ def test_a_file_of_the_same_name_is_replaced(tmp_path: Path) -> None:
     assert run_on_ranks(_over_a_file, 2, str(tmp_path)) == [(2, ["it.ckpt"])] * 2
 
 
-# ------------------------------------------------------------------------------------------- what is kept meanwhile
+# ------------------------------------------------------------------------------------------- what
+# is kept meanwhile
 
 
 def _top_1(scratch: str, is_async: bool, fails: bool) -> dict[str, Any]:
     folder = _folder(scratch, f"{is_async}-{fails}")
     keep = ModelCheckpoint(
-        folder, filename="best-{step}", monitor="score", mode="max", save_top_k=1, every_n_train_steps=4
+        folder,
+        filename="best-{step}",
+        monitor="score",
+        mode="max",
+        save_top_k=1,
+        every_n_train_steps=4,
     )
     trainer, model = _trainer(is_async, keep), _model(watch=folder)
 
@@ -351,12 +404,18 @@ def _top_1(scratch: str, is_async: bool, fails: bool) -> dict[str, Any]:
     model.at, model.seconds = {7: before_second}, 0.05
     with _no_limit(), _slow(0.4) as writes:
         raised = _fit(trainer, model, 11 if is_async else 9)
-    return {"raised": raised, "watched": model.watched, "names": _names_in_the_end(folder), "writes": len(writes)}
+    return {
+        "raised": raised,
+        "watched": model.watched,
+        "names": _names_in_the_end(folder),
+        "writes": len(writes),
+    }
 
 
 def test_the_old_best_is_removed_only_once_the_new_one_is_complete(tmp_path: Path) -> None:
     calls = {
-        str(case): (_top_1, str(tmp_path), *case) for case in [(a, f) for a in (False, True) for f in (False, True)]
+        str(case): (_top_1, str(tmp_path), *case)
+        for case in [(a, f) for a in (False, True) for f in (False, True)]
     }
     for rank_results in run_each_on_ranks(calls, 2):
         for is_async in (False, True):
@@ -365,18 +424,30 @@ def test_the_old_best_is_removed_only_once_the_new_one_is_complete(tmp_path: Pat
             assert bad["raised"].startswith("CheckpointError: "), bad
             assert bad["names"] == ["best-step=4.ckpt"], bad
             assert good["writes"] == 2
-            for names in good["watched"][8:] if is_async else []:  # the write takes longer than the rest of the steps
+            # the write takes longer than the rest of the steps
+            for names in good["watched"][8:] if is_async else []:
                 assert names == [UNFINISHED, "best-step=4.ckpt"]
 
 
 def _every_step(folder: str) -> dict[str, Any]:
     keep = ModelCheckpoint(
-        folder, filename="{step}", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1, save_last=True
+        folder,
+        filename="{step}",
+        monitor="score",
+        mode="max",
+        save_top_k=2,
+        every_n_train_steps=1,
+        save_last=True,
     )
     model = _model(watch=Path(folder))
     with _slow(0.1) as writes:
         raised = _fit(_trainer(True, keep), model, 5)
-    return {"raised": raised, "watched": model.watched, "names": _names_in_the_end(Path(folder)), "writes": writes}
+    return {
+        "raised": raised,
+        "watched": model.watched,
+        "names": _names_in_the_end(Path(folder)),
+        "writes": writes,
+    }
 
 
 def test_at_most_one_checkpoint_is_being_written(tmp_path: Path) -> None:
@@ -387,12 +458,18 @@ def test_at_most_one_checkpoint_is_being_written(tmp_path: Path) -> None:
         for (_, ended), (began, _) in zip(actual["writes"], actual["writes"][1:], strict=False):
             assert began >= ended
         assert max(names.count(UNFINISHED) for names in actual["watched"]) == 1
-    assert [_step(tmp_path / name) for name in ("last.ckpt", "step=4.ckpt", "step=5.ckpt")] == [5, 4, 5]
+    assert [_step(tmp_path / name) for name in ("last.ckpt", "step=4.ckpt", "step=5.ckpt")] == [
+        5,
+        4,
+        5,
+    ]
 
 
 def _same_names(scratch: str, is_async: bool) -> list[tuple[str, int]]:
     folder = _folder(scratch, str(is_async))
-    keep = ModelCheckpoint(folder, filename="best", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1)
+    keep = ModelCheckpoint(
+        folder, filename="best", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1
+    )
     with _slow(0.2):
         assert not _fit(_trainer(is_async, keep), _model(), 2)
     return [(name, _step(folder / name)) for name in _names_in_the_end(folder)]
@@ -414,11 +491,15 @@ def _snapshot(scratch: str, is_async: bool) -> int:
     return model.steps
 
 
-def test_what_an_asynchronous_checkpoint_holds_is_of_the_step_at_which_it_was_saved(tmp_path: Path) -> None:
+def test_what_an_asynchronous_checkpoint_holds_is_of_the_step_at_which_it_was_saved(
+    tmp_path: Path,
+) -> None:
     calls = {str(is_async): (_snapshot, str(tmp_path), is_async) for is_async in (False, True)}
     run_each_on_ranks(calls, 2)
     for rank in range(2):
-        sync, asynchronous = (_content(tmp_path / f"{is_async}.ckpt", rank) for is_async in (False, True))
+        sync, asynchronous = (
+            _content(tmp_path / f"{is_async}.ckpt", rank) for is_async in (False, True)
+        )
         assert sync[0]["global_step"] == 3
         assert _same(sync, asynchronous)
 
@@ -436,10 +517,14 @@ def _right_after(scratch: str) -> dict[str, bool]:
 
 
 def test_the_end_of_fit_and_saving_after_it_wait_for_the_checkpoint(tmp_path: Path) -> None:
-    assert run_on_ranks(_right_after, 2, str(tmp_path)) == [{"fit": True, "save_checkpoint": True, "later": True}] * 2
+    assert (
+        run_on_ranks(_right_after, 2, str(tmp_path))
+        == [{"fit": True, "save_checkpoint": True, "later": True}] * 2
+    )
 
 
-# ------------------------------------------------------------------------------------ something else fails meanwhile
+# ------------------------------------------------------------------------------------ something
+# else fails meanwhile
 
 
 def _user_fails(scratch: str, failing_ranks: tuple[int, ...]) -> dict[str, Any]:
@@ -456,7 +541,9 @@ def _user_fails(scratch: str, failing_ranks: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "failing_ranks", slow_except([((1,),)], [((0, 1),), ((0,),), ((1,),)]), ids=["all", "the first", "the last"]
+    "failing_ranks",
+    slow_except([((1,),)], [((0, 1),), ((0,),), ((1,),)]),
+    ids=["all", "the first", "the last"],
 )
 def test_an_exception_while_a_checkpoint_is_written_is_what_is_seen_and_it_is_written(
     tmp_path: Path, failing_ranks: tuple[int, ...]
@@ -491,12 +578,18 @@ def _terminated(scratch: str, failing_rank: int) -> dict[str, Any]:
     model = _model({3: lambda: trainer.save_checkpoint(path), 4: stop})
     with _slow(0.7):
         raised = _fit(trainer, model, 400)
-    return {"raised": raised, "complete": is_checkpoint(path), "step": _step(path), "steps": model.steps}
+    return {
+        "raised": raised,
+        "complete": is_checkpoint(path),
+        "step": _step(path),
+        "steps": model.steps,
+    }
 
 
 def test_sigterm_while_a_checkpoint_is_written_lets_it_become_complete(tmp_path: Path) -> None:
     ranks = run_each_on_ranks(
-        {str(failing_rank): (_terminated, str(tmp_path), failing_rank) for failing_rank in (0, 1)}, 2
+        {str(failing_rank): (_terminated, str(tmp_path), failing_rank) for failing_rank in (0, 1)},
+        2,
     )
     for failing_rank in ("0", "1"):
         first, other = (rank_results[failing_rank] for rank_results in ranks)
@@ -539,7 +632,9 @@ def _later_format(folder: Path) -> None:
 
 def _save_as(file: Path, content: Any) -> None:
     torch.save(content, file)
-    edit_marker(file.parent, lambda marker: marker["files"].update({file.name: file.stat().st_size}))
+    edit_marker(
+        file.parent, lambda marker: marker["files"].update({file.name: file.stat().st_size})
+    )
 
 
 def _forget(folder: Path, name: str) -> None:
@@ -551,20 +646,41 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no marker": (lambda p: (p / MARKER).unlink(), f"is not a complete checkpoint: {MARKER}"),
     "empty marker": (lambda p: (p / MARKER).write_text(""), f"{MARKER} is damaged"),
     "marker is a list": (lambda p: (p / MARKER).write_text("[]"), f"{MARKER} is damaged"),
-    "later format": (_later_format, "has format 2, and this version of lightning_distrec reads format 1"),
+    "later format": (
+        _later_format,
+        "has format 2, and this version of lightning_distrec reads format 1",
+    ),
     "tensors cut off": (lambda p: _truncate(p / "__1_0.distcp"), "__1_0.distcp has "),
-    "tensors gone": (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing, and should have "),
-    "tensors are zeros": (lambda p: _spoil(p / "__1_0.distcp"), "__1_0.distcp does not match its checksum"),
+    "tensors gone": (
+        lambda p: (p / "__0_0.distcp").unlink(),
+        "__0_0.distcp is missing, and should have ",
+    ),
+    "tensors are zeros": (
+        lambda p: _spoil(p / "__1_0.distcp"),
+        "__1_0.distcp does not match its checksum",
+    ),
     "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
-    "metadata are zeros": (lambda p: _spoil(p / ".metadata"), "is damaged: .metadata does not match"),
+    "metadata are zeros": (
+        lambda p: _spoil(p / ".metadata"),
+        "is damaged: .metadata does not match",
+    ),
     "state cut off": (lambda p: _truncate(p / "state.pt"), "state.pt has "),
     "state is zeros": (lambda p: _spoil(p / "state.pt"), "state.pt does not match its checksum"),
     "a rank's file gone": (lambda p: (p / "rank_1.pt").unlink(), "rank_1.pt is missing"),
     "a rank's file gone, and not listed": (lambda p: _forget(p, "rank_1.pt"), "rank_1.pt"),
-    "a rank's file is zeros": (lambda p: _spoil(p / "rank_1.pt"), "rank_1.pt does not match its checksum"),
+    "a rank's file is zeros": (
+        lambda p: _spoil(p / "rank_1.pt"),
+        "rank_1.pt does not match its checksum",
+    ),
     "a rank's file is a list": (lambda p: _save_as(p / "rank_1.pt", [1]), "rank_1.pt"),
-    "a rank's file lacks something": (lambda p: _save_as(p / "rank_1.pt", {"loaders": [], "generators": {}}), "rank_1"),
-    "an empty folder": (lambda p: [file.unlink() for file in p.iterdir()], "is not a complete checkpoint"),
+    "a rank's file lacks something": (
+        lambda p: _save_as(p / "rank_1.pt", {"loaders": [], "generators": {}}),
+        "rank_1",
+    ),
+    "an empty folder": (
+        lambda p: [file.unlink() for file in p.iterdir()],
+        "is not a complete checkpoint",
+    ),
     "other files": (
         lambda p: [file.rename(file.with_suffix(".txt")) for file in p.iterdir()],
         "is not a complete checkpoint",
@@ -572,7 +688,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-NEEDED_TO_GO_ON = ("a rank's file gone, and not listed", "a rank's file is a list", "a rank's file lacks something")
+NEEDED_TO_GO_ON = (
+    "a rank's file gone, and not listed",
+    "a rank's file is a list",
+    "a rank's file lacks something",
+)
 """Damages that do not matter where a run starts from the weights only."""
 
 
@@ -584,7 +704,9 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("start_from", slow_except([False], [False, True]), ids=["ckpt_path", "start_from"])
+@pytest.mark.parametrize(
+    "start_from", slow_except([False], [False, True]), ids=["ckpt_path", "start_from"]
+)
 def test_a_damaged_checkpoint_is_reported_on_every_rank_before_training_starts(
     tmp_path: Path, complete: Path, start_from: bool
 ) -> None:
@@ -612,10 +734,15 @@ def _not_there(scratch: str, start_from: bool) -> dict[str, tuple[str, int]]:
 
 
 def test_a_checkpoint_that_is_not_there_is_reported_on_every_rank(tmp_path: Path) -> None:
-    calls = {str(start_from): (_not_there, str(tmp_path), start_from) for start_from in (False, True)}
+    calls = {
+        str(start_from): (_not_there, str(tmp_path), start_from) for start_from in (False, True)
+    }
     for rank_results in run_each_on_ranks(calls, 2):
         for actual in rank_results.values():
-            assert actual["absent"] == (f"MissingCheckpointError: there is no checkpoint {tmp_path}/absent.ckpt.", 0)
+            assert actual["absent"] == (
+                f"MissingCheckpointError: there is no checkpoint {tmp_path}/absent.ckpt.",
+                0,
+            )
 
 
 def _file_of_others(scratch: str) -> dict[str, tuple[str, int]]:
@@ -638,7 +765,8 @@ def test_a_file_that_is_no_checkpoint_is_reported_as_one(tmp_path: Path) -> None
             assert steps == 0
 
 
-# -------------------------------------------------------------------------------------------------- links to the last
+# --------------------------------------------------------------------------------------------------
+# links to the last
 
 
 def _linked(scratch: str, fails: bool) -> dict[str, Any]:
@@ -677,7 +805,9 @@ def _linked(scratch: str, fails: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("fails", slow_except([True], [False, True]), ids=["all is well", "the third fails"])
+@pytest.mark.parametrize(
+    "fails", slow_except([True], [False, True]), ids=["all is well", "the third fails"]
+)
 def test_a_link_to_the_last_checkpoint_leads_to_a_complete_one(tmp_path: Path, fails: bool) -> None:
     for actual in run_on_ranks(_linked, 2, str(tmp_path), fails):
         assert actual["is_link"]
@@ -685,7 +815,9 @@ def test_a_link_to_the_last_checkpoint_leads_to_a_complete_one(tmp_path: Path, f
         retained = ["step=4.ckpt", "step=8.ckpt"] if fails else ["step=8.ckpt", "step=12.ckpt"]
         assert actual["names"] == sorted(["last.ckpt", *retained]), actual
         assert actual["last"] == (8 if fails else 12), actual
-        assert actual["broken"] == [], f"at these steps last.ckpt led to nothing: {actual['broken']}"
+        assert actual["broken"] == [], (
+            f"at these steps last.ckpt led to nothing: {actual['broken']}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
@@ -700,11 +832,15 @@ def _refused(scratch: str) -> dict[str, Any]:
     actual["link"] = (_fit(_trainer(True, linked), model, 2), model.steps)
     for is_async in (False, True):
         trainer = _trainer(is_async)
-        raised = _fit(trainer, _model({1: lambda t=trainer: t.save_checkpoint("s3://bucket/it.ckpt")}), 2)
+        raised = _fit(
+            trainer, _model({1: lambda t=trainer: t.save_checkpoint("s3://bucket/it.ckpt")}), 2
+        )
         actual[f"s3 {is_async}"] = (raised, 0)
     trainer = _trainer()
     options = {"storage_options": lambda spec: None}
-    raised = _fit(trainer, _model({1: lambda: trainer.save_checkpoint(f"{scratch}/it.ckpt", **options)}), 2)
+    raised = _fit(
+        trainer, _model({1: lambda: trainer.save_checkpoint(f"{scratch}/it.ckpt", **options)}), 2
+    )
     actual["storage_options"] = (raised, 0)
     actual["left"] = os.listdir(scratch)
     return actual
@@ -725,7 +861,9 @@ def test_what_belongs_to_other_storage_is_refused_with_the_way_out(tmp_path: Pat
         for kind in ("s3 False", "s3 True"):
             assert actual[kind][0].startswith("ConfigError: s3://bucket/it.ckpt: ")
             assert "checkpoint={'distributed': False}" in actual[kind][0]
-        assert actual["storage_options"][0].startswith("ConfigError: storage_options belong to a CheckpointIO")
+        assert actual["storage_options"][0].startswith(
+            "ConfigError: storage_options belong to a CheckpointIO"
+        )
         assert actual["left"] == []
 
 
@@ -793,15 +931,21 @@ def _holds(scratch: str, names: list[str], is_async: bool, keep: bool) -> dict[s
 
 
 @KINDS
-def test_what_is_no_plain_type_is_refused_with_its_path_and_type(tmp_path: Path, is_async: bool) -> None:
-    calls = {str(keep): (_holds, str(tmp_path), list(NOT_PLAIN), is_async, keep) for keep in (False, True)}
+def test_what_is_no_plain_type_is_refused_with_its_path_and_type(
+    tmp_path: Path, is_async: bool
+) -> None:
+    calls = {
+        str(keep): (_holds, str(tmp_path), list(NOT_PLAIN), is_async, keep)
+        for keep in (False, True)
+    }
     for rank_results in run_each_on_ranks(calls, 2):
         for keep in (False, True):
             for name, (messages, steps, saved, names) in rank_results[str(keep)].items():
                 kind = type(NOT_PLAIN[name])
-                place = {"deep": "['held']['a'][1][0]['b'], a datetime.datetime,", "key": "['held'], a "}.get(
-                    name, f"['held'], a {kind.__module__}.{kind.__qualname__},"
-                )
+                place = {
+                    "deep": "['held']['a'][1][0]['b'], a datetime.datetime,",
+                    "key": "['held'], a ",
+                }.get(name, f"['held'], a {kind.__module__}.{kind.__qualname__},")
                 assert messages.startswith("CheckpointError: "), (name, messages)
                 assert "Remembers" in messages, (name, messages)
                 assert f"{place}" in messages, (name, messages)
@@ -814,15 +958,24 @@ def _holds_again(scratch: str) -> dict[str, Any]:
     actual = {}
     for name, value in PLAIN.items():
         callback = Remembers(None)
-        raised = _fit(_trainer(False, callback), _model(), 3, ckpt_path=f"{scratch}/{name} True/it.ckpt")
-        actual[name] = raised or _same(callback.held, {"in": ["/a", ("b",)]} if value is PATHS else value)
+        raised = _fit(
+            _trainer(False, callback), _model(), 3, ckpt_path=f"{scratch}/{name} True/it.ckpt"
+        )
+        actual[name] = raised or _same(
+            callback.held, {"in": ["/a", ("b",)]} if value is PATHS else value
+        )
     return actual
 
 
 def test_plain_types_of_all_kinds_are_saved_and_loaded(tmp_path: Path) -> None:
-    calls = {"save": (_holds, str(tmp_path), list(PLAIN), False, True), "load": (_holds_again, str(tmp_path))}
+    calls = {
+        "save": (_holds, str(tmp_path), list(PLAIN), False, True),
+        "load": (_holds_again, str(tmp_path)),
+    }
     for rank_results in run_each_on_ranks(calls, 2):
-        assert {name: actual[0] for name, actual in rank_results["save"].items()} == dict.fromkeys(PLAIN, "")
+        assert {name: actual[0] for name, actual in rank_results["save"].items()} == dict.fromkeys(
+            PLAIN, ""
+        )
         assert rank_results["load"] == dict.fromkeys(PLAIN, True)
 
 
@@ -861,19 +1014,28 @@ def _pickles(scratch: str, options: dict[str, Any]) -> dict[str, Any]:
     model.at = {2: lambda: model.trainer.save_checkpoint(path)}
     actual: dict[str, Any] = {"raised": _fit(trainer, model, 3), "losses": list(model.losses)}
     resumed = _with_settings()
-    actual["resumed"] = _fit(_trainer(checkpoint=checkpoint, max_steps=3), resumed, 3, ckpt_path=path)
+    actual["resumed"] = _fit(
+        _trainer(checkpoint=checkpoint, max_steps=3), resumed, 3, ckpt_path=path
+    )
     actual |= {"losses again": resumed.losses, "read": resumed.read}
     actual["without"] = _fit(_trainer(max_steps=3), _with_settings(), 3, ckpt_path=path)
     if rank_and_num_ranks()[0] == 0:
         loaded = WithSettings.load_from_checkpoint(path, weights_only=False)
-        actual["loaded"] = (loaded.hparams["when"], type(loaded.hparams["loss"]).__name__, loaded.read)
+        actual["loaded"] = (
+            loaded.hparams["when"],
+            type(loaded.hparams["loss"]).__name__,
+            loaded.read,
+        )
     actual["saved without"] = _fit(_trainer(checkpoint={**options, "pickles": False}), model, 3)
     return actual
 
 
 @pytest.mark.slow
 def test_pickles_are_saved_and_loaded_where_they_are_asked_for(tmp_path: Path) -> None:
-    kinds: dict[str, dict[str, Any]] = {"folder": {}, "file": {"distributed": False, "async_save": False}}
+    kinds: dict[str, dict[str, Any]] = {
+        "folder": {},
+        "file": {"distributed": False, "async_save": False},
+    }
     for kind in kinds:
         (tmp_path / kind).mkdir()
     calls = {kind: (_pickles, str(tmp_path / kind), options) for kind, options in kinds.items()}
@@ -900,7 +1062,8 @@ def test_pickles_are_saved_and_loaded_where_they_are_asked_for(tmp_path: Path) -
         assert all(torch.equal(exported[name], state[name]) for name in state)
 
 
-# ------------------------------------------------------------------------------------------------ ranks that differ
+# ------------------------------------------------------------------------------------------------
+# ranks that differ
 
 
 class Differs(Model):
@@ -922,7 +1085,9 @@ def _differs(scratch: str, is_async: bool) -> dict[str, Any]:
     return {"raised": raised, "path": str(path)}
 
 
-def test_a_rank_whose_module_differs_neither_hangs_nor_spoils_the_checkpoint(tmp_path: Path) -> None:
+def test_a_rank_whose_module_differs_neither_hangs_nor_spoils_the_checkpoint(
+    tmp_path: Path,
+) -> None:
     calls = {str(is_async): (_differs, str(tmp_path), is_async) for is_async in (False, True)}
     ranks = run_each_on_ranks(calls, 2)
     for kind in ("False", "True"):
@@ -943,7 +1108,13 @@ def _one_remembers(scratch: str, failing_rank: int, name: str) -> str:
 
 
 def test_what_only_one_rank_remembers_counts_where_it_is_rank_0(tmp_path: Path) -> None:
-    calls = {str(failing_rank): (_one_remembers, str(tmp_path), failing_rank, "datetime") for failing_rank in (0, 1)}
+    calls = {
+        str(failing_rank): (_one_remembers, str(tmp_path), failing_rank, "datetime")
+        for failing_rank in (0, 1)
+    }
     for rank_results in run_each_on_ranks(calls, 2):
-        assert "checkpoint['callbacks']['Remembers']['held'], a datetime.datetime," in rank_results["0"]
+        assert (
+            "checkpoint['callbacks']['Remembers']['held'], a datetime.datetime,"
+            in rank_results["0"]
+        )
         assert rank_results["1"] == ""  # as in Lightning, what rank 0 has is saved

@@ -1,7 +1,9 @@
-"""Any small job, drawn at random, goes on from its checkpoint on any ranks with any plan as if it had never stopped.
+"""Any small job, drawn at random, goes on from its checkpoint on any ranks with any plan as if it
+had never stopped.
 
-DISTREC_CHECKPOINT_PAIRS is the number of jobs that are saved and go on elsewhere, DISTREC_PROPERTY_SEED where drawing
-starts. A pair that fails is printed as Python; `check([Pair(...)])` runs it again, alone.
+DISTREC_CHECKPOINT_PAIRS is the number of jobs that are saved and go on elsewhere,
+DISTREC_PROPERTY_SEED where drawing starts. A pair that fails is printed as Python;
+`check([Pair(...)])` runs it again, alone.
 """
 
 import os
@@ -34,7 +36,8 @@ from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 PAIRS = int(os.environ.get("DISTREC_CHECKPOINT_PAIRS", "3"))
 SEED = int(os.environ.get("DISTREC_PROPERTY_SEED", "0"))
 PARTS = 12
-"""Parts of each global batch, which 1, 2, 3 or 4 ranks share: a job's `sizes` are those of its parts."""
+"""Parts of each global batch, which 1, 2, 3 or 4 ranks share: a job's `sizes` are those of its
+parts."""
 RANKS = (1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 4)
 """More of those that are fast on a machine with few cores."""
 AT_ONCE = 15
@@ -66,9 +69,13 @@ class _Model(JobModel):
 
 
 @st.composite
-def _changed(draw: st.DrawFn, table: Table, collection: Collection, optimizer: str, fuses: bool) -> Table:
+def _changed(
+    draw: st.DrawFn, table: Table, collection: Collection, optimizer: str, fuses: bool
+) -> Table:
     """Draw another cut and update of a table."""
-    other = draw(_table(collection.kind, table.features, optimizer, fuses, collection.calls, collection.half))
+    other = draw(
+        _table(collection.kind, table.features, optimizer, fuses, collection.calls, collection.half)
+    )
     cuts = tuple(cut for cut in other.cuts if table.rows >= 4 or "row_wise" not in cut)
     # torchrec wants one width of columns in all tables of an EmbeddingCollection.
     columns = None if collection.kind == "rows" else other.min_partition
@@ -89,7 +96,9 @@ def a_pair(draw: st.DrawFn) -> Pair:
         job = replace(job, precision="32-true")
     fuses = job.accumulate == 1 and job.clip is None
     collections = tuple(
-        replace(c, tables=tuple(draw(_changed(table, c, job.optimizer, fuses)) for table in c.tables))
+        replace(
+            c, tables=tuple(draw(_changed(table, c, job.optimizer, fuses)) for table in c.tables)
+        )
         for c in job.collections
     )
     updates = ["auto"] * 4 + (["fused"] if fuses and job.optimizer in FUSED else [])
@@ -110,7 +119,13 @@ def pairs_of(count: int, first_seed: int) -> list[Pair]:
     pairs: list[Pair] = []
 
     @seed(first_seed)
-    @settings(max_examples=6 * count, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(
+        max_examples=6 * count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+    )
     @given(a_pair())
     def collect(pair: Pair) -> None:
         if len(pairs) < count and all(
@@ -130,11 +145,16 @@ def _batch_of_rank(job: Job, step: int) -> dict[str, Tensor]:
 
 
 def _train(pair: Pair, folder: str, goes_on: bool) -> Outcome:
-    """Collective. Train for 3 epochs, or those that follow the checkpoint; the state at the end is saved too."""
+    """Collective. Train for 3 epochs, or those that follow the checkpoint; the state at the end is
+    saved too."""
     job = pair.second if goes_on else pair.job
-    plain = [name for name, table in job.tables().items() if "." not in name.removeprefix("collections.")]
+    plain = [
+        name for name, table in job.tables().items() if "." not in name.removeprefix("collections.")
+    ]
     options = {
-        name: sampled for name, sampled in table_options(job).items() if not (goes_on and pair.whole and name in plain)
+        name: sampled
+        for name, sampled in table_options(job).items()
+        if not (goes_on and pair.whole and name in plain)
     }
     torch.manual_seed(job.seed)
     model = _Model(job)
@@ -160,8 +180,12 @@ def _train(pair: Pair, folder: str, goes_on: bool) -> Outcome:
             callbacks=[keep],
             **NO_OUTPUT | {"enable_checkpointing": True},
         )
-        batches: Any = DataLoader([_batch_of_rank(job, step) for step in range(len(job.sizes))], batch_size=None)
-        trainer.fit(model, batches, ckpt_path=f"{folder}/epoch={pair.epochs - 1}.ckpt" if goes_on else None)
+        batches: Any = DataLoader(
+            [_batch_of_rank(job, step) for step in range(len(job.sizes))], batch_size=None
+        )
+        trainer.fit(
+            model, batches, ckpt_path=f"{folder}/epoch={pair.epochs - 1}.ckpt" if goes_on else None
+        )
     except DistRecError as error:
         if model.begun or "CheckpointError" in type(error).__name__:
             raise
@@ -171,7 +195,8 @@ def _train(pair: Pair, folder: str, goes_on: bool) -> Outcome:
 
 
 def _train_all(pairs: list[tuple[int, Pair]], folder: str, goes_on: bool) -> None:
-    """Train one pair after the other; rank 0 leaves each outcome in the folder, for what comes after may fail."""
+    """Train one pair after the other; rank 0 leaves each outcome in the folder, for what comes
+    after may fail."""
     for index, pair in pairs:
         outcome = _train(pair, f"{folder}/{index}", goes_on)
         if rank_and_num_ranks()[0] == 0:
@@ -180,18 +205,28 @@ def _train_all(pairs: list[tuple[int, Pair]], folder: str, goes_on: bool) -> Non
 
 
 def _outcomes(pairs: Sequence[tuple[int, Pair]], folder: str, goes_on: bool) -> dict[int, Outcome]:
-    """Return what became of each pair, by its number; where a rank raised or hung, those after go on in new ranks."""
+    """Return what became of each pair, by its number; where a rank raised or hung, those after go
+    on in new ranks."""
     outcomes: dict[int, Outcome] = {}
     for num_ranks in (1, 2, 3, 4):
         todo = [(i, p) for i, p in pairs if (p.then_ranks if goes_on else p.num_ranks) == num_ranks]
         while todo:
             current, failed = todo[:AT_ONCE], ""
             try:
-                run_on_ranks(_train_all, num_ranks, current, folder, goes_on, timeout_seconds=at_most(len(current)))
+                run_on_ranks(
+                    _train_all,
+                    num_ranks,
+                    current,
+                    folder,
+                    goes_on,
+                    timeout_seconds=at_most(len(current)),
+                )
             except RankFailed as error:
                 failed = str(error)
             done = [i for i, _ in current if Path(f"{folder}/{i} {goes_on}.pt").exists()]
-            outcomes |= {i: torch.load(f"{folder}/{i} {goes_on}.pt", weights_only=False) for i in done}
+            outcomes |= {
+                i: torch.load(f"{folder}/{i} {goes_on}.pt", weights_only=False) for i in done
+            }
             if failed:
                 culprit = current[len(done)][0] if len(done) < len(current) else done[-1]
                 outcomes[culprit] = Outcome(failed=failed)
@@ -218,47 +253,65 @@ def _too_far(actual: Any, expected: Any, place: str, limit: float) -> list[str]:
 
 
 def problems_of(pair: Pair, first: Outcome, second: Outcome, folder: str) -> list[str]:
-    """Return what is wrong: weights or optimizers' state at the end that the run that never stopped does not have."""
+    """Return what is wrong: weights or optimizers' state at the end that the run that never stopped
+    does not have."""
     if failed := first.failed or second.failed:
         return [failed]
     if first.refused or second.refused:
         return []
-    limit = 1e-3 if pair.job.precision == "bf16-mixed" else 1e-6 if pair.job.optimizer.startswith("SGD") else 1e-5
+    limit = (
+        1e-3
+        if pair.job.precision == "bf16-mixed"
+        else 1e-6
+        if pair.job.optimizer.startswith("SGD")
+        else 1e-5
+    )
     if pair.job.loss == "sum":
-        limit = max(limit, 1e-5)  # steps are as many times larger as a batch has examples: 2.7e-6 was seen with SGD
+        # steps are as many times larger as a batch has examples: 2.7e-6 was seen with SGD
+        limit = max(limit, 1e-5)
     expected, actual = (plain_checkpoint(f"{folder}/{index}.ckpt") for index in ("first", "then"))
     problems = _too_far(actual["state_dict"], expected["state_dict"], "state", limit)
     for a, b in zip(actual["optimizer_states"], expected["optimizer_states"], strict=True):
-        if pair.one_file is False or not pair.whole:  # the numbers of a file are those of the groups, alike on both
+        # the numbers of a file are those of the groups, alike on both
+        if pair.one_file is False or not pair.whole:
             state_a, state_b = ({n: s for n, s in state["state"].items() if s} for state in (a, b))
             problems += _too_far(state_a, state_b, "optimizer", limit)
     return problems
 
 
 def check(pairs: list[Pair]) -> Counter[str]:
-    """Run the pairs; return how many tables there were of each cut and update, and the next. Raises AssertionError."""
+    """Run the pairs; return how many tables there were of each cut and update, and the next. Raises
+    AssertionError."""
     seen: Counter[str] = Counter()
     problems = []
     with tempfile.TemporaryDirectory() as folder:
         first = _outcomes(list(enumerate(pairs)), folder, False)
-        begun = [(i, p) for i, p in enumerate(pairs) if not first[i].failed and not first[i].refused]
+        begun = [
+            (i, p) for i, p in enumerate(pairs) if not first[i].failed and not first[i].refused
+        ]
         second = _outcomes(begun, folder, True)
         for i, pair in enumerate(pairs):
             new = second.get(i, Outcome())
             refused = first[i].refused or new.refused
             seen.update(["refused " + refused.split(":")[0] if refused else "gone on"])
             if not pair.whole:
-                seen.update(f"{a} -> {b}" for a, b in zip(first[i].updates, new.updates, strict=False))
+                seen.update(
+                    f"{a} -> {b}" for a, b in zip(first[i].updates, new.updates, strict=False)
+                )
             if message := problems_of(pair, first[i], new, f"{folder}/{i}"):
                 problems.append(f"{pair}\n{first[i].updates} {new.updates}\n" + "\n".join(message))
     if problems:
-        raise AssertionError(f"{len(problems)} of {len(pairs)} pairs are wrong:\n\n" + "\n\n".join(problems))
+        raise AssertionError(
+            f"{len(problems)} of {len(pairs)} pairs are wrong:\n\n" + "\n\n".join(problems)
+        )
     return seen
 
 
 @pytest.mark.slow
 def test_wrong_state_and_failed_ranks_are_reported() -> None:
-    job = Job(((2,) * PARTS,), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),), optimizer="Adam")
+    job = Job(
+        ((2,) * PARTS,), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),), optimizer="Adam"
+    )
     right = Pair(job, 2, job, 1)
     broken = replace(right, second=replace(job, optimizer="an optimizer that does not exist"))
     forgets = replace(right, second=replace(job, optimizer="AdamW"))

@@ -1,4 +1,5 @@
-"""Checkpoints of one file, for those who want them, and what holds for all: whole tables, strictness, no leaks."""
+"""Checkpoints of one file, for those who want them, and what holds for all: whole tables,
+strictness, no leaks."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def _save_and_test(folder: str) -> dict[str, Any]:
     }
 
 
-def test_a_checkpoint_loads_strictly_into_the_unsharded_module_and_back_into_shards(tmp_path: Path) -> None:
+def test_a_checkpoint_loads_strictly_into_the_unsharded_module_and_back_into_shards(
+    tmp_path: Path,
+) -> None:
     actual = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
     assert actual[0]["best"] == pytest.approx(actual[0]["score"], abs=1e-7)
     checkpoint = torch.load(actual[0]["path"], weights_only=True)
@@ -45,7 +48,9 @@ def test_a_checkpoint_loads_strictly_into_the_unsharded_module_and_back_into_sha
 def _test_from(path: str) -> float:
     rank, num_ranks = rank_and_num_ranks()
     model = EvaluatedModel(*SGD)
-    value = make_trainer().test(model, rank_loader(3, rank), ckpt_path=path, verbose=False)[0]["val_loss"]
+    value = make_trainer().test(model, rank_loader(3, rank), ckpt_path=path, verbose=False)[0][
+        "val_loss"
+    ]
     del num_ranks
     return float(value)
 
@@ -54,12 +59,16 @@ def _load_what_does_not_fit(path: str) -> None:
     model = ClickModel(*SGD)
     model.extra = torch.nn.Linear(2, 2)
     model.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
-    make_trainer().test(model, rank_loader(1, rank_and_num_ranks()[0]), ckpt_path=path, verbose=False)
+    make_trainer().test(
+        model, rank_loader(1, rank_and_num_ranks()[0]), ckpt_path=path, verbose=False
+    )
 
 
 def test_a_checkpoint_that_does_not_fit_names_what_is_missing(tmp_path: Path) -> None:
     actual = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
-    with pytest.raises(RankFailed, match=r"CheckpointError: .*missing \['extra.weight', 'extra.bias'\]"):
+    with pytest.raises(
+        RankFailed, match=r"CheckpointError: .*missing \['extra.weight', 'extra.bias'\]"
+    ):
         run_on_warm_ranks(_load_what_does_not_fit, 2, actual[0]["path"])
 
 
@@ -108,7 +117,9 @@ def _validate_loaded(path: str) -> float:
 
 def test_a_new_run_starts_from_a_checkpoints_weights(tmp_path: Path) -> None:
     actual = run_on_warm_ranks(_save_and_test, 2, str(tmp_path))
-    assert run_on_warm_ranks(_validate_loaded, 2, actual[0]["path"])[0] == pytest.approx(actual[0]["score"], abs=1e-6)
+    assert run_on_warm_ranks(_validate_loaded, 2, actual[0]["path"])[0] == pytest.approx(
+        actual[0]["score"], abs=1e-6
+    )
 
 
 def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
@@ -128,7 +139,9 @@ def _save_in_small_chunks(path: str) -> dict[str, torch.Tensor]:
 CUTS = {"wide": "column_wise", "narrow": "row_wise", "shared": "table_wise"}
 
 
-def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_sharding_type(tmp_path: Path) -> None:
+def test_tables_that_travel_in_chunks_arrive_whole_whatever_the_sharding_type(
+    tmp_path: Path,
+) -> None:
     expected = run_on_warm_ranks(_save_in_small_chunks, 3, str(tmp_path / "chunks.ckpt"))[0]
     actual = torch.load(tmp_path / "chunks.ckpt", weights_only=True)["state_dict"]
     assert actual.keys() == expected.keys()

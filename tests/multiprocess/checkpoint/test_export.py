@@ -1,4 +1,5 @@
-"""What several ranks have saved is exported for one process: weights for any module, and for stock Lightning."""
+"""What several ranks have saved is exported for one process: weights for any module, and for stock
+Lightning."""
 
 import copy
 import json
@@ -100,10 +101,15 @@ def _jobs() -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module", params=slow_except([2], [1, 2, 3]))
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, dict[str, Any]]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, Path, dict[str, Any]]:
     """Number of ranks; folder with "<kind> <cut>.ckpt"; their whole states."""
     folder = tmp_path_factory.mktemp("saved")
-    calls = {f"{kind} {cut}": (_save, kind, cut, str(folder / f"{kind} {cut}.ckpt")) for kind, cut in _jobs()}
+    calls = {
+        f"{kind} {cut}": (_save, kind, cut, str(folder / f"{kind} {cut}.ckpt"))
+        for kind, cut in _jobs()
+    }
     states = run_each_on_ranks(calls, request.param)[0]
     return request.param, folder, states
 
@@ -124,9 +130,13 @@ def test_exported_weights_load_strictly_into_the_unsharded_module_and_are_those_
         for suffix, actual in weights.items():
             module = MAKERS[kind]()
             module.load_state_dict(actual, strict=True)
-            assert all(torch.equal(value, expected[key]) for key, value in module.state_dict().items()), (cut, suffix)
+            assert all(
+                torch.equal(value, expected[key]) for key, value in module.state_dict().items()
+            ), (cut, suffix)
         start = MAKERS[kind]().state_dict()
-        assert not any(torch.equal(start[key], expected[key]) for key in start), "nothing was trained"
+        assert not any(torch.equal(start[key], expected[key]) for key in start), (
+            "nothing was trained"
+        )
 
 
 def test_optimizers_have_the_state_of_the_unsharded_run_and_go_on_under_stock_lightning(
@@ -140,7 +150,9 @@ def test_optimizers_have_the_state_of_the_unsharded_run_and_go_on_under_stock_li
         actual = torch.load(path, weights_only=True)
         expected = plain[STEPS]["optimizer"]
         assert _numbers_in_groups(actual["optimizer_states"][0]) == _numbers_in_groups(expected)
-        assert _differences(actual["optimizer_states"][0]["state"], expected["state"], num_ranks) == [], cut
+        assert (
+            _differences(actual["optimizer_states"][0]["state"], expected["state"], num_ranks) == []
+        ), cut
         resumed = _resume(kind, path, num_ranks)
         assert resumed["rates"] == plain[2 * STEPS]["rates"][STEPS:]
         assert resumed["steps"] == 2 * STEPS
@@ -148,8 +160,12 @@ def test_optimizers_have_the_state_of_the_unsharded_run_and_go_on_under_stock_li
 
 
 def _numbers_in_groups(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return param groups without what Lightning's schedulers and newer versions of torch note in them."""
-    return [{key: group[key] for key in ("params", "lr", "weight_decay")} for group in state["param_groups"]]
+    """Return param groups without what Lightning's schedulers and newer versions of torch note in
+    them."""
+    return [
+        {key: group[key] for key in ("params", "lr", "weight_decay")}
+        for group in state["param_groups"]
+    ]
 
 
 def _differences(actual: dict[Any, Any], expected: dict[Any, Any], num_ranks: int) -> list[str]:
@@ -158,14 +174,21 @@ def _differences(actual: dict[Any, Any], expected: dict[Any, Any], num_ranks: in
     messages = []
     for key, value in expected.items():
         if isinstance(value, dict):
-            messages += [f"{key}: {difference}" for difference in _differences(actual[key], value, num_ranks)]
-        elif actual[key].shape != value.shape or not torch.allclose(actual[key], value, rtol=2e-4, atol=2e-6):
-            messages.append(f"{key}: {tuple(actual[key].shape)} by {float((actual[key] - value).abs().max())}")
+            messages += [
+                f"{key}: {difference}" for difference in _differences(actual[key], value, num_ranks)
+            ]
+        elif actual[key].shape != value.shape or not torch.allclose(
+            actual[key], value, rtol=2e-4, atol=2e-6
+        ):
+            messages.append(
+                f"{key}: {tuple(actual[key].shape)} by {float((actual[key] - value).abs().max())}"
+            )
     return messages
 
 
 def _train_plainly(kind: str, num_ranks: int) -> dict[int, dict[str, Any]]:
-    """Train the unsharded module in a plain loop; returns its state, its optimizer's, and the rates, by step."""
+    """Train the unsharded module in a plain loop; returns its state, its optimizer's, and the
+    rates, by step."""
     model: Any = MAKERS[kind]()
     made = model.configure_optimizers()
     optimizer = made["optimizer"] if isinstance(made, dict) else made
@@ -178,7 +201,11 @@ def _train_plainly(kind: str, num_ranks: int) -> dict[int, dict[str, Any]]:
         if isinstance(made, dict):
             made["lr_scheduler"]["scheduler"].step()
         state = {key: value.detach().clone() for key, value in model.state_dict().items()}
-        actual[step + 1] = {"state": state, "optimizer": copy.deepcopy(optimizer.state_dict()), "rates": list(rates)}
+        actual[step + 1] = {
+            "state": state,
+            "optimizer": copy.deepcopy(optimizer.state_dict()),
+            "rates": list(rates),
+        }
     return actual
 
 
@@ -191,11 +218,16 @@ class _Rates(pl.Callback):
 
 
 def _resume(kind: str, path: Path, num_ranks: int) -> dict[str, Any]:
-    """Train for one more epoch by stock Lightning, in this process, on the batches of all ranks together."""
+    """Train for one more epoch by stock Lightning, in this process, on the batches of all ranks
+    together."""
     model: pl.LightningModule = MAKERS[kind]()
     rates = _Rates()
-    trainer = pl.Trainer(strategy="auto", devices=1, callbacks=[rates], **(DEFAULTS | {"max_epochs": 2}))
-    batches = DataLoader([_global_batch(kind, STEPS + s, num_ranks) for s in range(STEPS)], batch_size=None)
+    trainer = pl.Trainer(
+        strategy="auto", devices=1, callbacks=[rates], **(DEFAULTS | {"max_epochs": 2})
+    )
+    batches = DataLoader(
+        [_global_batch(kind, STEPS + s, num_ranks) for s in range(STEPS)], batch_size=None
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's, about workers
         trainer.fit(model, batches, ckpt_path=str(path))
@@ -217,9 +249,15 @@ def test_inspect_shows_how_each_table_was_sharded(saved: tuple[int, Path, dict[s
     num_ranks, folder, _ = saved
     for kind, cut in _jobs():
         actual = describe(folder / f"{kind} {cut}.ckpt")
-        tables = {tensor.name: tensor.sharding_type for tensor in actual.tensors if tensor.sharding_type is not None}
+        tables = {
+            tensor.name: tensor.sharding_type
+            for tensor in actual.tensors
+            if tensor.sharding_type is not None
+        }
         names = [f"ebc.embedding_bags.{name}.weight" for name in ("wide", "narrow", "shared")]
-        assert tables == dict.fromkeys(names if kind == "clicks" else ["users.weight", "films.weight"], cut)
+        assert tables == dict.fromkeys(
+            names if kind == "clicks" else ["users.weight", "films.weight"], cut
+        )
         assert (actual.problem, actual.step, actual.num_ranks) == (None, STEPS, num_ranks)
         assert (actual.versions or "").startswith(f"torch {torch.__version__.split('+')[0]}")
 
@@ -235,20 +273,32 @@ def _table() -> Tensor:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Iterator[Path]:
-    """Return a folder of 1.1 GB: a table that four ranks had columns of, and what its optimizer keeps, cut by rows."""
+    """Return a folder of 1.1 GB: a table that four ranks had columns of, and what its optimizer
+    keeps, cut by rows."""
     table = _table()
     optimizer_state = {
         "optimizer": "torch.optim.adagrad.Adagrad",
-        "state": {"table.weight": {"sum": by_rows(table[: ROWS // 4].clone(), ROWS // 9), "step": torch.tensor(1.0)}},
+        "state": {
+            "table.weight": {
+                "sum": by_rows(table[: ROWS // 4].clone(), ROWS // 9),
+                "step": torch.tensor(1.0),
+            }
+        },
         "param_groups": [{"lr": 0.1, "params": ["table.weight", "dense.weight"]}],
     }
-    state = {"table.weight": by_columns(table, 16, 32, 48), "dense.weight": table[: ROWS // 16].clone()}
-    yield write_folder(tmp_path / "large.ckpt", {"state_dict": state, "optimizer_states": [optimizer_state]})
+    state = {
+        "table.weight": by_columns(table, 16, 32, 48),
+        "dense.weight": table[: ROWS // 16].clone(),
+    }
+    yield write_folder(
+        tmp_path / "large.ckpt", {"state_dict": state, "optimizer_states": [optimizer_state]}
+    )
     shutil.rmtree(tmp_path)
 
 
 def _export_alone(source: Path, *targets: Path) -> dict[str, Any]:
-    """Export in one process of its own; returns seconds of each, and by how many MB its memory grew meanwhile."""
+    """Export in one process of its own; returns seconds of each, and by how many MB its memory grew
+    meanwhile."""
     code = """
         import json, re, sys, time
         from pathlib import Path
@@ -273,7 +323,9 @@ def _export_alone(source: Path, *targets: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_gigabyte_is_exported_within_256_megabytes_of_memory_and_30_seconds(large: Path, tmp_path: Path) -> None:
+def test_a_gigabyte_is_exported_within_256_megabytes_of_memory_and_30_seconds(
+    large: Path, tmp_path: Path
+) -> None:
     assert describe(large).bytes_on_disk > 1e9
     actual = _export_alone(large, tmp_path / "out.ckpt", tmp_path / "out.safetensors")
     print(actual)

@@ -1,4 +1,5 @@
-"""Hyperparameters of any type come back from checkpoints, or load_from_checkpoint fails and names them."""
+"""Hyperparameters of any type come back from checkpoints, or load_from_checkpoint fails and names
+them."""
 
 import enum
 import warnings
@@ -44,11 +45,18 @@ class Plain(Noisy):
 
 
 class WithObjects(Plain):
-    """As chemprop's and darts' modules: classes, losses and their settings among hyperparameters."""
+    """As chemprop's and darts' modules: classes, losses and their settings among
+    hyperparameters."""
 
-    def __init__(self, criterion: Any = None, optimizer_cls: Any = None, parts: Any = None, **options: Any) -> None:
+    def __init__(
+        self, criterion: Any = None, optimizer_cls: Any = None, parts: Any = None, **options: Any
+    ) -> None:
         super().__init__(**options)
-        self.save_hyperparameters({"criterion": criterion, "optimizer_cls": optimizer_cls, "parts": parts})
+        self.save_hyperparameters({
+            "criterion": criterion,
+            "optimizer_cls": optimizer_cls,
+            "parts": parts,
+        })
 
 
 PLAIN: dict[str, Any] = {
@@ -77,7 +85,8 @@ class WithData(Splitting):
 def _train(
     folder: str, kind: type[Plain], options: dict[str, Any], checkpoint: dict[str, Any]
 ) -> tuple[list[str], Any]:
-    """Return what was warned of before the first step, and the steps of a resumed run and of the first one."""
+    """Return what was warned of before the first step, and the steps of a resumed run and of the
+    first one."""
     first, resumed = kind(**options), kind(**options)
     settings = DEFAULTS | {"enable_checkpointing": True, "limit_val_batches": 0, "max_epochs": 2}
     messages: list[str] = []
@@ -94,7 +103,9 @@ def _train(
             warnings.simplefilter("always")
             module.load_state_dict(first.state_dict())
             trainer.fit(module, WithData(lambda sample: sample), ckpt_path=path)
-        messages += [str(warning.message) for warning in caught if "hyperparameters" in str(warning.message)]
+        messages += [
+            str(warning.message) for warning in caught if "hyperparameters" in str(warning.message)
+        ]
     return messages, len(resumed.seen)
 
 
@@ -103,14 +114,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of the checkpoints, and what was warned of."""
     folder = tmp_path_factory.mktemp("saved")
     calls: dict[str, tuple[Any, ...]] = {}
-    for form, checkpoint in {"file": {}, "folder": {"distributed": True, "async_save": True}}.items():
-        for name, (kind, options) in {"plain": (Plain, PLAIN), "objects": (WithObjects, PLAIN | OBJECTS)}.items():
-            calls[f"{name} {form}"] = (_train, str(folder / f"{name} {form}"), kind, options, checkpoint)
+    for form, checkpoint in {
+        "file": {},
+        "folder": {"distributed": True, "async_save": True},
+    }.items():
+        for name, (kind, options) in {
+            "plain": (Plain, PLAIN),
+            "objects": (WithObjects, PLAIN | OBJECTS),
+        }.items():
+            calls[f"{name} {form}"] = (
+                _train,
+                str(folder / f"{name} {form}"),
+                kind,
+                options,
+                checkpoint,
+            )
     return folder, run_each_on_ranks(calls, 2)
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
-def test_numbers_paths_members_of_enums_and_dates_come_back(saved: tuple[Path, Any], form: str) -> None:
+def test_numbers_paths_members_of_enums_and_dates_come_back(
+    saved: tuple[Path, Any], form: str
+) -> None:
     loaded = Plain.load_from_checkpoint(saved[0] / f"plain {form}" / "it.ckpt").hparams
     assert loaded == PLAIN
     assert type(loaded.rate) is float
@@ -119,10 +144,13 @@ def test_numbers_paths_members_of_enums_and_dates_come_back(saved: tuple[Path, A
 
 
 @pytest.mark.parametrize("form", ["file", "folder"])
-def test_objects_are_asked_for_by_name_and_come_back_where_they_are_trusted(saved: tuple[Path, Any], form: str) -> None:
+def test_objects_are_asked_for_by_name_and_come_back_where_they_are_trusted(
+    saved: tuple[Path, Any], form: str
+) -> None:
     path = saved[0] / f"objects {form}" / "again.ckpt"  # of the resumed run
     with pytest.raises(
-        CheckpointError, match=r"'criterion' \(torch.nn.modules.loss.HuberLoss\), 'optimizer_cls' \(torch"
+        CheckpointError,
+        match=r"'criterion' \(torch.nn.modules.loss.HuberLoss\), 'optimizer_cls' \(torch",
     ):
         WithObjects.load_from_checkpoint(path)
     given = {"criterion": None, "optimizer_cls": None, "parts": None}
@@ -131,13 +159,18 @@ def test_objects_are_asked_for_by_name_and_come_back_where_they_are_trusted(save
     assert loaded.criterion.delta == 0.3
     assert loaded.optimizer_cls is torch.optim.Adam
     assert loaded.parts.cls is nn.GELU
-    with pytest.raises(CheckpointError, match=r"'transform' \(builtins.function\) are objects, and reading"):
+    with pytest.raises(
+        CheckpointError, match=r"'transform' \(builtins.function\) are objects, and reading"
+    ):
         WithData.load_from_checkpoint(path)
 
 
 def test_a_file_has_them_where_packages_read_them_by_themselves(saved: tuple[Path, Any]) -> None:
-    hyperparameters = torch.load(saved[0] / "objects file" / "it.ckpt", weights_only=False)["hyper_parameters"]
-    assert hyperparameters["parts"].pop("cls")(**hyperparameters["parts"]).approximate == "tanh"  # as chemprop
+    hyperparameters = torch.load(saved[0] / "objects file" / "it.ckpt", weights_only=False)[
+        "hyper_parameters"
+    ]
+    # as chemprop
+    assert hyperparameters["parts"].pop("cls")(**hyperparameters["parts"]).approximate == "tanh"
 
 
 def test_what_is_not_read_by_itself_is_reported_once_before_training_and_does_not_keep_a_run_from_resuming(
@@ -149,8 +182,13 @@ def test_what_is_not_read_by_itself_is_reported_once_before_training_and_does_no
             assert len(messages) == (0 if rank else 2), name  # one for each of the two runs
             for message in messages:
                 assert "'transform', a builtins.function, cannot be saved" in message
-                assert ("'criterion' has torch.nn.modules.loss.HuberLoss" in message) is name.startswith("objects")
-                assert "asks for these by name; load_from_checkpoint(path, weights_only=False)" in message
+                assert (
+                    "'criterion' has torch.nn.modules.loss.HuberLoss" in message
+                ) is name.startswith("objects")
+                assert (
+                    "asks for these by name; load_from_checkpoint(path, weights_only=False)"
+                    in message
+                )
 
 
 def test_a_container_of_omegaconf_comes_back(tmp_path: Path) -> None:
@@ -163,13 +201,23 @@ def test_a_container_of_omegaconf_comes_back(tmp_path: Path) -> None:
     assert loaded["hyper_parameters"].same == 0.5
 
 
-def test_objects_stand_among_hyperparameters_alone_and_nothing_of_them_is_run(tmp_path: Path) -> None:
+def test_objects_stand_among_hyperparameters_alone_and_nothing_of_them_is_run(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "it.pt"
-    for content in ({"callbacks": nn.GELU}, {"loops": [nn.GELU()]}, nn.GELU(), {"hyper_parameters": {}, nn.GELU: 1}):
+    for content in (
+        {"callbacks": nn.GELU},
+        {"loops": [nn.GELU()]},
+        nn.GELU(),
+        {"hyper_parameters": {}, nn.GELU: 1},
+    ):
         torch.save(content, path)
         with pytest.raises(Exception, match="Weights only load failed"):
             load_safely(path)
     torch.save({"hyper_parameters": {"parts": [nn.GELU(), nn.GELU]}}, path)
-    (built, kind), name = load_safely(path)["hyper_parameters"]["parts"], "torch.nn.modules.activation.GELU"
+    (built, kind), name = (
+        load_safely(path)["hyper_parameters"]["parts"],
+        "torch.nn.modules.activation.GELU",
+    )
     assert not isinstance(built, nn.Module)
     assert (built.type_name, kind.type_name) == (name, name)

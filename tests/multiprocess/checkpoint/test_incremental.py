@@ -1,4 +1,5 @@
-"""Checkpoints by difference hold what a full one of the same step holds, bit by bit, whoever has written the rows."""
+"""Checkpoints by difference hold what a full one of the same step holds, bit by bit, whoever has
+written the rows."""
 
 import io
 import itertools
@@ -34,15 +35,26 @@ SGD = (torch.optim.SGD, {"lr": 0.5})
 ADAGRAD = (torch.optim.Adagrad, {"lr": 0.05})
 ROWWISE = (RowWiseAdagrad, {"lr": 0.05})
 ADAM = (torch.optim.Adam, {"lr": 0.01})
-SPARSE_ADAM = {"table_optimizer": {"class_path": "torch.optim.SparseAdam", "init_args": {"lr": 0.01}}}
+SPARSE_ADAM = {
+    "table_optimizer": {"class_path": "torch.optim.SparseAdam", "init_args": {"lr": 0.01}}
+}
 TABLES = ("wide", "narrow", "shared")
 ALL = {f"ebc.{name}" for name in TABLES}
 SPARSE = {"embedding_update": "sparse"}
-DENSE_TABLE = {"tables": {"narrow": {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}}}
+DENSE_TABLE = {
+    "tables": {
+        "narrow": {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}}
+    }
+}
 
 
 def _cut(sharding_type: str, **extra: Any) -> dict[str, Any]:
-    return {"tables": {name: {"sharding_types": [sharding_type], "min_partition": 4} for name in TABLES}, **extra}
+    return {
+        "tables": {
+            name: {"sharding_types": [sharding_type], "min_partition": 4} for name in TABLES
+        },
+        **extra,
+    }
 
 
 QUICK = {
@@ -54,11 +66,19 @@ QUICK = {
 }
 
 
-def _series(folder: Path, cases: dict[str, tuple[Any, ...]], steps: int = 6) -> dict[str, list[set[str]]]:
-    """Train the cases and compare all that they save; return the tables that each difference has by rows."""
-    run_each_on_ranks({name: (fit, str(folder / name), steps, *case) for name, case in cases.items()}, 2)
+def _series(
+    folder: Path, cases: dict[str, tuple[Any, ...]], steps: int = 6
+) -> dict[str, list[set[str]]]:
+    """Train the cases and compare all that they save; return the tables that each difference has by
+    rows."""
+    run_each_on_ranks(
+        {name: (fit, str(folder / name), steps, *case) for name, case in cases.items()}, 2
+    )
     actual = {name: assert_same_as_full(folder / name) for name in cases}
-    return {name: [set(m.changed) for m in series.values() if m.is_difference] for name, series in actual.items()}
+    return {
+        name: [set(m.changed) for m in series.values() if m.is_difference]
+        for name, series in actual.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +103,9 @@ def test_a_difference_of_an_earlier_version_with_rows_of_8_bits_is_refused(
     shutil.copytree(quick[0] / "by columns" / "series", tmp_path / "series")
     difference = tmp_path / "series" / "step=4-difference.ckpt"
     edit_marker(difference, lambda marker: marker["incremental"].update(row_bits=8))
-    with pytest.raises(CheckpointError, match="has its rows in 8 bits a number. Use the full checkpoint."):
+    with pytest.raises(
+        CheckpointError, match="has its rows in 8 bits a number. Use the full checkpoint."
+    ):
         open_checkpoint(difference)
 
 
@@ -91,21 +113,33 @@ def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(
     quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
 ) -> None:
     shutil.copytree(quick[0] / "sparse" / "series", tmp_path / "series")
-    base, difference = tmp_path / "series" / "step=2-full.ckpt", tmp_path / "series" / "step=4-difference.ckpt"
+    base, difference = (
+        tmp_path / "series" / "step=2-full.ckpt",
+        tmp_path / "series" / "step=4-difference.ckpt",
+    )
     described = describe(difference)
     assert described.base == base.name
     assert described.changed_rows.keys() == ALL
     assert max(described.changed_rows.values()) <= 60
     assert verify(difference) == []
     _change_byte(base)
-    assert [name.partition(" of ")[2] for name in verify(difference)] == ["its base step=2-full.ckpt"]
-    with pytest.raises(CheckpointError, match=r"distcp of its base step=2-full.ckpt does not match its checksum"):
+    assert [name.partition(" of ")[2] for name in verify(difference)] == [
+        "its base step=2-full.ckpt"
+    ]
+    with pytest.raises(
+        CheckpointError, match=r"distcp of its base step=2-full.ckpt does not match its checksum"
+    ):
         read_full(difference, with_optimizers=False)
     shutil.copytree(quick[0] / "by rows" / "series" / base.name, base, dirs_exist_ok=True)
-    with pytest.raises(CheckpointError, match=r"step=4-difference.ckpt is a difference, and .*step=2-full.ckpt is not"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step=4-difference.ckpt is a difference, and .*step=2-full.ckpt is not",
+    ):
         load(difference, 0, 2)
     shutil.rmtree(base)
-    with pytest.raises(CheckpointError, match=r"is a difference, and its base .*step=2-full.ckpt cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"is a difference, and its base .*step=2-full.ckpt cannot be read"
+    ):
         load(difference, 0, 2)
 
 
@@ -116,7 +150,10 @@ def test_a_difference_and_its_base_merge_into_a_full_checkpoint(
         difference = quick[0] / name / "series" / "step=4-difference.ckpt"
         merged = tmp_path / name / "merged.ckpt"
         assert main(["checkpoint", "merge", str(difference), str(merged)]) == 0
-        actual, expected = runs.tensors_in(merged), runs.tensors_in(quick[0] / name / "full" / "step=4.ckpt")
+        actual, expected = (
+            runs.tensors_in(merged),
+            runs.tensors_in(quick[0] / name / "full" / "step=4.ckpt"),
+        )
         assert actual.keys() == expected.keys()
         assert all(torch.equal(actual[place], expected[place]) for place in expected)
         assert verify(merged) == []
@@ -129,11 +166,15 @@ def test_a_difference_and_its_base_merge_into_a_full_checkpoint(
         merge(merged, tmp_path / "again.ckpt")
 
 
-def test_load_from_checkpoint_reads_a_difference_with_its_base(quick: tuple[Path, dict[str, list[set[str]]]]) -> None:
+def test_load_from_checkpoint_reads_a_difference_with_its_base(
+    quick: tuple[Path, dict[str, list[set[str]]]],
+) -> None:
     for name in quick[1]:
         folder = quick[0] / name
         path = folder / "series" / "step=4-difference.ckpt"
-        loaded = runs.LargeTables.load_from_checkpoint(path, optimizer=torch.optim.Adagrad, options={})
+        loaded = runs.LargeTables.load_from_checkpoint(
+            path, optimizer=torch.optim.Adagrad, options={}
+        )
         actual = loaded.state_dict()
         expected = read_full(folder / "full/step=4.ckpt", with_optimizers=False)["state_dict"]
         assert actual.keys() == expected.keys()
@@ -146,16 +187,22 @@ def test_loading_finds_a_changed_byte_in_a_difference(
     shutil.copytree(quick[0] / "sparse" / "series", tmp_path / "series")
     difference = tmp_path / "series" / "step=4-difference.ckpt"
     _change_byte(difference)
-    with pytest.raises(CheckpointError, match=r"step=4-difference.ckpt is damaged: __._0.distcp does not match its"):
+    with pytest.raises(
+        CheckpointError, match=r"step=4-difference.ckpt is damaged: __._0.distcp does not match its"
+    ):
         read_full(difference, with_optimizers=False)
 
 
 def _change_byte(checkpoint: Path) -> None:
     """Change a byte of some tensor's values."""
-    name, offset, length = max(StoredTensors(checkpoint).places.values(), key=lambda place: place[2])
+    name, offset, length = max(
+        StoredTensors(checkpoint).places.values(), key=lambda place: place[2]
+    )
     content = bytearray((checkpoint / name).read_bytes())
     with zipfile.ZipFile(io.BytesIO(content[offset : offset + length])) as record:
-        header = next(info.header_offset for info in record.infolist() if info.filename.endswith("/data/0"))
+        header = next(
+            info.header_offset for info in record.infolist() if info.filename.endswith("/data/0")
+        )
     begin = offset + header
     name_length, extra_length = struct.unpack("<HH", content[begin + 26 : begin + 30])
     content[begin + 30 + name_length + extra_length + 5] ^= 255
@@ -169,7 +216,10 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ({"every": 200, "full_every": 300}, "full_every=300 is no multiple of every=200"),
         ({"every": 0, "full_every": 300}, "every=0 must be a whole number"),
         ({"every": 200}, "every and full_every"),
-        ({"every": 200, "full_every": 200, "row_bits": 8}, "unexpected keyword argument 'row_bits'"),
+        (
+            {"every": 200, "full_every": 200, "row_bits": 8},
+            "unexpected keyword argument 'row_bits'",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             CheckpointOptions(incremental=options)  # type: ignore[arg-type]
@@ -188,8 +238,16 @@ def test_a_base_stays_as_long_as_a_difference_needs_it() -> None:
     for keep, base, removed in (
         (3, "", []),
         (2, "step=4-full.ckpt", ["step=2-difference.ckpt"]),
-        (1, "step=4-full.ckpt", ["step=3-difference.ckpt", "step=2-difference.ckpt", "step=1-full.ckpt"]),
-        (0, "step=4-full.ckpt", ["step=3-difference.ckpt", "step=2-difference.ckpt", "step=1-full.ckpt"]),
+        (
+            1,
+            "step=4-full.ckpt",
+            ["step=3-difference.ckpt", "step=2-difference.ckpt", "step=1-full.ckpt"],
+        ),
+        (
+            0,
+            "step=4-full.ckpt",
+            ["step=3-difference.ckpt", "step=2-difference.ckpt", "step=1-full.ckpt"],
+        ),
     ):
         assert [path.name for path in no_longer_needed(actual, keep, base)] == removed
 
@@ -220,11 +278,23 @@ def test_whatever_writes_rows_is_in_the_difference(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"]
+    "kind",
+    [
+        "table_wise",
+        "row_wise",
+        "column_wise",
+        "table_row_wise",
+        "table_column_wise",
+        "data_parallel",
+    ],
 )
-def test_a_difference_resumes_on_other_ranks_as_the_full_checkpoint_does(tmp_path: Path, kind: str) -> None:
+def test_a_difference_resumes_on_other_ranks_as_the_full_checkpoint_does(
+    tmp_path: Path, kind: str
+) -> None:
     optimizers = [SGD, ADAGRAD] if "column" in kind else [SGD, ADAGRAD, ROWWISE]
-    table_options = {name: {"sharding_types": [kind], "min_partition": 4} for name in ("wide", "narrow")}
+    table_options = {
+        name: {"sharding_types": [kind], "min_partition": 4} for name in ("wide", "narrow")
+    }
     for optimizer in optimizers:
         folder = tmp_path / optimizer[0].__name__
         run_on_warm_ranks(fit, 2, str(folder), 6, optimizer, {"tables": table_options})
@@ -271,7 +341,9 @@ def _start(folder: str, model: type, dies: bool) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [runs.LargeTables, runs.Twice])
-def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path: Path, model: type) -> None:
+def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(
+    tmp_path: Path, model: type
+) -> None:
     whole = run_on_warm_ranks(fit, 2, str(tmp_path / "whole"), 9, ADAGRAD, {}, model)[0]
     folder = tmp_path / "job"
     run_on_warm_ranks(_start, 2, str(folder), model, True)
@@ -286,7 +358,10 @@ def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path:
     _change_byte(series / "step=6-difference.ckpt")
     message = run_on_warm_ranks(_start, 2, str(folder), model, False)[0]
     assert any("skipped" in line and "step=6-difference.ckpt" in line for line in message)
-    assert any("training resumes from" in line and "step=4-difference.ckpt, step 4" in line for line in message)
+    assert any(
+        "training resumes from" in line and "step=4-difference.ckpt, step 4" in line
+        for line in message
+    )
     marker = json.loads(next(series.glob("step=8-difference.ckpt/complete.json")).read_text())
     assert marker["incremental"]["series"] == series.name
     actual = torch.load(folder / "final-0.pt")
@@ -296,5 +371,8 @@ def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path:
 
 @pytest.mark.slow
 def test_a_module_without_sharded_tables_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="ConfigError: checkpoint: incremental saves changed rows of sharded tables"):
+    with pytest.raises(
+        RankFailed,
+        match="ConfigError: checkpoint: incremental saves changed rows of sharded tables",
+    ):
         run_on_warm_ranks(fit, 2, str(tmp_path), 2, SGD, {}, runs.WithoutTables)

@@ -1,4 +1,5 @@
-"""A fit that is started again goes on from the furthest complete checkpoint of its own job, and from no other's."""
+"""A fit that is started again goes on from the furthest complete checkpoint of its own job, and
+from no other's."""
 
 import itertools
 import os
@@ -51,7 +52,9 @@ def _environment(job: str, attempt: int) -> LaunchedRanks:
     rank, num_ranks = rank_and_num_ranks()
     point = MeetingPoint("127.0.0.1", (int(os.environ["MASTER_PORT"]),), "test")
     place = {"local_rank": rank, "local_num_ranks": num_ranks, "node": 0, "num_nodes": 1}
-    return LaunchedRanks(Launched("torchrun", rank, num_ranks, point=point, job=job, attempt=attempt, **place))
+    return LaunchedRanks(
+        Launched("torchrun", rank, num_ranks, point=point, job=job, attempt=attempt, **place)
+    )
 
 
 def _start(
@@ -67,7 +70,8 @@ def _start(
     error_type: type[BaseException] = Died,
     dirpath: Any = None,
 ) -> dict[str, Any]:
-    """Start a script as a new process would, and return what it did. num_steps: those after which it dies."""
+    """Start a script as a new process would, and return what it did. num_steps: those after which
+    it dies."""
     run_strategy.FIT_NUMBERS = itertools.count(1)
     _messages.clear()
     model = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
@@ -78,7 +82,8 @@ def _start(
     )  # fmt: skip
     early = EarlyStopping("val_loss", patience=2)
     strategy = TorchRecShardedStrategy(
-        stopping={"run_name": name or None, "resume": resume}, checkpoint={"distributed": distributed}
+        stopping={"run_name": name or None, "resume": resume},
+        checkpoint={"distributed": distributed},
     )
     trainer = pl.Trainer(
         strategy=strategy,
@@ -101,8 +106,13 @@ def _start(
     return {
         "losses": model.losses,
         "first": trainer.global_step - len(model.losses),
-        "said": " ".join(line for line in _messages if "estart" in line or "again" in line or "skipped" in line),
-        "best": (Path(best.best_model_path).name, sorted(Path(path).name for path in best.best_k_models)),
+        "said": " ".join(
+            line for line in _messages if "estart" in line or "again" in line or "skipped" in line
+        ),
+        "best": (
+            Path(best.best_model_path).name,
+            sorted(Path(path).name for path in best.best_k_models),
+        ),
         "folders": {str(best.dirpath), str(often.dirpath)},
         "early": (early.wait_count, float(early.best_score)),
     }
@@ -251,14 +261,19 @@ def test_a_run_started_again_with_its_name_is_the_run_that_never_stopped(tmp_pat
         assert first["folders"] == second["folders"] == third["folders"]
         assert len(first["folders"]) == 1
         assert "started again" in second["said"].lower()
-        assert "step=6.ckpt, step 6, the furthest complete checkpoint of the job run-a-fit1" in second["said"]
+        assert (
+            "step=6.ckpt, step 6, the furthest complete checkpoint of the job run-a-fit1"
+            in second["said"]
+        )
         assert "The job had come to step 7: 1 step is trained again" in second["said"]
         assert "step 9: 1 step is" in third["said"]
         assert fourth["losses"] == []
 
 
 @pytest.mark.slow
-def test_a_job_restarted_by_its_launcher_goes_on_and_a_new_start_after_its_end_begins_again(tmp_path: Path) -> None:
+def test_a_job_restarted_by_its_launcher_goes_on_and_a_new_start_after_its_end_begins_again(
+    tmp_path: Path,
+) -> None:
     lived = _lived(tmp_path, "alone", "by_job")
     for rank_results in lived:
         starts = rank_results["by_job"]
@@ -277,9 +292,13 @@ def test_damaged_and_unfinished_checkpoints_are_skipped_with_a_line_each(tmp_pat
         for story, first_step in (("damaged", 2), ("damaged_files", 4)):
             first, second = rank_results[story][:2]
             assert _firsts([first, second]) == [0, first_step]
-            assert first["losses"][:first_step] + second["losses"] == rank_results["alone"]["losses"]
+            assert (
+                first["losses"][:first_step] + second["losses"] == rank_results["alone"]["losses"]
+            )
         message = rank_results["damaged_files"][2]
-        assert re.search(r"step=6.ckpt is damaged: archive/data/\d+ in step=6.ckpt does not match", message), message
+        assert re.search(
+            r"step=6.ckpt is damaged: archive/data/\d+ in step=6.ckpt does not match", message
+        ), message
     message = lived[0]["damaged"][1]["said"]
     for case in (
         "step=8.ckpt is damaged: rank_1.pt has 2 bytes",
@@ -326,8 +345,8 @@ def test_a_restart_names_the_checkpoint_that_is_on_no_file_system(tmp_path: Path
     first, second = _lived(tmp_path, "elsewhere")[0]["elsewhere"]
     assert _firsts([first, second]) == [0, 0]
     assert (
-        "training starts at step 0. Set ckpt_path to memory://elsewhere/step=2.ckpt, which this job has"
-        in second["said"]
+        "training starts at step 0. Set ckpt_path to memory://elsewhere/step=2.ckpt, which this "
+        "job has" in second["said"]
     )
 
 

@@ -1,4 +1,5 @@
-"""Callbacks and hooks that begin a fit see what the checkpoint has, as under Lightning's own strategies."""
+"""Callbacks and hooks that begin a fit see what the checkpoint has, as under Lightning's own
+strategies."""
 
 from typing import Any
 
@@ -38,7 +39,9 @@ def _scheduled(base: type[Noisy]) -> Any:
 
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)]
+            return [optimizer], [
+                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+            ]
 
     return Scheduled()
 
@@ -48,7 +51,8 @@ def _average(strategy: str, path: str) -> Any:
     for resumed in (False, True):
         pl.seed_everything(5)
         module = _scheduled(WithTable if strategy == "torchrec_sharded" else Noisy)
-        saves = SavesAt(f"{path}.{resumed}", "epoch", 11)  # the third of five epochs, the second of the averaging
+        # the third of five epochs, the second of the averaging
+        saves = SavesAt(f"{path}.{resumed}", "epoch", 11)
         trainer = pl.Trainer(
             strategy=MAKE[strategy](),
             devices=rank_and_num_ranks()[1],
@@ -64,7 +68,8 @@ def _average(strategy: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp_tuned", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MAKE)[1:])]
+    "strategy",
+    ["ddp_tuned", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MAKE)[1:])],
 )
 def test_an_average_of_the_users_own_continues_in_its_phase_with_another_scheduler(
     strategy: str, tmp_path: Any

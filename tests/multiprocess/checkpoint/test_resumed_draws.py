@@ -1,4 +1,5 @@
-"""What hooks draw before a resumed run trains is what they drew in the run that never stopped, and so on to its end."""
+"""What hooks draw before a resumed run trains is what they drew in the run that never stopped, and
+so on to its end."""
 
 import warnings
 from functools import partial
@@ -34,8 +35,11 @@ CASES: dict[str, tuple[tuple[str, int], Any, dict[str, Any]]] = {
 USUAL = ("in an epoch", "between epochs", "reloaded, in an epoch")
 
 
-def _resume(strategy: str, case: str, folder: str, seed: int | None = 5) -> tuple[list[Any], list[Any], list[str]]:
-    """Return what the module saw after the checkpoint, what it saw in the resumed run, and warnings of that one."""
+def _resume(
+    strategy: str, case: str, folder: str, seed: int | None = 5
+) -> tuple[list[Any], list[Any], list[str]]:
+    """Return what the module saw after the checkpoint, what it saw in the resumed run, and warnings
+    of that one."""
     (hook, num_batches), data, settings = CASES[case]
     kind, make_strategy = STRATEGIES[strategy]
     settings = {"kind": kind, "seed": seed, **settings}
@@ -44,7 +48,11 @@ def _resume(strategy: str, case: str, folder: str, seed: int | None = 5) -> tupl
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         resumed = fit(make_strategy(), data(), ckpt_path=saves.path, **settings)
-    return never_stopped.seen[saves.num_seen :], resumed.seen, [str(warning.message) for warning in caught]
+    return (
+        never_stopped.seen[saves.num_seen :],
+        resumed.seen,
+        [str(warning.message) for warning in caught],
+    )
 
 
 def _resume_each(strategy: str, cases: list[str], folder: str) -> dict[str, Any]:
@@ -65,7 +73,9 @@ def test_hooks_draw_as_in_the_run_that_never_stopped(strategy: str, tmp_path: An
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_hooks_draw_as_before_however_often_loaders_are_made_and_validation_runs(strategy: str, tmp_path: Any) -> None:
+def test_hooks_draw_as_before_however_often_loaders_are_made_and_validation_runs(
+    strategy: str, tmp_path: Any
+) -> None:
     _check(strategy, [case for case in CASES if case not in USUAL], tmp_path)
 
 
@@ -78,7 +88,9 @@ def _resume_unseeded(folder: str) -> dict[str, Any]:
     return outcomes
 
 
-def test_draws_of_setup_that_no_seed_repeats_are_reported_and_those_of_loaders_repeated(tmp_path: Any) -> None:
+def test_draws_of_setup_that_no_seed_repeats_are_reported_and_those_of_loaders_repeated(
+    tmp_path: Any,
+) -> None:
     for rank, outcomes in enumerate(run_on_warm_ranks(_resume_unseeded, 2, str(tmp_path))):
         reports = {
             name: [text for text in texts if "prepare_data or setup drew random numbers" in text]

@@ -1,4 +1,5 @@
-"""A resumed run trains each sample as often as the run that never stopped, or a warning says that it does not."""
+"""A resumed run trains each sample as often as the run that never stopped, or a warning says that
+it does not."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset
 
 from lightning_distrec import TorchRecShardedStrategy
-from tests.support.drawing_runs import Drawing, Noisy, Numbered, Sample, SavesAt, Splitting, Stream, WithTable, fit
+from tests.support.drawing_runs import (
+    Drawing,
+    Noisy,
+    Numbered,
+    Sample,
+    SavesAt,
+    Splitting,
+    Stream,
+    WithTable,
+    fit,
+)
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -23,11 +34,14 @@ PLAIN = {"limit_val_batches": 0, "max_epochs": 3}
 
 
 class Permuted(Sampler[int]):
-    """As torchdata's RandomSampler: none of torch's, and with a generator of its own, of a seed that is drawn."""
+    """As torchdata's RandomSampler: none of torch's, and with a generator of its own, of a seed
+    that is drawn."""
 
     def __init__(self, samples: Any) -> None:
         self.samples = samples
-        self.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        self.generator = torch.Generator().manual_seed(
+            int(torch.empty((), dtype=torch.int64).random_())
+        )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -48,7 +62,8 @@ class InBatches(BatchSampler):
 
 
 class StatefulLoader(DataLoader[Any]):
-    """As torchdata's StatefulDataLoader: its state is a count, by which it goes forward in the sampler's next order."""
+    """As torchdata's StatefulDataLoader: its state is a count, by which it goes forward in the
+    sampler's next order."""
 
     __module__ = "torchdata.stateful_dataloader.stateful_dataloader"
 
@@ -57,9 +72,13 @@ class StatefulLoader(DataLoader[Any]):
         options.pop("shuffle", None)
         if batch_sampler is None and not is_stream:
             sampler = options.pop("sampler", None) or Permuted(dataset)
-            batch_sampler = InBatches(sampler, options.pop("batch_size", 1), options.pop("drop_last", False))
+            batch_sampler = InBatches(
+                sampler, options.pop("batch_size", 1), options.pop("drop_last", False)
+            )
         chosen = {} if is_stream else {"batch_sampler": batch_sampler}
-        super().__init__(dataset, **chosen, **({"batch_size": options.get("batch_size", 1)} if is_stream else {}))
+        super().__init__(
+            dataset, **chosen, **({"batch_size": options.get("batch_size", 1)} if is_stream else {})
+        )
         self.num_yielded = self.num_skipped = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +106,8 @@ class Ordered(Stream):
             yield Numbered()[index]
 
     def state_dict(self) -> dict[str, Any]:
-        """Hugging Face's iterable datasets have a state, which a plain DataLoader asks for nothing."""
+        """Hugging Face's iterable datasets have a state, which a plain DataLoader asks for
+        nothing."""
         return {}
 
 
@@ -113,7 +133,9 @@ class Webdataset:
 
 
 def _own(data: Any, samples: Any) -> Any:
-    return DataLoader(samples, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    return DataLoader(
+        samples, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def _wrapped(data: Any, samples: Any) -> Any:
@@ -144,10 +166,14 @@ class Several(Noisy):
     """Takes the batches of two loaders."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step((torch.cat([batch["a"][0], batch["b"][0]]), batch["a"][1]), batch_idx)
+        return super().training_step(
+            (torch.cat([batch["a"][0], batch["b"][0]]), batch["a"][1]), batch_idx
+        )
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, (torch.cat([batch["a"][0], batch["b"][0]]), batch["a"][1]), batch_idx)
+        super().on_train_batch_end(
+            outputs, (torch.cat([batch["a"][0], batch["b"][0]]), batch["a"][1]), batch_idx
+        )
 
 
 LOADERS = {
@@ -188,7 +214,9 @@ def _check(strategies: Any, loaders: Any, num_ranks: int, folder: Any) -> None:
         for name, (expected, actual, texts) in outcomes.items():
             assert len(expected) > 2, name
             assert actual == expected, name
-            assert not [text for text in texts if "starts again" in text or "another order" in text], name
+            assert not [
+                text for text in texts if "starts again" in text or "another order" in text
+            ], name
 
 
 def test_loaders_with_generators_or_a_state_of_their_own_continue(tmp_path: Any) -> None:
@@ -204,7 +232,9 @@ def test_loaders_of_all_kinds_continue_under_each_strategy_that_fetches_in_its_o
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_loaders_without_a_position_start_the_epoch_again_and_it_is_reported(num_ranks: int, tmp_path: Any) -> None:
+def test_loaders_without_a_position_start_the_epoch_again_and_it_is_reported(
+    num_ranks: int, tmp_path: Any
+) -> None:
     calls = {
         f"{strategy} {make.__name__}": (
             _resume,
@@ -220,22 +250,27 @@ def test_loaders_without_a_position_start_the_epoch_again_and_it_is_reported(num
         for name, (_, actual, texts) in outcomes.items():
             reports = [text for text in texts if "no position of" in text]
             described = "DataLoader over Ordered" if "streamed" in name else "Webdataset"
-            assert [described in text and "So this epoch starts again" in text for text in reports] == [True] * (
-                rank == 0
+            assert [
+                described in text and "So this epoch starts again" in text for text in reports
+            ] == [True] * (rank == 0)
+            trained = sorted(
+                index for kind, indices, *_ in actual if kind == "train" for index in indices
             )
-            trained = sorted(index for kind, indices, *_ in actual if kind == "train" for index in indices)
             assert trained == sorted(list(range(rank, 40, num_ranks)) * 3), name
 
 
 class Stops(pl.Callback):
     """Stops as a time limit or EarlyStopping does."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         trainer.should_stop = trainer.global_step == 7
 
 
 def _cut(strategy: str, settings: dict[str, Any], folder: str) -> Any:
-    """Return the steps after the seventh in a run that never stopped, and in one that was saved when it had ended."""
+    """Return the steps after the seventh in a run that never stopped, and in one that was saved
+    when it had ended."""
     kind, make_strategy = KINDS[strategy]
     options: dict[str, Any] = {"kind": kind, "limit_val_batches": 0}
     never_stopped = fit(make_strategy(), Drawing(), max_epochs=4, **options)
@@ -249,7 +284,11 @@ def _cut(strategy: str, settings: dict[str, Any], folder: str) -> Any:
         callbacks=callbacks,
         **(
             DEFAULTS
-            | {"enable_checkpointing": True, "use_distributed_sampler": True, "limit_val_batches": 0}
+            | {
+                "enable_checkpointing": True,
+                "use_distributed_sampler": True,
+                "limit_val_batches": 0,
+            }
             | settings
         ),
     )
@@ -272,7 +311,8 @@ def test_an_epoch_that_a_limit_has_cut_off_continues_with_its_next_batch(tmp_pat
     }
     for outcomes in run_each_on_ranks(calls, 2):
         for name, (expected, after, at_end) in outcomes.items():
-            assert sum(kind == "train" for kind, *_ in expected) == 13, name  # of 4 epochs of 5 batches
+            # of 4 epochs of 5 batches
+            assert sum(kind == "train" for kind, *_ in expected) == 13, name
             assert after == expected, name
             assert at_end == expected, name
 
@@ -282,7 +322,9 @@ class Plain(Noisy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        )
 
     def training_step(self, batch: Sample, batch_idx: int) -> Any:
         loss = (self(batch[1]) ** 2).mean()
@@ -295,11 +337,16 @@ def _accumulate(path: str) -> Any:
     options: dict[str, Any] = PLAIN | {"kind": Plain, "accumulate_grad_batches": 4}
     first = fit("ddp_tuned", Splitting(), saves, **options)
     resumed = fit("ddp_tuned", Splitting(), ckpt_path=path, **options)
-    return first.state_dict(), resumed.state_dict(), len([one for one in resumed.seen if one[0] == "train"])
+    return (
+        first.state_dict(),
+        resumed.state_dict(),
+        len([one for one in resumed.seen if one[0] == "train"]),
+    )
 
 
 def test_gradients_that_were_accumulated_are_those_of_the_same_batches_again(tmp_path: Any) -> None:
     for outcome in run_each_on_ranks({"it": (_accumulate, str(tmp_path / "it.ckpt"))}, 2):
         expected, actual, num_batches = outcome["it"]
-        assert num_batches == 10  # the seventh is the second of its epoch, and both are trained again
+        # the seventh is the second of its epoch, and both are trained again
+        assert num_batches == 10
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)

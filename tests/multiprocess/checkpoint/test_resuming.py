@@ -1,4 +1,5 @@
-"""A run that goes on from a checkpoint, on any ranks and any plan, is the run that never stopped."""
+"""A run that goes on from a checkpoint, on any ranks and any plan, is the run that never
+stopped."""
 
 import re
 from dataclasses import replace
@@ -60,7 +61,13 @@ from tests.support.resuming import (
 )
 from tests.support.trainers import make_trainer
 
-TW, RW, CW, TWRW, DP = CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "data_parallel")
+TW, RW, CW, TWRW, DP = CUTS = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "data_parallel",
+)
 UPDATES = ("fused", "sparse", "dense")
 TABLES = ("wide", "narrow", "shared")
 
@@ -75,7 +82,8 @@ ADAMW = (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
 
 
 def plan(*cuts: str, update: str | tuple[str, ...] = "auto", **extra: Any) -> dict[str, Any]:
-    """Return the strategy's options for the three tables; one cut, or one update, is for all of them."""
+    """Return the strategy's options for the three tables; one cut, or one update, is for all of
+    them."""
     updates = (update,) * 3 if isinstance(update, str) else update
     tables: dict[str, Any] = {}
     for name, cut, mode in zip(TABLES, cuts if len(cuts) == 3 else cuts * 3, updates, strict=True):
@@ -88,11 +96,14 @@ def plan(*cuts: str, update: str | tuple[str, ...] = "auto", **extra: Any) -> di
 def turned(number: int, shift: int = 0) -> dict[str, Any]:
     """Return one plan of many, in which no two tables are cut alike."""
     cuts = [CUTS[(number + t + shift) % len(CUTS)] for t in range(3)]
-    return plan(*cuts, update=tuple(UPDATES[(number + t + 2 * shift) % len(UPDATES)] for t in range(3)))
+    return plan(
+        *cuts, update=tuple(UPDATES[(number + t + 2 * shift) % len(UPDATES)] for t in range(3))
+    )
 
 
 def from_each(num_ranks: int) -> Life:
-    """Return a life on so many ranks that goes on with the same plan there, and with others everywhere."""
+    """Return a life on so many ranks that goes on with the same plan there, and with others
+    everywhere."""
     later = [(w, {"strategy": turned(num_ranks, 1 + (num_ranks + w) % 4)}) for w in (1, 2, 3, 4)]
     return Life(Run(strategy=turned(num_ranks)), num_ranks, ((num_ranks, {}), *later))
 
@@ -107,8 +118,12 @@ PLANS = {f"from {num_ranks}": from_each(num_ranks) for num_ranks in (1, 2, 3, 4)
 
 OPTIMIZERS = {
     "SGD": Life(Run(optimizer=SGD, strategy=MIXED), 2, (ALIKE, ONE, THREE)),
-    "momentum": Life(Run(optimizer=MOMENTUM, strategy=plan(DP, CW, RW)), 2, (ALIKE, (1, {"strategy": MIXED}))),
-    "Adagrad from a value": Life(Run(optimizer=FROM_A_VALUE, strategy=MIXED), 2, (ALIKE, ONE, THREE)),
+    "momentum": Life(
+        Run(optimizer=MOMENTUM, strategy=plan(DP, CW, RW)), 2, (ALIKE, (1, {"strategy": MIXED}))
+    ),
+    "Adagrad from a value": Life(
+        Run(optimizer=FROM_A_VALUE, strategy=MIXED), 2, (ALIKE, ONE, THREE)
+    ),
     "RowWiseAdagrad": Life(
         Run(optimizer=ROW_WISE, strategy=plan(TW, RW, TWRW)),
         2,
@@ -120,7 +135,9 @@ OPTIMIZERS = {
         ),
     ),
     "RowWiseAdagrad, dense": Life(
-        Run(optimizer=ROW_WISE, strategy=plan(DP, TWRW, RW, update="dense")), 2, (ALIKE, (1, {"strategy": plan(TW)}))
+        Run(optimizer=ROW_WISE, strategy=plan(DP, TWRW, RW, update="dense")),
+        2,
+        (ALIKE, (1, {"strategy": plan(TW)})),
     ),
     "Adam": Life(
         Run(optimizer=ADAM, strategy=MIXED),
@@ -132,12 +149,16 @@ OPTIMIZERS = {
             (4, {"strategy": plan(CW)}),
         ),
     ),
-    "AdamW": Life(Run(optimizer=ADAMW, strategy=plan(CW)), 2, (ALIKE, (1, {"strategy": plan(CW, RW, DP)}))),
+    "AdamW": Life(
+        Run(optimizer=ADAMW, strategy=plan(CW)), 2, (ALIKE, (1, {"strategy": plan(CW, RW, DP)}))
+    ),
     "groups": Life(Run(model=Grouped, strategy=MIXED), 2, (ALIKE, ONE, THREE)),
     "groups and rates in steps": Life(Run(model=GroupedInSteps, strategy=MIXED), 2, (ALIKE, ONE)),
     "two by hand": Life(Run(model=TwoOptimizers, strategy=MIXED), 2, (ALIKE, ONE, THREE)),
     "two by hand, SparseAdam": Life(
-        Run(model=TwoOptimizers, optimizer=SPARSE_ADAM, strategy=plan(TW, RW, CW, update="sparse")), 2, (ALIKE, ONE)
+        Run(model=TwoOptimizers, optimizer=SPARSE_ADAM, strategy=plan(TW, RW, CW, update="sparse")),
+        2,
+        (ALIKE, ONE),
     ),
     "two by hand, momentum": Life(
         Run(model=TwoOptimizers, optimizer=MOMENTUM), 2, (ALIKE, (1, {"strategy": plan(CW)}))
@@ -147,26 +168,41 @@ OPTIMIZERS = {
 ALL = {"convert_embeddings": "all"}
 PLAIN = {
     **ALL,
-    "tables": {"bags.wide": {"sharding_types": [RW]}, "shared": {"sharding_types": [CW], "min_partition": 4}},
+    "tables": {
+        "bags.wide": {"sharding_types": [RW]},
+        "shared": {"sharding_types": [CW], "min_partition": 4},
+    },
 }
 MODULES = {
     "EmbeddingCollection": Life(
         Run(model=Sequences, strategy={"sharding_types": [RW]}),
         2,
-        (ALIKE, (1, {"strategy": {"sharding_types": [CW]}}), (2, {"strategy": {"embedding_update": "dense"}})),
+        (
+            ALIKE,
+            (1, {"strategy": {"sharding_types": [CW]}}),
+            (2, {"strategy": {"embedding_update": "dense"}}),
+        ),
     ),
     "nn.Embedding": Life(
         Run(model=PlainTables, strategy=PLAIN),
         2,
         (ALIKE, (1, {"strategy": ALL}), (2, {"strategy": {"convert_embeddings": "none"}})),
     ),
-    "nn.Embedding, whole": Life(Run(model=PlainTables, optimizer=ADAM), 2, (ALIKE, (1, {"strategy": PLAIN}))),
-    "mean pooling": Life(Run(model_options={"pooling": "mean"}, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
-    "weights": Life(Run(model_options={"weighted": True}, optimizer=ADAM, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
+    "nn.Embedding, whole": Life(
+        Run(model=PlainTables, optimizer=ADAM), 2, (ALIKE, (1, {"strategy": PLAIN}))
+    ),
+    "mean pooling": Life(
+        Run(model_options={"pooling": "mean"}, strategy=MIXED), 2, (ALIKE, ONE_DENSE)
+    ),
+    "weights": Life(
+        Run(model_options={"weighted": True}, optimizer=ADAM, strategy=MIXED), 2, (ALIKE, ONE_DENSE)
+    ),
     "frozen": Life(Run(model=Frozen, strategy=MIXED), 2, (ALIKE, ONE)),
     "frozen, Adam": Life(Run(model=Frozen, optimizer=ADAM, strategy=MIXED), 2, (ALIKE, (1, {}))),
     "looked up twice": Life(
-        Run(model=Twice, strategy=MIXED), 2, (ALIKE, ONE_DENSE, (3, {"strategy": plan(RW, CW, TW, update="sparse")}))
+        Run(model=Twice, strategy=MIXED),
+        2,
+        (ALIKE, ONE_DENSE, (3, {"strategy": plan(RW, CW, TW, update="sparse")})),
     ),
     "looked up twice, RowWiseAdagrad": Life(
         Run(model=Twice, optimizer=ROW_WISE, save=("on_train_batch_end", 8)),
@@ -194,7 +230,11 @@ def averaged() -> dict[str, Any]:
 
 
 def averaged_late() -> dict[str, Any]:
-    return {"callbacks": [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2)]}
+    return {
+        "callbacks": [
+            StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2)
+        ]
+    }
 
 
 def unfrozen() -> dict[str, Any]:
@@ -211,40 +251,56 @@ CLIPPED_BY_VALUE = {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.0
 LOOPS = {
     "middle of an epoch": Life(Run(save=MIDDLE, strategy=MIXED), 2, (ALIKE, ONE, THREE)),
     "middle, written behind the steps": Life(
-        Run(save=MIDDLE, optimizer=ADAM, strategy={**MIXED, "checkpoint": {"async_save": True}}), 2, (ALIKE, ONE_DENSE)
+        Run(save=MIDDLE, optimizer=ADAM, strategy={**MIXED, "checkpoint": {"async_save": True}}),
+        2,
+        (ALIKE, ONE_DENSE),
     ),
     "middle, not shuffled": Life(Run(save=MIDDLE, shuffle=False), 2, (ALIKE, (1, {}))),
     "last batch": Life(Run(save=("on_train_batch_end", 10), strategy=MIXED), 2, (ALIKE, ONE)),
     "validated": Life(Run(save=VALIDATED, validates=True, strategy=MIXED), 2, (ALIKE, ONE)),
     "validated in the middle": Life(
-        Run(save=("on_validation_end", 9), validates=True, trainer={"val_check_interval": 2}), 2, (ALIKE, (1, {}))
+        Run(save=("on_validation_end", 9), validates=True, trainer={"val_check_interval": 2}),
+        2,
+        (ALIKE, (1, {})),
     ),
     "end of an epoch, validated": Life(
         Run(save=("on_train_epoch_end", 10), validates=True, epochs=4), 2, (ALIKE, (1, {}))
     ),
     "accumulation and clipping": Life(Run(trainer=CLIPPED), 2, (ALIKE, ONE)),
-    "clipping by value, middle": Life(Run(trainer=CLIPPED_BY_VALUE, optimizer=ADAM, save=MIDDLE), 2, (ALIKE, (1, {}))),
+    "clipping by value, middle": Life(
+        Run(trainer=CLIPPED_BY_VALUE, optimizer=ADAM, save=MIDDLE), 2, (ALIKE, (1, {}))
+    ),
     # Sums in 16 bits are other ones where batches are shared out in another way.
     "bf16-mixed": Life(Run(trainer={"precision": "bf16-mixed"}), 2, (ALIKE, (1, {})), limit=2e-2),
     "16-mixed": Life(Run(extra=scaled, optimizer=SGD), 2, (ALIKE, (1, {})), limit=2e-2),
     "stops early": Life(
-        Run(extra=stops_early, validates=True, epochs=9, save=("on_train_epoch_end", 10)), 2, (ALIKE, (1, {}))
+        Run(extra=stops_early, validates=True, epochs=9, save=("on_train_epoch_end", 10)),
+        2,
+        (ALIKE, (1, {})),
     ),
     "unfrozen later": Life(Run(model=LearnsInPart, extra=unfrozen), 2, (ALIKE, ONE_DENSE)),
     "random": Life(RANDOM, 2, ((2, OTHER_START),)),
     "random, middle": Life(Run(**vars(RANDOM) | {"save": MIDDLE}), 2, ((2, OTHER_START),)),
     "random, validated": Life(
-        Run(**vars(RANDOM) | {"save": VALIDATED, "validates": True, "epochs": 4}), 2, ((2, OTHER_START),)
+        Run(**vars(RANDOM) | {"save": VALIDATED, "validates": True, "epochs": 4}),
+        2,
+        ((2, OTHER_START),),
     ),
     "random, middle, validated": Life(
-        Run(**vars(RANDOM) | {"save": MIDDLE, "validates": True, "epochs": 4}), 1, ((1, OTHER_START),)
+        Run(**vars(RANDOM) | {"save": MIDDLE, "validates": True, "epochs": 4}),
+        1,
+        ((1, OTHER_START),),
     ),
     "moving average": Life(Run(extra=averaged, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
     "moving average, middle": Life(
         Run(extra=averaged, strategy=MIXED, save=MIDDLE, optimizer=ADAM), 2, (ALIKE, ONE_DENSE)
     ),
-    "stochastic average, before": Life(Run(extra=averaged_late, strategy=MIXED), 2, (ALIKE, ONE_DENSE)),
-    "stochastic average, within": Life(Run(extra=averaged_late, strategy=MIXED, save=LATER), 2, (ALIKE, ONE_DENSE)),
+    "stochastic average, before": Life(
+        Run(extra=averaged_late, strategy=MIXED), 2, (ALIKE, ONE_DENSE)
+    ),
+    "stochastic average, within": Life(
+        Run(extra=averaged_late, strategy=MIXED, save=LATER), 2, (ALIKE, ONE_DENSE)
+    ),
 }
 
 # Not shuffled: Lightning's own strategy for one device draws another order.
@@ -252,7 +308,9 @@ ONE_FILE = {"checkpoint": {"distributed": False}}
 STOCK = (1, {"strategy": None})
 FILES = {
     "one file, Adagrad": Life(
-        Run(shuffle=False, strategy={**MIXED, **ONE_FILE}), 2, (ALIKE, (3, {"strategy": plan(RW, DP, TW)}), STOCK)
+        Run(shuffle=False, strategy={**MIXED, **ONE_FILE}),
+        2,
+        (ALIKE, (3, {"strategy": plan(RW, DP, TW)}), STOCK),
     ),
     "one file, Adam": Life(
         Run(shuffle=False, optimizer=ADAM, strategy={**plan(RW), **ONE_FILE}),
@@ -260,17 +318,26 @@ FILES = {
         (ALIKE, (1, {"strategy": plan(CW, **ONE_FILE)}), STOCK),
     ),
     "stock, Adagrad": Life(
-        Run(shuffle=False, strategy=None), 1, (STOCK, (2, {"strategy": plan(CW, TW, RW, update="fused")}))
+        Run(shuffle=False, strategy=None),
+        1,
+        (STOCK, (2, {"strategy": plan(CW, TW, RW, update="fused")})),
     ),
     "stock, RowWiseAdagrad": Life(
         Run(shuffle=False, strategy=None, optimizer=ROW_WISE),
         1,
-        ((1, {"strategy": plan(DP, TWRW, RW)}), (2, {"strategy": plan(TW, RW, TWRW, update="fused")})),
+        (
+            (1, {"strategy": plan(DP, TWRW, RW)}),
+            (2, {"strategy": plan(TW, RW, TWRW, update="fused")}),
+        ),
     ),
     "stock, Adam": Life(
         Run(shuffle=False, strategy=None, optimizer=ADAM),
         1,
-        ((1, {"strategy": plan(CW)}), (2, {"strategy": plan(CW, RW, DP)}), (3, {"strategy": MIXED})),
+        (
+            (1, {"strategy": plan(CW)}),
+            (2, {"strategy": plan(CW, RW, DP)}),
+            (3, {"strategy": MIXED}),
+        ),
     ),
 }
 ON_PLATEAU = Run(model=OnPlateau, shuffle=False, validates=True, save=("on_train_batch_end", 13))
@@ -303,8 +370,11 @@ USUAL = {
 
 @cache
 def lived(group: str, usual: bool = True) -> dict[str, Lived]:
-    """Return what became of the usual lives of a group, or of the others. The same ranks live them one by one."""
-    return live({name: life for name, life in GROUPS[group].items() if (name in USUAL[group]) is usual})
+    """Return what became of the usual lives of a group, or of the others. The same ranks live them
+    one by one."""
+    return live({
+        name: life for name, life in GROUPS[group].items() if (name in USUAL[group]) is usual
+    })
 
 
 def problems(group: str, name: str) -> list[str]:
@@ -345,7 +415,9 @@ def test_loops_go_on_where_they_were(name: str) -> None:
     assert problems("loops", name) == []
 
 
-@pytest.mark.parametrize("name", slow_except([name for name in USUAL["files"] if name in FILES], FILES))
+@pytest.mark.parametrize(
+    "name", slow_except([name for name in USUAL["files"] if name in FILES], FILES)
+)
 def test_plain_files_go_on_sharded_and_under_lightnings_own_strategy(name: str) -> None:
     assert problems("files", name) == []
 
@@ -375,13 +447,17 @@ def test_differences_are_reported() -> None:
     run.final = {"state_dict": {"w": torch.ones(2)}, "optimizer_states": []}
     later = Outcome(losses=[2.0] * 19 + [2.0001], rates=[[0.1]] * 20)
     later.final = {"state_dict": {"w": torch.tensor([1.0, 1.5])}, "optimizer_states": []}
-    assert [message.partition(": ")[2] for message in problems_of(life, Lived([run], [[later]]))] == [
+    assert [
+        message.partition(": ")[2] for message in problems_of(life, Lived([run], [[later]]))
+    ] == [
         "losses/19 is 2.0001, not 2.0",
         "final/state_dict/w is off by 0.5",
         "of ranks/0/19 is 2.0001, not 2.0",
     ]
     failed = Outcome(failed="E: it", trace="in a file\nE: it")
-    assert problems_of(life, Lived([run], [[failed]])) == ["1 to 1 ranks, nothing else: rank 0: in a file\nE: it"]
+    assert problems_of(life, Lived([run], [[failed]])) == [
+        "1 to 1 ranks, nothing else: rank 0: in a file\nE: it"
+    ]
     assert differences({"a": [1, 2.0]}, {"a": [1, 2.5]}, "x", 0.1) == ["x/a/1 is 2.0, not 2.5"]
     assert differences([torch.ones(2)], [torch.ones(3)], "x", 0.1)
 
@@ -389,10 +465,17 @@ def test_differences_are_reported() -> None:
 # ---- the words "last" and "best", checkpoints saved by hand, evaluation
 
 
-def _fit(max_epochs: int, folder: str, ckpt_path: str | None = None, save_last: Any = True) -> tuple[list[float], Any]:
-    """Collective. Return the losses of a run with a checkpoint after each epoch, and its trainer."""
+def _fit(
+    max_epochs: int, folder: str, ckpt_path: str | None = None, save_last: Any = True
+) -> tuple[list[float], Any]:
+    """Collective. Return the losses of a run with a checkpoint after each epoch, and its
+    trainer."""
     keep = ModelCheckpoint(folder, "{epoch}", monitor="epochs", save_top_k=-1, save_last=save_last)
-    options = {"max_epochs": max_epochs, "use_distributed_sampler": True, "enable_checkpointing": True}
+    options = {
+        "max_epochs": max_epochs,
+        "use_distributed_sampler": True,
+        "enable_checkpointing": True,
+    }
     model, trainer = seeded(Counts, *ADAGRAD), make_trainer(MIXED, callbacks=[keep], **options)
     trainer.fit(model, loader(rank_and_num_ranks()[1]), ckpt_path=ckpt_path)
     return model.losses, trainer
@@ -473,7 +556,10 @@ def _save_forms(folder: str) -> None:
         ("one file", in_one_file, False),
         ("weights in a file", in_one_file, True),
     ):
-        model, trainer = seeded(Clicks, *FROM_A_VALUE), make_trainer(strategy, use_distributed_sampler=True)
+        model, trainer = (
+            seeded(Clicks, *FROM_A_VALUE),
+            make_trainer(strategy, use_distributed_sampler=True),
+        )
         trainer.fit(model, loader(2))
         trainer.save_checkpoint(f"{folder}/{name}", weights_only)
     train(Run(strategy=MIXED, optimizer=FROM_A_VALUE, epochs=1), f"{folder}/folder")
@@ -484,7 +570,9 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths of weights in every form."""
     folder = tmp_path_factory.mktemp("forms")
     run_on_warm_ranks(_save_forms, 2, str(folder))
-    run_on_warm_ranks(train, 1, Run(strategy=None, optimizer=FROM_A_VALUE, epochs=1), str(folder / "stock"))
+    run_on_warm_ranks(
+        train, 1, Run(strategy=None, optimizer=FROM_A_VALUE, epochs=1), str(folder / "stock")
+    )
     state = plain_checkpoint(folder / "folder" / "saved.ckpt")["state_dict"]
     torch.save(state, folder / "bare.pt")
     save_file(state, folder / "bare.safetensors")
@@ -495,21 +583,40 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def started(forms: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """What rank 0 saw of runs that start from each form: of the module that was saved, and of others."""
+    """What rank 0 saw of runs that start from each form: of the module that was saved, and of
+    others."""
     runs = {}
     for name, path in forms.items():
-        grows, moves = {"start_from": path, "grow_tables": True}, {"start_from": path, "rename": TOWER}
+        grows, moves = (
+            {"start_from": path, "grow_tables": True},
+            {"start_from": path, "rename": TOWER},
+        )
         runs[name] = replace(BEGINS, strategy=plan(RW, DP, CW, checkpoint={"start_from": path}))
-        runs[f"{name}, grown"] = replace(BEGINS, model=Grown, strategy=plan(CW, RW, TW, checkpoint=grows))
+        runs[f"{name}, grown"] = replace(
+            BEGINS, model=Grown, strategy=plan(CW, RW, TW, checkpoint=grows)
+        )
         runs[f"{name}, moved"] = replace(BEGINS, model=Tower, strategy={"checkpoint": moves})
     runs["loose"] = replace(
-        BEGINS, model=RenamedLoosely, strategy={"checkpoint": {"start_from": forms["folder"]}}, validates=True
+        BEGINS,
+        model=RenamedLoosely,
+        strategy={"checkpoint": {"start_from": forms["folder"]}},
+        validates=True,
     )
     folder = tmp_path_factory.mktemp("started")
-    return run_on_warm_ranks(train_each, 2, {name: (run, f"{folder}/{name}") for name, run in runs.items()})[0]
+    return run_on_warm_ranks(
+        train_each, 2, {name: (run, f"{folder}/{name}") for name, run in runs.items()}
+    )[0]
 
 
-FORMS = ("folder", "weights of a folder", "one file", "weights in a file", "bare.pt", "bare.safetensors", "stock")
+FORMS = (
+    "folder",
+    "weights of a folder",
+    "one file",
+    "weights in a file",
+    "bare.pt",
+    "bare.safetensors",
+    "stock",
+)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -528,7 +635,10 @@ def test_a_new_run_starts_from_weights_in_any_form(
         assert bool((state["sum"] == torch.tensor(0.1)).all()), name
     moved = started[f"{form}, moved"]
     assert not moved.failed, moved.trace
-    renamed = {key.replace("ebc", "tower.tables").replace("mlp", "tower.mlp"): value for key, value in expected.items()}
+    renamed = {
+        key.replace("ebc", "tower.tables").replace("mlp", "tower.mlp"): value
+        for key, value in expected.items()
+    }
     assert differences(moved.saved["state_dict"], renamed, "state_dict", 0.0) == []
 
 
@@ -536,7 +646,10 @@ def test_a_new_run_starts_from_weights_in_any_form(
 def test_grown_tables_keep_their_rows_and_begin_the_others(
     forms: dict[str, str], started: dict[str, Outcome], form: str
 ) -> None:
-    expected, built = plain_checkpoint(forms[form])["state_dict"], seeded(Grown, *FROM_A_VALUE).state_dict()
+    expected, built = (
+        plain_checkpoint(forms[form])["state_dict"],
+        seeded(Grown, *FROM_A_VALUE).state_dict(),
+    )
     begun = started[f"{form}, grown"]
     assert not begun.failed, begun.trace
     for key, value in begun.saved["state_dict"].items():
@@ -549,7 +662,10 @@ def test_grown_tables_keep_their_rows_and_begin_the_others(
 def test_what_a_checkpoint_does_not_have_stays_as_it_was_built(
     forms: dict[str, str], started: dict[str, Outcome]
 ) -> None:
-    expected, built = plain_checkpoint(forms["folder"])["state_dict"], seeded(Renamed, *FROM_A_VALUE).state_dict()
+    expected, built = (
+        plain_checkpoint(forms["folder"])["state_dict"],
+        seeded(Renamed, *FROM_A_VALUE).state_dict(),
+    )
     begun = started["loose"]
     assert not begun.failed, begun.trace
     for key, value in begun.saved["state_dict"].items():
@@ -577,14 +693,19 @@ CHANGED = {
                 2,
                 {
                     "model": Renamed,
-                    **changed(TW, rename={f"{old}.weight": f"{new}.weight" for old, new in RENAMED.items()}),
+                    **changed(
+                        TW,
+                        rename={f"{old}.weight": f"{new}.weight" for old, new in RENAMED.items()},
+                    ),
                 },
             ),
             (1, {"model": Tower, **changed(CW, rename=TOWER)}),
         ),
     ),
     "renamed, Adam": Life(
-        Run(strategy=MIXED, optimizer=ADAM), 2, ((1, {"model": Renamed, **changed(CW, rename=RENAMED)}),)
+        Run(strategy=MIXED, optimizer=ADAM),
+        2,
+        ((1, {"model": Renamed, **changed(CW, rename=RENAMED)}),),
     ),
     "grown": Life(
         Run(strategy=MIXED, optimizer=FROM_A_VALUE),
@@ -592,11 +713,19 @@ CHANGED = {
         (
             (2, {"model": Grown, **changed(RW, grow_tables=True)}),
             (1, {"model": Grown, **changed(CW, grow_tables=True)}),
-            (2, {"model": Grown, "strategy": plan(RW, DP, TW, update="dense", checkpoint={"grow_tables": True})}),
+            (
+                2,
+                {
+                    "model": Grown,
+                    "strategy": plan(RW, DP, TW, update="dense", checkpoint={"grow_tables": True}),
+                },
+            ),
         ),
     ),
     "grown, Adam": Life(
-        Run(strategy=MIXED, optimizer=ADAM), 2, ((1, {"model": Grown, **changed(RW, grow_tables=True)}),)
+        Run(strategy=MIXED, optimizer=ADAM),
+        2,
+        ((1, {"model": Grown, **changed(RW, grow_tables=True)}),),
     ),
     "grown, RowWiseAdagrad": Life(
         Run(optimizer=ROW_WISE), 2, ((2, {"model": Grown, **changed(RW, grow_tables=True)}),)
@@ -611,21 +740,36 @@ def changes() -> dict[str, Lived]:
 
 
 @pytest.mark.parametrize("name", slow_except(["renamed, Adam", "grown, RowWiseAdagrad"], CHANGED))
-def test_renamed_and_grown_tables_go_on_with_their_optimizer_state(changes: dict[str, Lived], name: str) -> None:
+def test_renamed_and_grown_tables_go_on_with_their_optimizer_state(
+    changes: dict[str, Lived], name: str
+) -> None:
     assert problems_of(CHANGED[name], changes[name]) == []
 
 
-def test_further_rows_and_their_optimizer_state_are_those_of_a_new_table(changes: dict[str, Lived]) -> None:
+def test_further_rows_and_their_optimizer_state_are_those_of_a_new_table(
+    changes: dict[str, Lived],
+) -> None:
     built = seeded(Grown, *ADAGRAD).state_dict()
     for name in ("grown", "grown, Adam"):
         for (num_ranks, _), outcomes in zip(CHANGED[name].later, changes[name].later, strict=True):
             final = outcomes[0].final
-            for key, rows in (("ebc.embedding_bags.wide.weight", 60), ("ebc.embedding_bags.narrow.weight", 37)):
-                assert torch.equal(final["state_dict"][key][rows:], built[key][rows:]), (name, num_ranks, key)
+            for key, rows in (
+                ("ebc.embedding_bags.wide.weight", 60),
+                ("ebc.embedding_bags.narrow.weight", 37),
+            ):
+                assert torch.equal(final["state_dict"][key][rows:], built[key][rows:]), (
+                    name,
+                    num_ranks,
+                    key,
+                )
                 for case, value in final["optimizer_states"][0]["state"][key].items():
                     if value.dim():
                         new = value[rows:]
-                        assert bool((new == torch.tensor(0.1 if case == "sum" else 0.0)).all()), (name, key, case)
+                        assert bool((new == torch.tensor(0.1 if case == "sum" else 0.0)).all()), (
+                            name,
+                            key,
+                            case,
+                        )
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -657,17 +801,38 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-3})},
         "OptimizerError: table 'ebc.*eps=1e-10 was 0.001.*embedding_update='dense'",
     ),
-    "weights only": ({"resume": "weights.ckpt"}, "CheckpointError: .* holds weights only.*'start_from'"),
-    "weights in a file": ({"resume": "one.ckpt"}, "CheckpointError: .* holds weights only.*'start_from'"),
-    "nothing there": ({"resume": "nothing.ckpt"}, "MissingCheckpointError: there is no checkpoint .*nothing.ckpt"),
+    "weights only": (
+        {"resume": "weights.ckpt"},
+        "CheckpointError: .* holds weights only.*'start_from'",
+    ),
+    "weights in a file": (
+        {"resume": "one.ckpt"},
+        "CheckpointError: .* holds weights only.*'start_from'",
+    ),
+    "nothing there": (
+        {"resume": "nothing.ckpt"},
+        "MissingCheckpointError: there is no checkpoint .*nothing.ckpt",
+    ),
     "nothing to start from": (
         changed(RW, start_from="/nothing"),
         "MissingCheckpointError: there is no checkpoint /nothing",
     ),
-    "no checkpoint": (changed(RW, start_from="a list.pt"), "CheckpointError: .*a list.pt holds a list"),
-    "no state_dict": (changed(RW, start_from="nested.pt"), "CheckpointError: .*nested.pt.*state_dict"),
-    "no torch file": (changed(RW, start_from="junk.pt"), "CheckpointError: .*junk.pt cannot be read"),
-    "no safetensors": (changed(RW, start_from="junk.safetensors"), "CheckpointError: .*is no safetensors file"),
+    "no checkpoint": (
+        changed(RW, start_from="a list.pt"),
+        "CheckpointError: .*a list.pt holds a list",
+    ),
+    "no state_dict": (
+        changed(RW, start_from="nested.pt"),
+        "CheckpointError: .*nested.pt.*state_dict",
+    ),
+    "no torch file": (
+        changed(RW, start_from="junk.pt"),
+        "CheckpointError: .*junk.pt cannot be read",
+    ),
+    "no safetensors": (
+        changed(RW, start_from="junk.safetensors"),
+        "CheckpointError: .*is no safetensors file",
+    ),
     "unknown option": (
         changed(RW, start_form="x"),
         "ConfigError: checkpoint: there is no option 'start_form'; did you mean 'start_from'",
@@ -687,8 +852,13 @@ def _refused(cases: dict[str, dict[str, Any]], folder: str) -> dict[str, Outcome
         options = dict((run.strategy or {}).get("checkpoint", {}))
         if "start_from" in options:
             options["start_from"] = str(Path(folder) / options["start_from"])
-            run = replace(run, strategy={**(run.strategy or {}), "checkpoint": options}, resume=None)
-        runs[name] = (run if run.resume is None else replace(run, resume=f"{folder}/{run.resume}"), f"{folder}/after")
+            run = replace(
+                run, strategy={**(run.strategy or {}), "checkpoint": options}, resume=None
+            )
+        runs[name] = (
+            run if run.resume is None else replace(run, resume=f"{folder}/{run.resume}"),
+            f"{folder}/after",
+        )
     return train_each(runs)
 
 
@@ -705,22 +875,32 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Outcome]
     """What each rank was told."""
     folder = tmp_path_factory.mktemp("refused")
     write_wrong_files(folder)
-    return run_on_warm_ranks(_refused, 2, {name: case for name, (case, _) in CASES.items()}, str(folder))
+    return run_on_warm_ranks(
+        _refused, 2, {name: case for name, (case, _) in CASES.items()}, str(folder)
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_cannot_go_on_is_an_error_of_ours_on_every_rank(refused: list[dict[str, Outcome]], name: str) -> None:
+def test_what_cannot_go_on_is_an_error_of_ours_on_every_rank(
+    refused: list[dict[str, Outcome]], name: str
+) -> None:
     for outcomes in refused:
-        assert re.match(CASES[name][1], outcomes[name].failed), f"{outcomes[name].failed}\n{outcomes[name].trace}"
+        assert re.match(CASES[name][1], outcomes[name].failed), (
+            f"{outcomes[name].failed}\n{outcomes[name].trace}"
+        )
     assert refused[0][name].failed == refused[1][name].failed
 
 
 GOES_ON = {
     "another optimizer": Life(
-        Run(), 2, ((2, {"optimizer": MOMENTUM}), (1, {"optimizer": ADAM}), (2, {"optimizer": ROW_WISE}))
+        Run(),
+        2,
+        ((2, {"optimizer": MOMENTUM}), (1, {"optimizer": ADAM}), (2, {"optimizer": ROW_WISE})),
     ),
     "a table more": Life(
-        Run(strategy={"embedding_update": "dense"}), 2, ((2, {"model": RenamedLoosely}), (1, {"model": RenamedLoosely}))
+        Run(strategy={"embedding_update": "dense"}),
+        2,
+        ((2, {"model": RenamedLoosely}), (1, {"model": RenamedLoosely})),
     ),
     "eps": Life(
         Run(optimizer=(torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2})),
@@ -739,7 +919,11 @@ def gone_on() -> dict[str, Lived]:
 
 @pytest.mark.slow
 def test_another_optimizer_starts_over_and_reports_it(gone_on: dict[str, Lived]) -> None:
-    kinds = ("torch.optim.sgd.SGD", "torch.optim.adam.Adam", "torchrec.optim.rowwise_adagrad.RowWiseAdagrad")
+    kinds = (
+        "torch.optim.sgd.SGD",
+        "torch.optim.adam.Adam",
+        "torchrec.optim.rowwise_adagrad.RowWiseAdagrad",
+    )
     for kind, outcomes in zip(kinds, gone_on["another optimizer"].later, strict=True):
         assert not outcomes[0].failed, outcomes[0].trace
         assert len(outcomes[0].losses) == 20
@@ -748,7 +932,9 @@ def test_another_optimizer_starts_over_and_reports_it(gone_on: dict[str, Lived])
         assert len(warned) == 1
         assert f"is a {kind}, and the checkpoint's was a torch.optim.adagrad.Adagrad" in warned[0]
         assert "starts empty" in warned[0]
-        assert not any("optimizer 0" in message for outcome in outcomes[1:] for message in outcome.messages)
+        assert not any(
+            "optimizer 0" in message for outcome in outcomes[1:] for message in outcome.messages
+        )
         for state in outcomes[0].final["optimizer_states"][0]["state"].values():
             assert float(state.get("step", 20)) == 20
 
@@ -763,16 +949,26 @@ def test_a_table_that_was_not_saved_starts_over_and_reports_it(gone_on: dict[str
         assert "has no state of 'ebc.embedding_bags.broad.weight'; it starts empty" in warned[1]
         states = outcomes[0].final["optimizer_states"][0]["state"]
         assert [float(state["step"]) for name, state in states.items() if "broad" in name] == [20]
-        assert {float(state["step"]) for name, state in states.items() if "broad" not in name} == {25}
+        assert {float(state["step"]) for name, state in states.items() if "broad" not in name} == {
+            25
+        }
 
 
 @pytest.mark.slow
-def test_groups_that_a_finetuning_callback_added_are_refused_on_every_rank(gone_on: dict[str, Lived]) -> None:
-    # Lightning has called the callback, which would add them again, before strategies like this one load anything.
+def test_groups_that_a_finetuning_callback_added_are_refused_on_every_rank(
+    gone_on: dict[str, Lived],
+) -> None:
+    # Lightning has called the callback, which would add them again, before strategies like this one
+    # load anything.
     for outcome in gone_on["groups added"].later[0]:
-        assert re.match("CheckpointError: optimizer 0 has 1 param group.*, and the checkpoint's had 2", outcome.failed)
+        assert re.match(
+            "CheckpointError: optimizer 0 has 1 param group.*, and the checkpoint's had 2",
+            outcome.failed,
+        )
 
 
 @pytest.mark.slow
-def test_hyperparameters_are_those_of_the_checkpoint_as_lightning_has_them(gone_on: dict[str, Lived]) -> None:
+def test_hyperparameters_are_those_of_the_checkpoint_as_lightning_has_them(
+    gone_on: dict[str, Lived],
+) -> None:
     assert problems_of(GOES_ON["eps"], gone_on["eps"]) == []

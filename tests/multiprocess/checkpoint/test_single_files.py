@@ -1,4 +1,5 @@
-"""Small checkpoints are one plain file: for torch.load, load_from_checkpoint, stock Lightning, and our own ranks."""
+"""Small checkpoints are one plain file: for torch.load, load_from_checkpoint, stock Lightning, and
+our own ranks."""
 
 import os
 import resource
@@ -72,7 +73,8 @@ def _model() -> Ratings:
 
 
 def _save(folder: str, kind: str, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train for an epoch, save in the default form and as a folder; return what the next epoch would have given."""
+    """Train for an epoch, save in the default form and as a folder; return what the next epoch
+    would have given."""
     model, trainer = _model(), _trainer(kind, checkpoint, max_epochs=2)
     on_first = []
 
@@ -80,7 +82,9 @@ def _save(folder: str, kind: str, checkpoint: dict[str, Any] | None = None) -> d
         def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
             if trainer.current_epoch == 0:
                 trainer.save_checkpoint(f"{folder}/{kind}.ckpt")
-                on_first.append({key: value.clone() for key, value in trainer.strategy.full_state_dict().items()})
+                on_first.append({
+                    key: value.clone() for key, value in trainer.strategy.full_state_dict().items()
+                })
 
     trainer.callbacks.append(Saves())
     trainer.fit(model, _batches())
@@ -95,7 +99,8 @@ def _resume(folder: str, kind: str, saved_as: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Checkpoints of two ranks after the first of two epochs, one of each kind, and one that is a folder."""
+    """Checkpoints of two ranks after the first of two epochs, one of each kind, and one that is a
+    folder."""
     folder = tmp_path_factory.mktemp("saved")
     (folder / "folders").mkdir()
     calls: dict[str, tuple[Any, ...]] = {kind: (_save, str(folder), kind) for kind in KINDS}
@@ -103,7 +108,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, run_each_on_ranks(calls, 2)
 
 
-def test_every_strategy_writes_one_file_that_loads_in_one_process(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_every_strategy_writes_one_file_that_loads_in_one_process(
+    saved: tuple[Path, Any], tmp_path: Path
+) -> None:
     folder, ranks = saved
     for kind in [*KINDS, "folder"]:
         path = folder / "folders" / "torchrec.ckpt" if kind == "folder" else folder / f"{kind}.ckpt"
@@ -111,10 +118,14 @@ def test_every_strategy_writes_one_file_that_loads_in_one_process(saved: tuple[P
         expected = ranks[0][kind]["first"]
         loaded = Ratings.load_from_checkpoint(path)
         assert loaded.hparams == {"dim": 8, "rate": 0.05}
-        assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items()), kind
+        assert all(
+            torch.equal(value, expected[name]) for name, value in loaded.state_dict().items()
+        ), kind
         if kind != "folder":
             content = torch.load(path, weights_only=True)
-            assert all(torch.equal(value, expected[name]) for name, value in content["state_dict"].items())
+            assert all(
+                torch.equal(value, expected[name]) for name, value in content["state_dict"].items()
+            )
             assert verify(path) == []
         actual = describe(path)
         assert (actual.problem, actual.step, actual.num_ranks) == (None, STEPS, 2)
@@ -127,7 +138,9 @@ def test_every_strategy_writes_one_file_that_loads_in_one_process(saved: tuple[P
     assert differences(*forms, "checkpoint", 0.0) == []
 
 
-def test_a_file_goes_on_bitwise_on_its_ranks_and_on_any_other_number_of_ranks(saved: tuple[Path, Any]) -> None:
+def test_a_file_goes_on_bitwise_on_its_ranks_and_on_any_other_number_of_ranks(
+    saved: tuple[Path, Any],
+) -> None:
     folder, ranks = saved
     repeated = run_each_on_ranks({kind: (_resume, str(folder), kind, kind) for kind in KINDS}, 2)
     for rank in range(2):
@@ -135,11 +148,15 @@ def test_a_file_goes_on_bitwise_on_its_ranks_and_on_any_other_number_of_ranks(sa
             assert repeated[rank][kind] == ranks[rank][kind]["losses"][STEPS:], kind
     # By another strategy, on other ranks: rank 0's batches are the same ones.
     pairs_of_kinds = list(zip(KINDS, [*list(KINDS)[1:], "torchrec"], strict=True))
-    other_results = run_each_on_ranks({f"{a} {b}": (_resume, str(folder), a, b) for a, b in pairs_of_kinds}, 3)
+    other_results = run_each_on_ranks(
+        {f"{a} {b}": (_resume, str(folder), a, b) for a, b in pairs_of_kinds}, 3
+    )
     for a, b in pairs_of_kinds:
         assert len(other_results[0][f"{a} {b}"]) == STEPS
         # The first loss is of the weights that were saved.
-        assert other_results[0][f"{a} {b}"][0] == pytest.approx(ranks[0][b]["losses"][STEPS], abs=1e-6)
+        assert other_results[0][f"{a} {b}"][0] == pytest.approx(
+            ranks[0][b]["losses"][STEPS], abs=1e-6
+        )
 
 
 def _forms(folder: str) -> dict[str, Any]:
@@ -174,28 +191,49 @@ def _forms(folder: str) -> dict[str, Any]:
 def test_the_form_is_chosen_by_size_and_one_form_replaces_the_other(tmp_path: Path) -> None:
     for actual in run_on_warm_ranks(_forms, 2, str(tmp_path)):
         assert actual.pop("removed") == []
-        folders = {name for name, (is_folder, names) in actual.items() if is_folder and names == ["it.ckpt"]}
+        folders = {
+            name
+            for name, (is_folder, names) in actual.items()
+            if is_folder and names == ["it.ckpt"]
+        }
         assert folders == {"large", "folder"}
         assert all(names == ["it.ckpt"] for _, names in actual.values()), actual
 
 
 def _keep(folder: str, is_async: bool) -> dict[str, Any]:
     retained = ModelCheckpoint(
-        folder, filename="best", monitor="score", mode="max", save_top_k=2, every_n_train_steps=1, save_last=True
+        folder,
+        filename="best",
+        monitor="score",
+        mode="max",
+        save_top_k=2,
+        every_n_train_steps=1,
+        save_last=True,
     )
     model, trainer = (
         _model(),
-        _trainer("torchrec", {"async_save": is_async}, callbacks=[retained], enable_checkpointing=True),
+        _trainer(
+            "torchrec", {"async_save": is_async}, callbacks=[retained], enable_checkpointing=True
+        ),
     )
     trainer.fit(model, _batches())
     trainer.strategy.barrier()
-    names = {path.name: torch.load(path, weights_only=True)["global_step"] for path in Path(folder).iterdir()}
+    names = {
+        path.name: torch.load(path, weights_only=True)["global_step"]
+        for path in Path(folder).iterdir()
+    }
     repeated = _trainer("torchrec", {"async_save": is_async}, max_epochs=2)
     repeated.fit(_model(), _batches(), ckpt_path=retained.best_model_path)
-    return {"names": names, "best": Path(retained.best_model_path).name, "steps": repeated.global_step}
+    return {
+        "names": names,
+        "best": Path(retained.best_model_path).name,
+        "steps": repeated.global_step,
+    }
 
 
-def test_model_checkpoint_keeps_versions_and_removes_files_as_it_does_with_ddp(tmp_path: Path) -> None:
+def test_model_checkpoint_keeps_versions_and_removes_files_as_it_does_with_ddp(
+    tmp_path: Path,
+) -> None:
     folders = {}
     for is_async in (False, True):
         folders[is_async] = tmp_path / str(is_async)
@@ -226,7 +264,9 @@ def _fail(folder: str) -> dict[str, Any]:
     return {"raised": raised, "same": path.read_bytes() == old, "names": os.listdir(folder)}
 
 
-def test_a_disk_that_is_full_is_reported_on_all_ranks_and_keeps_the_old_file(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_is_reported_on_all_ranks_and_keeps_the_old_file(
+    tmp_path: Path,
+) -> None:
     for actual in run_on_warm_ranks(_fail, 2, str(tmp_path)):
         assert actual["raised"].startswith("CheckpointError: ")
         assert "it.ckpt cannot be written: [Errno 27] File too large. " in actual["raised"]
@@ -280,9 +320,15 @@ def _damage(path: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "it.ckpt has format 2, and this version of lightning_distrec reads format 1"),
+        (
+            {"format": 2},
+            "it.ckpt has format 2, and this version of lightning_distrec reads format 1",
+        ),
         ({"rank_states": []}, "it.ckpt is damaged: it lacks the states of its ranks"),
-        ({"optimizers": [{}]}, "it.ckpt is damaged: its 'lightning_distrec' is not as it was written"),
+        (
+            {"optimizers": [{}]},
+            "it.ckpt is damaged: its 'lightning_distrec' is not as it was written",
+        ),
     ],
     ids=["later format", "no states", "no names"],
 )
@@ -290,7 +336,10 @@ def test_a_damaged_file_is_refused(
     saved: tuple[Path, Any], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     content = torch.load(saved[0] / "torchrec.ckpt", weights_only=True)
-    torch.save({**content, single_file.EXTRA: {**content[single_file.EXTRA], **change}}, tmp_path / "it.ckpt")
+    torch.save(
+        {**content, single_file.EXTRA: {**content[single_file.EXTRA], **change}},
+        tmp_path / "it.ckpt",
+    )
     assert message in str(describe(tmp_path / "it.ckpt").problem)
     if "format" in change:
         with pytest.raises(RankFailed, match="CheckpointError: .*" + message):

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def packages(request: pytest.FixtureRequest) -> str:
     """The folder of the packages; skipped where the index cannot be reached."""
-    folder = Path(request.config.cache.mkdir("tracking")) / "-".join(runs.PACKAGES).replace("==", "-")
+    folder = Path(request.config.cache.mkdir("tracking")) / "-".join(runs.PACKAGES).replace(
+        "==", "-"
+    )
     if problem := install(folder, runs.PACKAGES):
         pytest.skip(f"the package index cannot be reached: {problem}")
     return str(folder)
@@ -47,10 +49,14 @@ def test_folders_are_uploaded_as_files_are(
         assert all(len(item.files) == 8 for item in uploaded)
         best = [item for item in uploaded if "best" in item.aliases]
         last = runs.download(best[-1], tmp_path / item / "last")
-        loaded = EvaluatedModel.load_from_checkpoint(last, optimizer=torch.optim.SGD, options={"lr": 1.0})
+        loaded = EvaluatedModel.load_from_checkpoint(
+            last, optimizer=torch.optim.SGD, options={"lr": 1.0}
+        )
         assert all(torch.equal(loaded.state_dict()[name], value) for name, value in weights.items())
         if log_model == "all":
             first = runs.download(best[0], tmp_path / item / "first")
-            resumed, steps = run_on_ranks(runs.fit, 2, packages, str(tmp_path / item), False, checkpoint, str(first))[0]
+            resumed, steps = run_on_ranks(
+                runs.fit, 2, packages, str(tmp_path / item), False, checkpoint, str(first)
+            )[0]
             assert steps == 10
             assert all(torch.equal(resumed[name], value) for name, value in weights.items())

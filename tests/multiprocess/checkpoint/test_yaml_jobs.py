@@ -1,4 +1,5 @@
-"""Jobs of a YAML: saved on one number of ranks, resumed on another, with the numbers of one process."""
+"""Jobs of a YAML: saved on one number of ranks, resumed on another, with the numbers of one
+process."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,9 @@ def in_groups(size: int) -> dict[str, Any]:
 
 GROUPS: dict[str, Any] = {"tables": {"wide": {"sharding_types": ["row_wise"]}, **BY_TABLE}}
 JOBS = {
-    "dynamic ids": Job("Dynamic", DYNAMIC, DYNAMIC, (2, 3), None, ("lightning_distrec.DynamicIds",)),
+    "dynamic ids": Job(
+        "Dynamic", DYNAMIC, DYNAMIC, (2, 3), None, ("lightning_distrec.DynamicIds",)
+    ),
     "managed collisions": Job("Mch", {}, {}, (2, 3), None, ("lightning_distrec.DynamicIds",)),
     "a feature processor": Job("Weighted", GROUPS, {}, (2, 3), Weighted),
     "groups": Job("Clicks", GROUPS | in_groups(2), in_groups(1), (4, 2), Clicks),
@@ -54,22 +57,41 @@ JOBS = {
 }
 
 
-def write_yaml(folder: Path, job: Job, strategy: dict[str, Any], num_ranks: int, epochs: int) -> str:
+def write_yaml(
+    folder: Path, job: Job, strategy: dict[str, Any], num_ranks: int, epochs: int
+) -> str:
     """Write the job's YAML, which saves a checkpoint at the end; return its path."""
     saving = {"dirpath": str(folder / f"until {epochs}"), "filename": "end"}
     callbacks = [{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saving}]
-    logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": str(folder)}}
+    logger = {
+        "class_path": "lightning.pytorch.loggers.CSVLogger",
+        "init_args": {"save_dir": str(folder)},
+    }
     trainer = {
-        **{"accelerator": "cpu", "devices": num_ranks, "max_epochs": epochs, "log_every_n_steps": 1},
+        **{
+            "accelerator": "cpu",
+            "devices": num_ranks,
+            "max_epochs": epochs,
+            "log_every_n_steps": 1,
+        },
         **{"reload_dataloaders_every_n_epochs": 1, "use_distributed_sampler": False},
         **{"enable_progress_bar": False, "enable_model_summary": False},
-        **{"logger": logger, "callbacks": callbacks + [{"class_path": name} for name in job.callbacks]},
-        "strategy": {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": strategy},
+        **{
+            "logger": logger,
+            "callbacks": callbacks + [{"class_path": name} for name in job.callbacks],
+        },
+        "strategy": {
+            "class_path": "lightning_distrec.TorchRecShardedStrategy",
+            "init_args": strategy,
+        },
     }
     config = {
         "trainer": trainer,
         "model": {"class_path": f"tests.support.yaml_jobs.{job.model}"},
-        "data": {"class_path": "tests.support.yaml_jobs.Batches", "init_args": {"mapped": job.plain is None}},
+        "data": {
+            "class_path": "tests.support.yaml_jobs.Batches",
+            "init_args": {"mapped": job.plain is None},
+        },
     }
     path = folder / f"{num_ranks} ranks, {epochs}.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -82,7 +104,9 @@ def run_each(runs: list[list[str]]) -> None:
 
 
 def saved_in(folder: Path, epochs: int) -> dict[str, Tensor]:
-    state: dict[str, Tensor] = torch.load(folder / f"until {epochs}" / "end.ckpt", weights_only=True)["state_dict"]
+    state: dict[str, Tensor] = torch.load(
+        folder / f"until {epochs}" / "end.ckpt", weights_only=True
+    )["state_dict"]
     return state
 
 
@@ -109,6 +133,15 @@ def test_a_yaml_trains_and_resumes_on_another_number_of_ranks(
         expected = train_plain(job.plain(), [batch_of(False, step) for step in range(2 * STEPS)])
     assert actual.keys() == expected.keys()
     assert too_far(actual, expected, 1e-5) == {}
-    assert min(float((actual[key].float() - old[key].float()).abs().max()) for key in actual if "weight" in key) > 1e-4
+    assert (
+        min(
+            float((actual[key].float() - old[key].float()).abs().max())
+            for key in actual
+            if "weight" in key
+        )
+        > 1e-4
+    )
     if job.callbacks:
-        assert "/occupancy" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+        assert (
+            "/occupancy" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+        )

@@ -1,4 +1,5 @@
-"""gloo sends what planning takes it to send, as the kernel counts what comes over its connections."""
+"""gloo sends what planning takes it to send, as the kernel counts what comes over its
+connections."""
 
 import os
 import socket
@@ -33,7 +34,10 @@ def _is_socket(descriptor: int) -> bool:
 
 def _received_by(descriptor: int) -> int:
     with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        if connection.type != socket.SOCK_STREAM or connection.family not in (
+            socket.AF_INET,
+            socket.AF_INET6,
+        ):
             return 0
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
     return int(struct.unpack_from("Q", info, 128)[0])  # tcpi_bytes_received of linux/tcp.h
@@ -64,7 +68,9 @@ def _counted() -> dict[str, float]:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_reduce_scatter_sends_what_an_all_reduce_does(num_ranks: int) -> None:
     per_rank_counts = run_on_warm_ranks(_counted, num_ranks)
-    sent_bytes = {name: sum(counted[name] for counted in per_rank_counts) for name in per_rank_counts[0]}
+    sent_bytes = {
+        name: sum(counted[name] for counted in per_rank_counts) for name in per_rank_counts[0]
+    }
     once = num_ranks * (num_ranks - 1)
     assert sent_bytes["all_to_all"] == pytest.approx(once, rel=0.1)
     assert sent_bytes["all_gather"] == pytest.approx(once, rel=0.1)

@@ -1,4 +1,5 @@
-"""A whole script, started as a user would: the same numbers with only `strategy=` changed, and a clean end."""
+"""A whole script, started as a user would: the same numbers with only `strategy=` changed, and a
+clean end."""
 
 import json
 import os
@@ -36,12 +37,15 @@ def _metrics(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def unsharded() -> dict[str, Any]:
-    """The metrics of the script under Lightning's own DDP, every rank with whole tables, without this package."""
+    """The metrics of the script under Lightning's own DDP, every rank with whole tables, without
+    this package."""
     return _metrics(_run(SCRIPT, "--strategy", "ddp", "--devices", "2"))
 
 
 @pytest.mark.slow
-def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_changed(unsharded: dict[str, Any]) -> None:
+def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_changed(
+    unsharded: dict[str, Any],
+) -> None:
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2")
     sharded = _metrics(done)
     assert sharded["loss_epoch"] == pytest.approx(unsharded["loss_epoch"], abs=1e-5)
@@ -56,9 +60,11 @@ def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_change
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: str) -> None:
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", RAISE_ON_RANK=rank)
-    # Lightning's launcher looks every five seconds whether a child has ended, and kills the process that it is in where
-    # that one is still on its way out.
-    assert done.returncode == 1 or (done.returncode == -9 and "Forcefully terminating" in done.stderr)
+    # Lightning's launcher looks every five seconds whether a child has ended, and kills the process
+    # that it is in where that one is still on its way out.
+    assert done.returncode == 1 or (
+        done.returncode == -9 and "Forcefully terminating" in done.stderr
+    )
     assert "ValueError: the user's code failed" in done.stderr
     assert "terminate called" not in done.stderr
     assert "core dumped" not in done.stderr
@@ -69,13 +75,17 @@ def test_a_local_rank_that_is_there_by_chance_is_named() -> None:
     leaked = {"LOCAL_RANK": "0", "PROCESS_GROUP_TIMEOUT_SECONDS": "3"}
     done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", **leaked)
     assert done.returncode == 1
-    assert "1 of 2 ranks arrived at 127.0.0.1; waiting for rank 1 (the environment has LOCAL_RANK=0" in done.stderr
+    assert (
+        "1 of 2 ranks arrived at 127.0.0.1; waiting for rank 1 (the environment has LOCAL_RANK=0"
+        in done.stderr
+    )
     assert "unset LOCAL_RANK): not within 3 s" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_rank_that_ends_before_the_ranks_meet_is_named_within_seconds(tmp_path: Path) -> None:
-    """Also with status 0, which launchers take for success; one that nobody sees, by the limit of the start."""
+    """Also with status 0, which launchers take for success; one that nobody sees, by the limit of
+    the start."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
@@ -85,15 +95,29 @@ def test_a_rank_that_ends_before_the_ranks_meet_is_named_within_seconds(tmp_path
         "from lightning.pytorch.demos.boring_classes import BoringModel\n"
         "from lightning_distrec import TunedDDPStrategy\n"
         "strategy = TunedDDPStrategy(start_seconds=float(os.environ['START_SECONDS']))\n"
-        "pl.Trainer(accelerator='cpu', devices=2, strategy=strategy, logger=False).fit(BoringModel())\n"
+        "pl.Trainer(accelerator='cpu', devices=2, strategy=strategy, "
+        "logger=False).fit(BoringModel())\n"
     )
-    command, folder = [sys.executable, str(script)], {"PYTHONPATH": os.getcwd(), "MASTER_PORT": str(free_port())}
+    command, folder = (
+        [sys.executable, str(script)],
+        {"PYTHONPATH": os.getcwd(), "MASTER_PORT": str(free_port())},
+    )
     seen = start(*command, START_SECONDS="1000", **folder)
     by_hand = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    unseen = start(*command, START_SECONDS="3", **folder | by_hand | {"MASTER_PORT": str(free_port())})
+    unseen = start(
+        *command, START_SECONDS="3", **folder | by_hand | {"MASTER_PORT": str(free_port())}
+    )
     for process, expected in (
-        (seen, "RendezvousError: rank 1 has ended with status 0 before all ranks had arrived. Its own output says why"),
-        (unseen, "waiting for rank 1 (the environment has LOCAL_RANK=0, so that Lightning starts no ranks; where no "),
+        (
+            seen,
+            "RendezvousError: rank 1 has ended with status 0 before all ranks had arrived. Its "
+            "own output says why",
+        ),
+        (
+            unseen,
+            "waiting for rank 1 (the environment has LOCAL_RANK=0, so that Lightning starts "
+            "no ranks; where no ",
+        ),
     ):
         try:
             _, errors = process.communicate(timeout=LIMIT_SECONDS)

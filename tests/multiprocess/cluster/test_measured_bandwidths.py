@@ -1,4 +1,5 @@
-"""Bandwidths that ranks measure: near a plain timing, the same on all, and told in the start table."""
+"""Bandwidths that ranks measure: near a plain timing, the same on all, and told in the start
+table."""
 
 import contextlib
 import io
@@ -35,7 +36,10 @@ def _meet() -> Consensus:
 def _measure(nodes: tuple[int, ...]) -> Said:
     ranks = _meet()
     bandwidths = measured_bandwidths(NAMES, NodeLayout.from_node_sizes(*nodes), CPU, ranks)
-    return {name: (bandwidth.bytes_per_second, bandwidth.origin) for name, bandwidth in bandwidths.items()}
+    return {
+        name: (bandwidth.bytes_per_second, bandwidth.origin)
+        for name, bandwidth in bandwidths.items()
+    }
 
 
 def _plain_exchange() -> float:
@@ -62,7 +66,11 @@ def _beside_plain_timings() -> tuple[Said, list[float], list[float]]:
     _meet()
     exchanges, copies = [_plain_exchange() for _ in range(3)], [_plain_copy() for _ in range(3)]
     bandwidths = _measure((2,))
-    return bandwidths, exchanges + [_plain_exchange() for _ in range(3)], copies + [_plain_copy() for _ in range(3)]
+    return (
+        bandwidths,
+        exchanges + [_plain_exchange() for _ in range(3)],
+        copies + [_plain_copy() for _ in range(3)],
+    )
 
 
 def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks() -> None:
@@ -74,7 +82,10 @@ def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks() -> N
         assert set(bandwidths) == {"intra_node", "host_memory"}, "one node, and no GPU"
         assert all(origin == "measured" for _, origin in bandwidths.values())
         places = {"intra_node": 1, "host_memory": 2}
-        plain = {name: [number for result in results for number in result[index]] for name, index in places.items()}
+        plain = {
+            name: [number for result in results for number in result[index]]
+            for name, index in places.items()
+        }
         seen.append((bandwidths, plain))
         if all(min(some) / 2 < bandwidths[name][0] < max(some) * 2 for name, some in plain.items()):
             return
@@ -120,9 +131,11 @@ def test_the_start_table_shows_what_was_believed_and_why() -> None:
     planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
     texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000"})
     assert _line(texts[0][0]).startswith(
-        "512 examples per rank (assumed), 953.7 MiB per rank (memory_bytes_per_rank), 95.4 MiB reserved (argument); "
+        "512 examples per rank (assumed), 953.7 MiB per rank (memory_bytes_per_rank), 95.4 MiB "
+        "reserved (argument); "
         "host_memory 7.0 GB/s (argument), "
-        "intra_node 5.0 GB/s (environment INTRA_NODE_BANDWIDTH=5000000, read as bytes per millisecond)"
+        "intra_node 5.0 GB/s (environment INTRA_NODE_BANDWIDTH=5000000, read as bytes per "
+        "millisecond)"
     )
     assert "Planned with" not in texts[1][0]
 
@@ -139,10 +152,16 @@ def _fit_with_memory(memory_by_rank: tuple[int, int]) -> str:
     """Return which ranks the tables were given to, or what was raised."""
     rank = rank_and_num_ranks()[0]
     model = seeded(NotesRanks, torch.optim.SGD, {"lr": 0.1})
-    options: dict[str, Any] = {"memory_bytes_per_rank": memory_by_rank[rank], "batch_size_per_rank": 1}
-    options["planning"] = {"reserve": "15%"}  # the default keeps what the layers need, which is more
+    options: dict[str, Any] = {
+        "memory_bytes_per_rank": memory_by_rank[rank],
+        "batch_size_per_rank": 1,
+    }
+    # the default keeps what the layers need, which is more
+    options["planning"] = {"reserve": "15%"}
     try:
-        make_trainer(options | {"sharding_types": ["table_wise"]}, max_steps=1).fit(model, rank_loader(2, rank))
+        make_trainer(options | {"sharding_types": ["table_wise"]}, max_steps=1).fit(
+            model, rank_loader(2, rank)
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ", ".join(f"{name} on {ranks}" for name, ranks in model.ranks.items())
@@ -157,7 +176,9 @@ def test_a_table_goes_to_the_rank_that_has_the_memory(memory: tuple[int, int]) -
 
 def test_a_value_that_is_wrong_on_one_rank_is_reported_on_all() -> None:
     for message in run_on_ranks(_fit_with_memory, 2, (10**6, -1)):
-        assert re.match("ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", message)
+        assert re.match(
+            "ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", message
+        )
 
 
 @pytest.mark.slow

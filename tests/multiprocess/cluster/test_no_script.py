@@ -1,4 +1,5 @@
-"""Without a script (a notebook, `python -c`) ranks are forked, and the process gets what they train."""
+"""Without a script (a notebook, `python -c`) ranks are forked, and the process gets what they
+train."""
 
 import os
 import re
@@ -51,7 +52,13 @@ print("trained alone")
 """
 
 
-def run(folder: Path, *arguments: str, stdin: str = "", strategy: str = "torchrec_sharded", **environ: str) -> str:
+def run(
+    folder: Path,
+    *arguments: str,
+    stdin: str = "",
+    strategy: str = "torchrec_sharded",
+    **environ: str,
+) -> str:
     """Run python in a folder; return what it prints."""
     folder.mkdir(exist_ok=True)
     variables = {**os.environ, "FOLDER": str(folder), "STRATEGY": strategy, **environ}
@@ -75,7 +82,9 @@ def test_a_program_from_stdin_trains_on_forked_ranks(tmp_path: Path) -> None:
     assert "No script to run again: 2 ranks are forked from this process." in printed
     assert (results := found_in(tmp_path))["step"] == 6
     checkpoint_state = torch.load(results["best"][1])["state_dict"]
-    assert all(torch.equal(value, checkpoint_state[name]) for name, value in results["state"].items())
+    assert all(
+        torch.equal(value, checkpoint_state[name]) for name, value in results["state"].items()
+    )
 
 
 @pytest.mark.slow
@@ -96,17 +105,21 @@ def test_forked_ranks_train_what_the_ranks_of_a_script_train(tmp_path: Path, str
     for name in ("metrics", "step", "epoch", "validated"):
         assert script_results[name] == command_results[name]
     assert script_results["best"][0] == command_results["best"][0]
-    assert Path(command_results["best"][1]).name == Path(script_results["best"][1]).name == "best.ckpt"
+    assert (
+        Path(command_results["best"][1]).name == Path(script_results["best"][1]).name == "best.ckpt"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["torchrec_sharded", "fsdp_tuned"])
 def test_what_a_forked_rank_raises_is_raised_in_the_notebook(tmp_path: Path, strategy: str) -> None:
     caught = PROGRAM.replace(
-        "first.fit(", "import pytest\nwith pytest.raises(ValueError, match='on purpose'):\n    first.fit("
+        "first.fit(",
+        "import pytest\nwith pytest.raises(ValueError, match='on purpose'):\n    first.fit(",
     )
     caught = (
-        caught.partition("state =")[0] + "FAILS = ''\ntrainer(1).fit(module, DataLoader(ids, 8))\nprint('went on')\n"
+        caught.partition("state =")[0] + "FAILS = ''\ntrainer(1).fit(module, DataLoader(ids, "
+        "8))\nprint('went on')\n"
     )
     assert "went on" in run(tmp_path, "-", stdin=caught, strategy=strategy, FAILS="1 3")
 
@@ -114,7 +127,12 @@ def test_what_a_forked_rank_raises_is_raised_in_the_notebook(tmp_path: Path, str
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["terminal", "kernel", "killed"])
 def test_an_interrupt_or_a_dead_rank_ends_all_forked_ranks(tmp_path: Path, fault: str) -> None:
-    variables = {**os.environ, "FOLDER": str(tmp_path), "STRATEGY": "torchrec_sharded", "EPOCHS": "10000"}
+    variables = {
+        **os.environ,
+        "FOLDER": str(tmp_path),
+        "STRATEGY": "torchrec_sharded",
+        "EPOCHS": "10000",
+    }
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
         **{"env": variables, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True},  # type: ignore[call-overload]
@@ -166,6 +184,10 @@ print([output for cell in executed.cells for output in cell.outputs])
 @pytest.mark.slow
 def test_several_nodes_without_a_script_are_an_error() -> None:
     code = "import lightning.pytorch as pl, lightning_distrec\n"
-    code += "pl.Trainer(strategy='ddp_tuned', accelerator='cpu', devices=2, num_nodes=2, logger=False)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    code += (
+        "pl.Trainer(strategy='ddp_tuned', accelerator='cpu', devices=2, num_nodes=2, logger=False)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert "ConfigError: num_nodes=2: a notebook" in ended.stderr

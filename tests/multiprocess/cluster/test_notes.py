@@ -47,7 +47,10 @@ def _notes(unequal: bool) -> list[str]:
 
     LossWeight.__init__ = listen  # type: ignore[method-assign]
     try:
-        batches = [_ids(step, 4 + 2 * (unequal and step == 3 and rank_and_num_ranks()[0])) for step in range(5)]
+        batches = [
+            _ids(step, 4 + 2 * (unequal and step == 3 and rank_and_num_ranks()[0]))
+            for step in range(5)
+        ]
         make_trainer({"convert_embeddings": "all"}).fit(Scores(), loader(batches))
     finally:
         LossWeight.__init__ = made  # type: ignore[method-assign]
@@ -55,7 +58,9 @@ def _notes(unequal: bool) -> list[str]:
 
 
 def test_unequal_numbers_of_ids_are_noted_once_and_equal_ones_never() -> None:
-    for per_rank_notes in run_each_on_ranks({"equal": (_notes, False), "unequal": (_notes, True)}, 2):
+    for per_rank_notes in run_each_on_ranks(
+        {"equal": (_notes, False), "unequal": (_notes, True)}, 2
+    ):
         assert per_rank_notes["equal"] == []
         (note,) = per_rank_notes["unequal"]
         assert "ranks look up unequal numbers of ids (4 to 6)" in note
@@ -64,7 +69,8 @@ def test_unequal_numbers_of_ids_are_noted_once_and_equal_ones_never() -> None:
 def _unused() -> str:
     try:
         fit("Unused", TunedDDPStrategy())
-    except (RuntimeError, OptimizerError) as error:  # DDP's, or that of replicas which differ by then
+    # DDP's, or that of replicas which differ by then
+    except (RuntimeError, OptimizerError) as error:
         return str(error)
     return "nothing was raised"
 
@@ -78,7 +84,9 @@ def test_the_error_about_unused_layers_names_our_strategy() -> None:
 def _skip(optimizer: str, depth: int) -> dict[str, Tensor]:
     torch.manual_seed(3)
     model = Scores(True, optimizer)
-    make_trainer({"convert_embeddings": "all", "prefetch": {"depth": depth}}).fit(model, loader(STEPS))
+    make_trainer({"convert_embeddings": "all", "prefetch": {"depth": depth}}).fit(
+        model, loader(STEPS)
+    )
     return model.final_state
 
 
@@ -89,7 +97,9 @@ STEPS = [_ids(step) for step in range(6)]
 def test_steps_that_return_no_loss_change_nothing_on_one_rank(optimizer: str) -> None:
     torch.manual_seed(3)
     plain = train_unsharded(Scores(False, optimizer), [[batch] for batch in STEPS[1::2]])
-    (results,) = run_each_on_ranks({str(depth): (_skip, optimizer, depth) for depth in (1, 2, 3)}, 1)
+    (results,) = run_each_on_ranks(
+        {str(depth): (_skip, optimizer, depth) for depth in (1, 2, 3)}, 1
+    )
     for state in results.values():
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5, msg=name)

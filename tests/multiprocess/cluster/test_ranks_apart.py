@@ -1,4 +1,5 @@
-"""Ranks that are in different places, because one of them has caught what all raise, say so instead of mixing up."""
+"""Ranks that are in different places, because one of them has caught what all raise, say so instead
+of mixing up."""
 
 from typing import Any
 
@@ -15,7 +16,8 @@ def _fail() -> None:
 
 
 def _swallow(activities: tuple[str, str]) -> tuple[str, list[Any]]:
-    """Let rank 0 go on with something else than rank 1; return what was raised, and what is gathered after it."""
+    """Let rank 0 go on with something else than rank 1; return what was raised, and what is
+    gathered after it."""
     rank, num_ranks = rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     consensus = Consensus(20, RankFlags())

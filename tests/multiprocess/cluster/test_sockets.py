@@ -5,7 +5,8 @@ from tests.support.ranks import run_on_ranks
 
 RANKS = 4
 OTHERS = 9
-"""Sockets that do not grow with the number of ranks: of the store, of what listens, and of groups that use few."""
+"""Sockets that do not grow with the number of ranks: of the store, of what listens, and of groups
+that use few."""
 
 
 def test_a_rank_has_three_sockets_to_each_other_one_and_rank_zero_a_fourth_for_the_store() -> None:

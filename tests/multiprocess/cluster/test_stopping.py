@@ -1,4 +1,5 @@
-"""SIGTERM to any rank, at any time: all ranks leave after the same step, with Lightning's SIGTERMException and 143."""
+"""SIGTERM to any rank, at any time: all ranks leave after the same step, with Lightning's
+SIGTERMException and 143."""
 
 from itertools import product
 
@@ -19,7 +20,9 @@ WHO = {
 
 def _signalled(model: str, depth: int, in_validation: bool) -> dict[str, Seen]:
     step = 4 if in_validation else 5
-    return {case: signalled(depth, model, ranks, step, in_validation) for case, ranks in WHO.items()}
+    return {
+        case: signalled(depth, model, ranks, step, in_validation) for case, ranks in WHO.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,9 @@ def test_all_ranks_stop_after_the_same_step(model: str, depth: int, in_validatio
     for case in WHO:
         first, other = (results[case] for results in per_rank_results)
         assert first.raised == other.raised == "SIGTERMException: 143", case
-        assert [line[0] for line in first.of("exception")] == [line[0] for line in other.of("exception")], case
+        assert [line[0] for line in first.of("exception")] == [
+            line[0] for line in other.of("exception")
+        ], case
         assert first.of("exception"), case
         assert first.returned == other.returned, case
         if in_validation:

@@ -1,4 +1,5 @@
-"""Rows of columns under strategies: each once, resumed on other ranks, and failing on all of them."""
+"""Rows of columns under strategies: each once, resumed on other ranks, and failing on all of
+them."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ def fit(
     make = make_trainer if kind == "torchrec_sharded" else make_ddp_trainer
     # Within the epoch: Lightning counts an epoch that max_steps has cut as a whole one.
     saving = [ModelCheckpoint(save.parent, save.stem, every_n_train_steps=steps)] if save else []
-    trainer = make(max_steps=steps, limit_val_batches=0, callbacks=saving, enable_checkpointing=bool(saving))
+    trainer = make(
+        max_steps=steps, limit_val_batches=0, callbacks=saving, enable_checkpointing=bool(saving)
+    )
     trainer.fit(model, data, ckpt_path=checkpoint)
     return model.trained
 
@@ -32,7 +35,9 @@ def rows(ranks: list[list[list[int]]]) -> list[int]:
     return [row for trained in ranks for batch in trained for row in batch]
 
 
-def test_a_run_that_resumes_on_other_ranks_trains_each_row_of_the_epoch_once(tmp_path: Path) -> None:
+def test_a_run_that_resumes_on_other_ranks_trains_each_row_of_the_epoch_once(
+    tmp_path: Path,
+) -> None:
     write_clicks(tmp_path, NUM_ROWS)
     saved = tmp_path / "saved.ckpt"
     first = run_on_warm_ranks(fit, 2, tmp_path, 6, None, saved, {"num_workers": 1})

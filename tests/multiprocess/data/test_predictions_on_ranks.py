@@ -1,4 +1,5 @@
-"""Predictions of columns over ranks are those of one, in the order of the rows, beside columns of the data."""
+"""Predictions of columns over ranks are those of one, in the order of the rows, beside columns of
+the data."""
 
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from tests.support.trainers import make_trainer
 
 
 def predict(folder: Path) -> None:
-    """Write the predictions of 61 rows, of which a rank repeats one where batches have one row each."""
+    """Write the predictions of 61 rows, of which a rank repeats one where batches have one row
+    each."""
     file = str(folder / "clicks.parquet")
     for batch_size, num_workers in ((1, 0), (8, 1)):
         options = {"batch_size": batch_size, "num_workers": num_workers}
         data = click_data(file, predict=[file], keep=["user", "row"], **options)
-        trainer = make_trainer(callbacks=PredictionWriter(str(folder / f"{batch_size}.out.parquet")))
+        trainer = make_trainer(
+            callbacks=PredictionWriter(str(folder / f"{batch_size}.out.parquet"))
+        )
         trainer.predict(ColumnModel(), data, return_predictions=False)
 
 
@@ -34,4 +38,7 @@ def test_predictions_over_two_ranks_are_in_the_order_of_the_rows(tmp_path: Path)
         assert list(written) == ["index", "prediction", "user", "row"]
         assert written["index"] == list(range(61))
         torch.testing.assert_close(torch.tensor(written["prediction"]), expected)
-        assert {name: written[name] for name in ("user", "row")} == source.select(["user", "row"]).to_pydict()
+        assert {name: written[name] for name in ("user", "row")} == source.select([
+            "user",
+            "row",
+        ]).to_pydict()

@@ -1,4 +1,5 @@
-"""Tensors of a step that are left on the host are refused by all ranks, before an exchange that some would wait in."""
+"""Tensors of a step that are left on the host are refused by all ranks, before an exchange that
+some would wait in."""
 
 from typing import Any
 
@@ -19,7 +20,9 @@ class LengthsOnHost(Deaf):
     """Makes lengths without a device."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"].cpu())
+        features = KeyedJaggedTensor(
+            keys=FEATURES, values=batch["ids"], lengths=batch["lengths"].cpu()
+        )
         return self.mlp(self.ebc(features).values()).squeeze(-1)
 
 
@@ -28,7 +31,9 @@ class WeightsOnHost(Deaf):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         weights = torch.ones(len(batch["ids"]))
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"], weights=weights)
+        features = KeyedJaggedTensor(
+            keys=FEATURES, values=batch["ids"], lengths=batch["lengths"], weights=weights
+        )
         return self.mlp(self.ebc(features).values()).squeeze(-1)
 
 
@@ -56,7 +61,11 @@ CASES: dict[type, tuple[str, str]] = {
 
 
 def _fit(kind: type, depth: int) -> Any:
-    strategy = {"convert_embeddings": "all", "process_group_backend": "nccl", "prefetch": {"depth": depth}}
+    strategy = {
+        "convert_embeddings": "all",
+        "process_group_backend": "nccl",
+        "prefetch": {"depth": depth},
+    }
     trainer = make_trainer(strategy, accelerator="gpu")
     model = seeded(kind, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
     trainer.fit(model, DataLoader([batch_of(kind, number) for number in range(4)], batch_size=None))

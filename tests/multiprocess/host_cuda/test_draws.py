@@ -1,4 +1,5 @@
-"""A hook that draws tables again takes the same random numbers on all ranks, also where none of the rows are."""
+"""A hook that draws tables again takes the same random numbers on all ranks, also where none of the
+rows are."""
 
 import torch
 from torch.utils.data import DataLoader

@@ -17,14 +17,21 @@ def test_a_file_of_gpu_tests_passes_as_if_a_gpu_were_there(file: str) -> None:
     tests = ["-m", "pytest", f"tests/gpu/{file}", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "tests.support.host_cuda", "--devices", "2", *tests]
     variables = variables_or_skip(2) | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE)
     assert "skipped" not in done.stdout
     assert "Hazards between streams: 0\n" in done.stdout
 
 
-ON_DEVICES = ("test_accumulation.py", "test_clipping.py", "test_in_backward.py", "test_precision.py")
+ON_DEVICES = (
+    "test_accumulation.py",
+    "test_clipping.py",
+    "test_in_backward.py",
+    "test_precision.py",
+)
 
 
 @pytest.mark.slow
@@ -34,6 +41,8 @@ def test_ranks_that_train_on_devices_pass_the_tests_of_optimizers(file: str) -> 
     tests = ["-m", "pytest", path, "--accelerator", "gpu", "-q", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "tests.support.host_cuda", "--devices", "4", *tests]
     variables = variables_or_skip(4) | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert "Hazards between streams: 0\n" in done.stdout

@@ -14,7 +14,8 @@ SETS = ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
 
 
 def _make_groups() -> tuple[int, list[float]]:
-    """Return how often NCCL's communicator was split, and the sum of ranks in each group of this rank."""
+    """Return how often NCCL's communicator was split, and the sum of ranks in each group of this
+    rank."""
     import host_nccl
 
     rank, _ = rank_and_num_ranks()
@@ -36,6 +37,7 @@ def test_a_set_of_groups_takes_one_split_of_nccls_communicator() -> None:
         results = ranks.call(_make_groups)
     assert [seen.error for seen in results] == [""] * 4
     expected = [
-        [float(sum(next(group for group in members if rank in group))) for members in SETS] for rank in range(4)
+        [float(sum(next(group for group in members if rank in group))) for members in SETS]
+        for rank in range(4)
     ]
     assert [seen.result for seen in results] == [(2, sums) for sums in expected]

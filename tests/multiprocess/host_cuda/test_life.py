@@ -1,4 +1,5 @@
-"""What comes after a fit on CUDA devices in host memory: other strategies, other ranks, machines without a GPU."""
+"""What comes after a fit on CUDA devices in host memory: other strategies, other ranks, machines
+without a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,11 @@ from tests.support.trainers import DEFAULTS
 pytestmark = pytest.mark.slow
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-6}
-KINDS = {"tables": CASES["bags, Adagrad"], "fsdp": CASES["fsdp_tuned"], "pipeline": CASES["pipeline_parallel"]}
+KINDS = {
+    "tables": CASES["bags, Adagrad"],
+    "fsdp": CASES["fsdp_tuned"],
+    "pipeline": CASES["pipeline_parallel"],
+}
 OTHERS = [(kind, other) for kind in KINDS for other in STRATEGIES if other != kind]
 
 
@@ -42,7 +47,8 @@ def trainer_of(strategy: Any, accelerator: str, **settings: Any) -> pl.Trainer:
 
 
 def fit_under(case: Case, other: str) -> tuple[str, set[str]]:
-    """Fit a case, then by another strategy, then as before; returns what the other said, and where the module was."""
+    """Fit a case, then by another strategy, then as before; returns what the other said, and where
+    the module was."""
     module = module_of(case)
 
     def fit(strategy: Any) -> None:
@@ -72,7 +78,10 @@ def test_a_module_that_another_strategy_refuses_stays_on_its_devices(
 
 def borrow_tables() -> str:
     """Return what a module raises that takes the sharded tables of another one."""
-    module, batches = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0}), rank_loader(2, rank_and_num_ranks()[0])
+    module, batches = (
+        seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0}),
+        rank_loader(2, rank_and_num_ranks()[0]),
+    )
     trainer_of(STRATEGIES["tables"](), "gpu").fit(module, batches)
     borrower = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
     borrower.ebc = module.ebc
@@ -83,17 +92,26 @@ def borrow_tables() -> str:
     return "nothing"
 
 
-def test_tables_of_another_module_are_refused_and_stay_on_their_devices(devices: DeviceRanks) -> None:
+def test_tables_of_another_module_are_refused_and_stay_on_their_devices(
+    devices: DeviceRanks,
+) -> None:
     for words in results_of(devices, borrow_tables):
-        assert words.startswith("ShardingError: 'ebc' was sharded as a part of another LightningModule")
+        assert words.startswith(
+            "ShardingError: 'ebc' was sharded as a part of another LightningModule"
+        )
 
 
 def predict_under_ddp(accelerator: str) -> list[Tensor]:
     """Predict a module by ddp_tuned that torchrec_sharded has sharded."""
-    module, batches = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0}), rank_loader(2, rank_and_num_ranks()[0])
+    module, batches = (
+        seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0}),
+        rank_loader(2, rank_and_num_ranks()[0]),
+    )
     trainer_of(STRATEGIES["tables"](), accelerator).fit(module, batches)
     predictions: Any = trainer_of(STRATEGIES["ddp"](), accelerator).predict(module, batches)
-    assert {parameter.device.type for parameter in module.parameters()} == {"cuda" if accelerator == "gpu" else "cpu"}
+    assert {parameter.device.type for parameter in module.parameters()} == {
+        "cuda" if accelerator == "gpu" else "cpu"
+    }
     return [prediction.cpu() for prediction in predictions]
 
 
@@ -105,7 +123,8 @@ def test_ddp_predicts_sharded_tables_and_leaves_them_on_their_devices(devices: D
 def fit_and_save(accelerator: str, path: str, earlier: str | None = None) -> dict[str, Tensor]:
     """Train one epoch, after that of an earlier run, and save; returns the whole state."""
     module = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
-    batches = rank_loader(4, 0)  # the same on each rank: numbers do not depend on how many there are
+    # the same on each rank: numbers do not depend on how many there are
+    batches = rank_loader(4, 0)
     strategy = STRATEGIES["tables"](checkpoint={"distributed": True})
     trainer = trainer_of(strategy, accelerator, max_epochs=1 if earlier is None else 2)
     trainer.fit(module, batches, ckpt_path=earlier)
@@ -117,17 +136,27 @@ def test_checkpoints_of_devices_are_resumed_on_cpus_and_on_other_numbers_of_rank
     devices: DeviceRanks, tmp_path: Path
 ) -> None:
     run_on_warm_ranks(fit_and_save, 2, "cpu", str(tmp_path / "cpu.ckpt"))
-    (expected, _) = run_on_warm_ranks(fit_and_save, 2, "cpu", str(tmp_path / "unused"), str(tmp_path / "cpu.ckpt"))
+    (expected, _) = run_on_warm_ranks(
+        fit_and_save, 2, "cpu", str(tmp_path / "unused"), str(tmp_path / "cpu.ckpt")
+    )
     saved = str(tmp_path / "gpu.ckpt")
     trained, _ = results_of(devices, fit_and_save, "gpu", saved)
-    assert not torch.equal(trained["ebc.embedding_bags.wide.weight"], expected["ebc.embedding_bags.wide.weight"])
+    assert not torch.equal(
+        trained["ebc.embedding_bags.wide.weight"], expected["ebc.embedding_bags.wide.weight"]
+    )
     with device_ranks(1) as device:
-        actual = {"one device": results_of(device, fit_and_save, "gpu", str(tmp_path / "one"), saved)[0]}
+        actual = {
+            "one device": results_of(device, fit_and_save, "gpu", str(tmp_path / "one"), saved)[0]
+        }
     with device_ranks(4) as more:
-        actual["four devices"] = results_of(more, fit_and_save, "gpu", str(tmp_path / "four"), saved)[0]
+        actual["four devices"] = results_of(
+            more, fit_and_save, "gpu", str(tmp_path / "four"), saved
+        )[0]
     actual["two CPUs"] = run_on_warm_ranks(fit_and_save, 2, "cpu", str(tmp_path / "cpus"), saved)[0]
     for name, state in actual.items():
-        torch.testing.assert_close(state, expected, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            state, expected, **CLOSE, msg=lambda text, name=name: f"{name}: {text}"
+        )
     export(Path(saved), tmp_path / "weights.safetensors")
     torch.testing.assert_close(load_file(tmp_path / "weights.safetensors"), trained, atol=0, rtol=0)
 
@@ -148,7 +177,9 @@ def fit_and_serve(accelerator: str, folder: str) -> Tensor | None:
     return answer
 
 
-def test_a_module_that_was_trained_on_devices_is_served_on_a_cpu(devices: DeviceRanks, tmp_path: Path) -> None:
+def test_a_module_that_was_trained_on_devices_is_served_on_a_cpu(
+    devices: DeviceRanks, tmp_path: Path
+) -> None:
     expected, _ = run_on_warm_ranks(fit_and_serve, 2, "cpu", str(tmp_path / "cpu"))
     actual, _ = results_of(devices, fit_and_serve, "gpu", str(tmp_path / "gpu"))
     torch.testing.assert_close(actual, expected, **CLOSE)

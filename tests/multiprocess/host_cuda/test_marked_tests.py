@@ -1,4 +1,5 @@
-"""Tests that are marked host_cuda run on the CUDA device in host memory, in one process that has it."""
+"""Tests that are marked host_cuda run on the CUDA device in host memory, in one process that has
+it."""
 
 import re
 import subprocess
@@ -12,8 +13,26 @@ MARK = "pytest.mark." + "host_cuda"
 
 
 def test_marked_tests_pass_on_the_device_in_host_memory() -> None:
-    files = [str(path) for path in sorted(Path(ROOT, "tests").rglob("test_*.py")) if MARK in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "host_cuda", "-p", "no:cacheprovider", *files]
+    files = [
+        str(path)
+        for path in sorted(Path(ROOT, "tests").rglob("test_*.py"))
+        if MARK in path.read_text()
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "host_cuda",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
     environ = variables_or_skip(devices=1)
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert re.search(r"^\d+ passed, \d+ deselected", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
+    assert re.search(r"^\d+ passed, \d+ deselected", done.stdout, re.MULTILINE), (
+        done.stdout + done.stderr
+    )

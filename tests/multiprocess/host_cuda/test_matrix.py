@@ -1,4 +1,5 @@
-"""Jobs of many forms, on CUDA devices in host memory: they have the numbers of CPUs, and no hazard."""
+"""Jobs of many forms, on CUDA devices in host memory: they have the numbers of CPUs, and no
+hazard."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,19 +44,25 @@ def test_a_fit_on_devices_has_the_numbers_of_cpus_and_no_hazard(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in OF_TWO_RANKS])
-def test_a_fit_on_one_device_has_the_numbers_of_a_cpu(device: DeviceRanks, name: str, tmp_path: Path) -> None:
+def test_a_fit_on_one_device_has_the_numbers_of_a_cpu(
+    device: DeviceRanks, name: str, tmp_path: Path
+) -> None:
     assert_fits_as_on_cpus(device, 1, CASES[name], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_tables_of_all_kinds_have_the_numbers_of_cpus(devices: DeviceRanks, name: str, tmp_path: Path) -> None:
+def test_tables_of_all_kinds_have_the_numbers_of_cpus(
+    devices: DeviceRanks, name: str, tmp_path: Path
+) -> None:
     assert_fits_as_on_cpus(devices, 2, PRODUCTS[name], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_exact_is_refused_on_every_rank(devices: DeviceRanks, name: str, tmp_path: Path) -> None:
+def test_what_is_not_exact_is_refused_on_every_rank(
+    devices: DeviceRanks, name: str, tmp_path: Path
+) -> None:
     case, words = REFUSED[name]
     for seen in devices.call(fit, case, "gpu", tmp_path):
         assert words in seen.error

@@ -1,4 +1,5 @@
-"""`fsdp_tuned` with `offload`, on CUDA devices in host memory: the numbers of parameters that stay on the devices."""
+"""`fsdp_tuned` with `offload`, on CUDA devices in host memory: the numbers of parameters that stay
+on the devices."""
 
 import copy
 from pathlib import Path
@@ -31,9 +32,15 @@ class Watched(BareAndTied):
     """Sees where its parameters, their gradients and its optimizer's state are."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+        values = [
+            value for state in optimizer.state.values() for value in state.values() if value.dim()
+        ]
         gradients = [parameter.grad for parameter in self.parameters()]
-        sharded = [value for value in [*self.parameters(), *gradients, *values] if isinstance(value, DTensor)]
+        sharded = [
+            value
+            for value in [*self.parameters(), *gradients, *values]
+            if isinstance(value, DTensor)
+        ]
         self.places = {value.to_local().device.type for value in sharded}
 
 
@@ -60,13 +67,20 @@ def _fit_both(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_parameters_on_the_host_are_trained_as_on_the_device(devices: DeviceRanks, name: str, tmp_path: Path) -> None:
+def test_parameters_on_the_host_are_trained_as_on_the_device(
+    devices: DeviceRanks, name: str, tmp_path: Path
+) -> None:
     for seen in devices.call(_fit_both, tmp_path, SETTINGS[name]):
         assert not seen.error, seen.error
         assert seen.hazards == []
-        (losses, weights, places), (expected_losses, expected, on_device) = seen.result["host"], seen.result["device"]
+        (losses, weights, places), (expected_losses, expected, on_device) = (
+            seen.result["host"],
+            seen.result["device"],
+        )
         assert (places, on_device) == ({"cpu"}, {"cuda"})
-        torch.testing.assert_close((losses, weights), (expected_losses, expected), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            (losses, weights), (expected_losses, expected), atol=1e-6, rtol=1e-6
+        )
 
 
 class Drawn(Watched):
@@ -89,7 +103,9 @@ def _live(folder: Path) -> dict[str, Any]:
     return {"same": same, "places": places, "drawn": model.out.weight.detach()}
 
 
-def test_a_module_on_the_host_is_copied_drawn_and_unsharded(devices: DeviceRanks, tmp_path: Path) -> None:
+def test_a_module_on_the_host_is_copied_drawn_and_unsharded(
+    devices: DeviceRanks, tmp_path: Path
+) -> None:
     torch.manual_seed(3)
     expected = torch.nn.init.normal_(torch.empty(1, WIDTH))
     for rank, seen in enumerate(devices.call(_live, tmp_path)):
@@ -102,6 +118,8 @@ def test_a_module_on_the_host_is_copied_drawn_and_unsharded(devices: DeviceRanks
 
 def test_loss_scaling_is_refused_for_gradients_on_the_host() -> None:
     options = FSDPOptions(offload=True)
-    with pytest.raises(UnsupportedError, match="offload with .*16-mixed.*GradScaler.*Use 'bf16-mixed'"):
+    with pytest.raises(
+        UnsupportedError, match="offload with .*16-mixed.*GradScaler.*Use 'bf16-mixed'"
+    ):
         choose_dtypes(options, "16-mixed")
     assert choose_dtypes(options, "bf16-mixed").param == torch.bfloat16

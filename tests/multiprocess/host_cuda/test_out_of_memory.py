@@ -1,4 +1,5 @@
-"""A device without memory, at any stage of a job, is an error of torch or of ours on every rank; nothing hangs."""
+"""A device without memory, at any stage of a job, is an error of torch or of ours on every rank;
+nothing hangs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,4 +93,6 @@ def test_a_full_device_is_an_error_on_every_rank_within_seconds(
     for rank, said in words.items():
         assert "was not done" not in said
         # Outside of a run torch tells the others that a rank has ended, and not why.
-        assert "OutOfMemoryError: CUDA out of memory" in said or (stage == "save" and rank not in ranks)
+        assert "OutOfMemoryError: CUDA out of memory" in said or (
+            stage == "save" and rank not in ranks
+        )

@@ -26,7 +26,13 @@ from tests.support.host_cuda.runs import DeviceRanks
 from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "an EmbeddingBagCollection, table- and row-wise": (follow_fit, Deaf, SGD, "table_wise", "row_wise"),
+    "an EmbeddingBagCollection, table- and row-wise": (
+        follow_fit,
+        Deaf,
+        SGD,
+        "table_wise",
+        "row_wise",
+    ),
     "column-wise and table-row-wise": (follow_fit, Deaf, Adam, "column_wise", "table_row_wise"),
     "an EmbeddingCollection, row-wise": (follow_fit, Sequences, Adam, "", "row_wise"),
     "an EmbeddingCollection, table-wise": (follow_fit, Sequences, SGD, "", "table_wise"),
@@ -34,7 +40,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a KeyedJaggedTensor in the batch": (follow_fit, JaggedBatches, Adagrad, "", "column_wise"),
     "computed ids of an nn.EmbeddingBag": (follow_fit, PlainBags, SGD, "", "row_wise"),
     "computed ids, and Adam": (follow_fit, PlainBags, Adam, "", "table_wise"),
-    "computed ids of a buffer that each step rewrites": (follow_fit, RewrittenBuffer, SGD, "", "row_wise"),
+    "computed ids of a buffer that each step rewrites": (
+        follow_fit,
+        RewrittenBuffer,
+        SGD,
+        "",
+        "row_wise",
+    ),
     "declared ids, and a new dict for each batch": (follow_fit, DeclaredBags, SGD, "", "row_wise"),
     "sparse updates, clipped": (follow_fit, Deaf, SGD, "table_wise", "row_wise", "sparse", 0.1),
     "a layer that is unfrozen": (follow_fit, Unfreezing, SGD, "", "row_wise"),
@@ -50,7 +62,11 @@ MAPPED: dict[str, tuple[Any, ...]] = {
         follow_mapped_fit,
         DynamicModel,
         {},
-        {"users": {**EVICTING, "evict": "lfu"}, "goods": {**EVICTING, "evict": "lru"}, "first": EVICTING},
+        {
+            "users": {**EVICTING, "evict": "lfu"},
+            "goods": {**EVICTING, "evict": "lru"},
+            "first": EVICTING,
+        },
     ),
     "MCH": (follow_mapped_fit, MchModel, {"policy": "lru", "interval": 1}, {}),
     "MCH, every fourth step": (follow_mapped_fit, MchModel, {"interval": 4}, {}),
@@ -62,7 +78,8 @@ MAPPED_READS = {
     "MCH": STEPS,
     "MCH, every fourth step": STEPS // 4,
 }
-"""What the host reads of ids in training, whatever the number of tables; torchrec's own code waits besides."""
+"""What the host reads of ids in training, whatever the number of tables; torchrec's own code waits
+besides."""
 
 PIPELINES: dict[str, tuple[Any, ...]] = {
     "1f1b, with metrics": (follow_pipeline_fit, "Measured", {"schedule": "1f1b"}),
@@ -79,7 +96,9 @@ class Followed:
 
     def __getitem__(self, name: str) -> list[Any]:
         if name not in self._found:
-            function, *args = (CASES | MAPPED | PIPELINES | {TORCHRECS: (follow_torchrec_pipeline,)})[name]
+            function, *args = (
+                CASES | MAPPED | PIPELINES | {TORCHRECS: (follow_torchrec_pipeline,)}
+            )[name]
             seen = self._ranks.call(function, *args)
             assert not any(one.error for one in seen), (name, seen[0].error or seen[1].error)
             self._found[name] = [one.result for one in seen]
@@ -99,14 +118,16 @@ def results(followed: Followed) -> list[dict[str, Any]]:
 
 
 SENT = ("copy to the device", "synchronize")
-"""Waits that are no reads: of small lists that go to the device, and the second half of a copy to the host."""
+"""Waits that are no reads: of small lists that go to the device, and the second half of a copy to
+the host."""
 ID_WAITS = {
     "prefetch/recorder.py": 1,  # whether a tensor that was rewritten has another value
     "__init__ < lookup/ids_exchange.py": 1,  # how many go to each rank; row-wise tables
     " < _compat/torchrec_ids.py": 2,  # how many come from each rank, and from how large a batch
     "_wait_impl < lookup/ids_exchange.py": 1,  # how many have come for each feature
 }
-"""What the host waits for on the ids' stream, and how often in a step with one lookup: as docs/performance.md says."""
+"""What the host waits for on the ids' stream, and how often in a step with one lookup: as
+docs/performance.md says."""
 TORCHRECS = "torchrec's own pipeline"
 
 
@@ -135,7 +156,8 @@ def is_of_ids(stream: str) -> bool:
 
 
 def steady_steps(waits: list[Any]) -> list[list[Any]]:
-    """Return the waits of each step but the first ones, in which inputs are learned, and the last ones."""
+    """Return the waits of each step but the first ones, in which inputs are learned, and the last
+    ones."""
     begins = [i for i, wait in enumerate(waits) if wait == STEP]
     steps = [waits[begin:end] for begin, end in pairwise(begins)]
     return steps[6:-3]
@@ -145,21 +167,34 @@ def test_the_host_waits_where_it_is_known_only(results: Any) -> None:
     for name, (_, waits, _) in results[0].items():
         assert len(steady_steps(waits)) >= 2
         for step in steady_steps(waits):
-            reads = [(stream, trace) for stream, event, trace in step if event and event not in SENT]
+            reads = [
+                (stream, trace) for stream, event, trace in step if event and event not in SENT
+            ]
             id_waits = [trace for stream, trace in reads if is_of_ids(stream)]
             for stream, trace in reads:
-                assert is_of_ids(stream) or trace.startswith("run/strategy.py"), (name, trace)  # the user's step
-            places = [next((place for place in ID_WAITS if place in trace), None) for trace in id_waits]
+                # the user's step
+                assert is_of_ids(stream) or trace.startswith("run/strategy.py"), (name, trace)
+            places = [
+                next((place for place in ID_WAITS if place in trace), None) for trace in id_waits
+            ]
             assert None not in places, (name, id_waits)
-            assert all(places.count(place) <= limit for place, limit in ID_WAITS.items()), (name, id_waits)
+            assert all(places.count(place) <= limit for place, limit in ID_WAITS.items()), (
+                name,
+                id_waits,
+            )
 
 
-def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(followed: Followed) -> None:
+def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(
+    followed: Followed,
+) -> None:
     _, waits, _ = followed["a KeyedJaggedTensor in the batch"][0]
     ours, torchrecs = steady_steps(waits), followed[TORCHRECS][0][6:-3]
-    counts = [[(is_of_ids(stream), event) for stream, event, _ in step] for step in (*ours, *torchrecs)]
+    counts = [
+        [(is_of_ids(stream), event) for stream, event, _ in step] for step in (*ours, *torchrecs)
+    ]
     reads = [step.count((True, "copy to the host")) for step in counts]
-    # 3 and 7; 2 and 3 with torchrec 1.6.1. Ours has one more for an event, after the check of the ids.
+    # 3 and 7; 2 and 3 with torchrec 1.6.1. Ours has one more for an event, after the check of the
+    # ids.
     assert 0 < max(reads[: len(ours)]) <= 3
     assert max(reads[: len(ours)]) < min(reads[len(ours) :]) <= 7
 
@@ -170,7 +205,9 @@ def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(followed: Followed,
         assert hazards == []
         assert (num_evicted > 0) == (name != "HashZch")
         in_steps = waits[waits.index(STEP) :]
-        in_mapping = [trace for _, event, trace in in_steps if event and event not in SENT and "mapp" in trace]
+        in_mapping = [
+            trace for _, event, trace in in_steps if event and event not in SENT and "mapp" in trace
+        ]
         in_torchrec = [trace for trace in in_mapping if "update_mch <" in trace]
         reads = [trace for trace in in_mapping if "_learn < lookup/mapped_ids.py" in trace]
         assert len(reads) == MAPPED_READS[name], reads
@@ -179,7 +216,9 @@ def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(followed: Followed,
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(followed: Followed, name: str) -> None:
+def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(
+    followed: Followed, name: str
+) -> None:
     for rank, (hazards, waits) in enumerate(followed[name]):
         assert hazards == []
         steps = steady_steps(waits)

@@ -14,11 +14,16 @@ from tests.support.limits import LIMIT_SECONDS
 @pytest.mark.slow
 def test_the_first_recipe_for_gpus_trains_on_two_devices(tmp_path: Path) -> None:
     options = ["--trainer.devices", "2", "--trainer.logger.init_args.save_dir", str(tmp_path)]
-    command = [*("-m", "lightning_distrec", "fit", "--config", "recipes/movielens_dlrm/gpu.yaml"), *options]
+    command = [
+        *("-m", "lightning_distrec", "fit", "--config", "recipes/movielens_dlrm/gpu.yaml"),
+        *options,
+    ]
     # By the way in that a user takes, which prints hazards at the end.
     command = [sys.executable, "-m", "tests.support.host_cuda", "--devices", "2", *command]
     environ = variables_or_skip(devices=2)
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
     auroc = re.search(r"this model +(0\.\d+)", output)

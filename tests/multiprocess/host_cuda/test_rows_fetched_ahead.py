@@ -1,17 +1,28 @@
 """FBGEMM's own `prefetch`, a batch ahead on a stream of its own, on a CUDA device in host memory.
 
-Nothing of ours calls it yet. It is exact with updates in between, and where rows are written back before they are used.
-A lookup that comes in between takes what was fetched for another batch.
+Nothing of ours calls it yet. It is exact with updates in between, and where rows are written back
+before they are used. A lookup that comes in between takes what was fetched for another batch.
 """
 
 import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor
 
-from tests.support.host_cuda.kernels import DIMS, RATE, ROWS, TABLE_OF_FEATURE, bags_of, factors, first_rows
+from tests.support.host_cuda.kernels import (
+    DIMS,
+    RATE,
+    ROWS,
+    TABLE_OF_FEATURE,
+    bags_of,
+    factors,
+    first_rows,
+)
 from tests.support.host_cuda.runs import device_ranks
 
 pytestmark = pytest.mark.slow
@@ -22,7 +33,8 @@ STEPS = 8
 def _train(share: float, is_ahead: bool, flushed: int | None = None) -> list[Tensor]:
     """Return what was looked up in each step, and the rows at the end.
 
-    share: of the rows that the cache holds. flushed: the step before whose lookup rows are written back.
+    share: of the rows that the cache holds. flushed: the step before whose lookup rows are written
+    back.
     """
     device = torch.device("cuda:0")
     place, compute = EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA

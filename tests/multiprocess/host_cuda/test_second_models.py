@@ -1,4 +1,5 @@
-"""A second model of a process takes the memory of a GPU that torch has kept of the first one, in host memory."""
+"""A second model of a process takes the memory of a GPU that torch has kept of the first one, in
+host memory."""
 
 from typing import Any
 
@@ -39,7 +40,9 @@ def fit_after_another() -> None:
     del earlier
     free, total = torch.cuda.mem_get_info()
     assert free == total - kept < TABLE_BYTES, "the driver counts it as taken"
-    trainer = make_trainer({"convert_embeddings": "all"}, accelerator="gpu", max_steps=1, max_epochs=None)
+    trainer = make_trainer(
+        {"convert_embeddings": "all"}, accelerator="gpu", max_steps=1, max_epochs=None
+    )
     trainer.fit(Bag(), DataLoader(torch.arange(32).view(8, 4), batch_size=2))
 
 

@@ -1,4 +1,5 @@
-"""Gradients of several batches, backward passes or lookups add up to one update of a sharded table."""
+"""Gradients of several batches, backward passes or lookups add up to one update of a sharded
+table."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,9 @@ class ManualModel(ClickModel):
         type(self).recipe(self, self.optimizers(), self.manual_backward, batch, batch_idx)
 
 
-def accumulate(model: ClickModel, optimizer: Any, backward: Callable[[Tensor], None], batch: Batch, index: int) -> None:
+def accumulate(
+    model: ClickModel, optimizer: Any, backward: Callable[[Tensor], None], batch: Batch, index: int
+) -> None:
     """Step at every third batch, after two backward passes for each."""
     for scale in (1.0, 0.3):
         backward(scale * loss_of(model, batch))
@@ -45,7 +48,9 @@ def accumulate(model: ClickModel, optimizer: Any, backward: Callable[[Tensor], N
         optimizer.zero_grad()
 
 
-def discard(model: ClickModel, optimizer: Any, backward: Callable[[Tensor], None], batch: Batch, index: int) -> None:
+def discard(
+    model: ClickModel, optimizer: Any, backward: Callable[[Tensor], None], batch: Batch, index: int
+) -> None:
     """Forget the gradients of a first backward, and of every third batch."""
     backward(5.0 * loss_of(model, batch))
     optimizer.zero_grad()
@@ -56,7 +61,9 @@ def discard(model: ClickModel, optimizer: Any, backward: Callable[[Tensor], None
     optimizer.zero_grad()
 
 
-def pile_up(model: ClickModel, optimizer: Any, backward: Callable[[Tensor], None], batch: Batch, index: int) -> None:
+def pile_up(
+    model: ClickModel, optimizer: Any, backward: Callable[[Tensor], None], batch: Batch, index: int
+) -> None:
     """Never forget a gradient."""
     backward(0.1 * loss_of(model, batch))
     optimizer.step()
@@ -83,7 +90,9 @@ class PilesUp(ManualModel):
 class SkipsSteps(ClickModel):
     """Steps at every second batch, by the pattern in Lightning's documentation."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+    ) -> None:
         if batch_idx % 2:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -102,8 +111,18 @@ RUNS: dict[str, tuple[Any, ...]] = {
     **{kind.__name__: (fit_with_each, kind, ALL) for kind in MANUAL},
     "SkipsSteps": (fit_with_each, SkipsSteps, ALL),
     "LooksUpTwice auto": (fit_with_each, LooksUpTwice, ("SGD", "Adagrad", "RowWiseAdagrad")),
-    "LooksUpTwice sparse": (fit_with_each, LooksUpTwice, ("Adagrad",), {"embedding_update": "sparse"}),
-    "LooksUpTwice dense": (fit_with_each, LooksUpTwice, ("Adagrad", "RowWiseAdagrad"), {"embedding_update": "dense"}),
+    "LooksUpTwice sparse": (
+        fit_with_each,
+        LooksUpTwice,
+        ("Adagrad",),
+        {"embedding_update": "sparse"},
+    ),
+    "LooksUpTwice dense": (
+        fit_with_each,
+        LooksUpTwice,
+        ("Adagrad", "RowWiseAdagrad"),
+        {"embedding_update": "dense"},
+    ),
 }
 
 
@@ -114,7 +133,8 @@ def results() -> dict[str, Any]:
 
 
 def train_accumulating(name: str, epochs: list[tuple[int, int]]) -> State:
-    """Train plainly; epochs: of each, its batches and the batches for one step. The last step takes what is left."""
+    """Train plainly; epochs: of each, its batches and the batches for one step. The last step takes
+    what is left."""
     model = seeded(ClickModel, *OPTIMIZERS[name])
     optimizer = model.configure_optimizers()
     for batches, accumulate in epochs:
@@ -127,14 +147,18 @@ def train_accumulating(name: str, epochs: list[tuple[int, int]]) -> State:
 
 
 def test_accumulated_batches_make_one_step(results: dict[str, Any]) -> None:
-    assert_equal(results["accumulate_grad_batches"], lambda name: train_accumulating(name, [(STEPS, 3)]))
+    assert_equal(
+        results["accumulate_grad_batches"], lambda name: train_accumulating(name, [(STEPS, 3)])
+    )
 
 
 def test_accumulation_that_a_scheduler_begins_later_is_exact(results: dict[str, Any]) -> None:
     assert_equal(results["scheduler"], lambda name: train_accumulating(name, [(5, 1), (5, 2)]))
 
 
-def test_manual_optimization_decides_when_gradients_are_used_and_forgotten(results: dict[str, Any]) -> None:
+def test_manual_optimization_decides_when_gradients_are_used_and_forgotten(
+    results: dict[str, Any],
+) -> None:
     for kind in MANUAL:
 
         def plain(name: str, kind: type[ManualModel] = kind) -> State:
@@ -147,7 +171,9 @@ def test_manual_optimization_decides_when_gradients_are_used_and_forgotten(resul
         assert_equal(results[kind.__name__], plain)
 
 
-def test_an_optimizer_step_that_steps_at_every_second_batch_is_exact(results: dict[str, Any]) -> None:
+def test_an_optimizer_step_that_steps_at_every_second_batch_is_exact(
+    results: dict[str, Any],
+) -> None:
     def plain(name: str) -> State:
         model = seeded(ClickModel, *OPTIMIZERS[name])
         optimizer = model.configure_optimizers()

@@ -1,4 +1,5 @@
-"""Gradients of sharded tables are clipped as those of whole tables: by the Trainer, by hand and in the model's hook."""
+"""Gradients of sharded tables are clipped as those of whole tables: by the Trainer, by hand and in
+the model's hook."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +59,10 @@ class ClipsInItsHook(ClickModel):
     """Clips by itself, without a word to the Trainer or with what the Trainer was told."""
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> None:
         limit = CLIPPING["norm"][0] if gradient_clip_val is None else gradient_clip_val
         self.clip_gradients(optimizer, limit, gradient_clip_algorithm or "norm")
@@ -70,7 +74,11 @@ def _by_trainer(algorithm: str) -> dict[str, Any]:
 
 def _accumulated_and_clipped() -> State:
     model = seeded(ClickModel, *ADAM)
-    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    options = {
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.01,
+        "gradient_clip_algorithm": "value",
+    }
     make_trainer(**options).fit(model, rank_loader(8, rank_and_num_ranks()[0]))
     return model.final_state
 
@@ -94,11 +102,15 @@ def results() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("algorithm", CLIPPING)
-def test_gradients_are_clipped_as_those_of_whole_tables(results: dict[str, Any], algorithm: str) -> None:
+def test_gradients_are_clipped_as_those_of_whole_tables(
+    results: dict[str, Any], algorithm: str
+) -> None:
     limit, clip = CLIPPING[algorithm]
 
     def plain(name: str) -> State:
-        clipped = train_plain(seeded(ClickModel, *OPTIMIZERS[name]), global_batches(), lambda p: clip(p, limit))
+        clipped = train_plain(
+            seeded(ClickModel, *OPTIMIZERS[name]), global_batches(), lambda p: clip(p, limit)
+        )
         free = train_plain_click_model(name)
         # Adagrad and Adam divide by the size of gradients: the limit must matter to them too.
         assert min(largest_difference(clipped, free).values()) > 10 * limit_of(name)

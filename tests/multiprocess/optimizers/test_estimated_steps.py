@@ -1,4 +1,5 @@
-"""Real fits take their places in the order of their estimated times: fused, sparse and dense updates."""
+"""Real fits take their places in the order of their estimated times: fused, sparse and dense
+updates."""
 
 import os
 
@@ -9,7 +10,8 @@ from tests.benchmarks.step_times import FITS, Timed, correlation, section, timed
 from tests.support.ranks import run_on_warm_ranks
 
 ORDERED = [FITS[7], FITS[0], FITS[5]]
-"""Each differs from the others by more than a factor of two, so that other load on the machine changes no order."""
+"""Each differs from the others by more than a factor of two, so that other load on the machine
+changes no order."""
 
 
 def fit_all(folder: str) -> list[Timed]:

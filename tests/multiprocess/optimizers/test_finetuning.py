@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from tests.support.click_model import FEATURES, ClickModel, bag_configs, rank_loader, seeded
-from tests.support.plain_loop import OPTIMIZERS, USUAL, State, assert_equal, fit_with_each, global_batches, loss_of
+from tests.support.plain_loop import (
+    OPTIMIZERS,
+    USUAL,
+    State,
+    assert_equal,
+    fit_with_each,
+    global_batches,
+    loss_of,
+)
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -75,7 +83,10 @@ def _backbone(strategy: dict[str, Any]) -> dict[str, tuple[State, list[float]]]:
         callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.3)
         trainer = make_trainer(strategy, max_epochs=4, callbacks=[callback])
         trainer.fit(model, rank_loader(3, rank))
-        actual[name] = model.final_state, [group["lr"] for group in trainer.optimizers[0].param_groups]
+        actual[name] = (
+            model.final_state,
+            [group["lr"] for group in trainer.optimizers[0].param_groups],
+        )
     return actual
 
 
@@ -83,14 +94,17 @@ def _resumed_backbone(path: str) -> State:
     for max_epochs, ckpt_path in ((2, None), (4, path)):
         model = seeded(WithBackbone, *OPTIMIZERS["Adam"])
         callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.3)
-        trainer = make_trainer({"sharding_types": ["row_wise"]}, max_epochs=max_epochs, callbacks=[callback])
+        trainer = make_trainer(
+            {"sharding_types": ["row_wise"]}, max_epochs=max_epochs, callbacks=[callback]
+        )
         trainer.fit(model, rank_loader(3, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
         trainer.save_checkpoint(path)
     return model.final_state
 
 
 def train_backbone(name: str) -> tuple[State, list[float]]:
-    """Train the backbone from epoch 1 on, its rate doubled at every epoch until it is that of the rest."""
+    """Train the backbone from epoch 1 on, its rate doubled at every epoch until it is that of the
+    rest."""
     model = seeded(WithBackbone, *OPTIMIZERS[name])
     model.backbone.requires_grad_(False)
     optimizer = model.configure_optimizers()
@@ -98,7 +112,10 @@ def train_backbone(name: str) -> tuple[State, list[float]]:
     for epoch in range(4):
         if epoch == 1:
             model.backbone.requires_grad_(True)
-            optimizer.add_param_group({"params": list(model.backbone.parameters()), "lr": 0.3 * full})
+            optimizer.add_param_group({
+                "params": list(model.backbone.parameters()),
+                "lr": 0.3 * full,
+            })
         elif epoch > 1:
             optimizer.param_groups[1]["lr"] = min(full, 2 * optimizer.param_groups[1]["lr"])
         for batch in global_batches(3):
@@ -120,7 +137,9 @@ def finetuned() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
-def test_tables_that_a_finetuning_callback_unfreezes_learn_from_then_on(finetuned: dict[str, Any], cut: str) -> None:
+def test_tables_that_a_finetuning_callback_unfreezes_learn_from_then_on(
+    finetuned: dict[str, Any], cut: str
+) -> None:
     assert_equal(finetuned[cut], finetune_plain)
 
 
@@ -131,10 +150,14 @@ def test_what_was_unfrozen_learns_on_in_a_resumed_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
-def test_tables_in_a_backbone_are_finetuned_as_in_a_plain_loop(finetuned: dict[str, Any], cut: str) -> None:
+def test_tables_in_a_backbone_are_finetuned_as_in_a_plain_loop(
+    finetuned: dict[str, Any], cut: str
+) -> None:
     # Not compared with DDP, which never averages the gradients of what was frozen when it began.
     actual = finetuned[f"backbone {cut}"]
     start = seeded(WithBackbone, *OPTIMIZERS["SGD"]).state_dict()
-    assert_equal({n: state for n, (state, _) in actual.items()}, lambda n: train_backbone(n)[0], start)
+    assert_equal(
+        {n: state for n, (state, _) in actual.items()}, lambda n: train_backbone(n)[0], start
+    )
     for name, (_, rates) in actual.items():
         assert rates == pytest.approx(train_backbone(name)[1])

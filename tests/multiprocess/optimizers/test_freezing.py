@@ -1,4 +1,5 @@
-"""Sharded tables rest while they are frozen or another optimizer is toggled, and learn on afterwards."""
+"""Sharded tables rest while they are frozen or another optimizer is toggled, and learn on
+afterwards."""
 
 import re
 from typing import Any
@@ -10,7 +11,14 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from lightning_distrec.errors import DistRecError
-from tests.support.click_model import FEATURES, ClickModel, bag_configs, make_batch, rank_loader, seeded
+from tests.support.click_model import (
+    FEATURES,
+    ClickModel,
+    bag_configs,
+    make_batch,
+    rank_loader,
+    seeded,
+)
 from tests.support.plain_loop import (
     EVERY_CUT,
     OPTIMIZERS,
@@ -134,7 +142,9 @@ def test_tables_that_every_rank_holds_whole_can_be_frozen_too(results: dict[str,
     assert_equal(results["every cut"], lambda name: train_freezing(FreezesTables, name))
 
 
-def test_freeze_and_unfreeze_of_a_lightning_module_reach_its_tables(results: dict[str, Any]) -> None:
+def test_freeze_and_unfreeze_of_a_lightning_module_reach_its_tables(
+    results: dict[str, Any],
+) -> None:
     states, predicted = results["freeze"]
     start = seeded(FreezesTower, *OPTIMIZERS["SGD"])
     torch.testing.assert_close(predicted, start(make_batch(0)).detach(), atol=1e-6, rtol=0)
@@ -187,7 +197,9 @@ def train_toggling(kind: type[Toggles], name: str) -> State:
 
 def _toggled_over_fused_tables() -> tuple[dict[str, State], str]:
     try:
-        return fit_with_each(Toggles, ("SGD",), {"find_unused_parameters": True, "embedding_update": "fused"}), ""
+        return fit_with_each(
+            Toggles, ("SGD",), {"find_unused_parameters": True, "embedding_update": "fused"}
+        ), ""
     except DistRecError as refused:
         return {}, str(refused)
 
@@ -217,10 +229,14 @@ def test_optimizers_that_are_toggled_update_their_own_parameters_only(
     toggled: list[dict[str, Any]], kind: type[Toggles], cut: str
 ) -> None:
     start = seeded(kind, *OPTIMIZERS["SGD"]).state_dict()
-    assert_equal(toggled[0][f"{kind.__name__} {cut}"], lambda name: train_toggling(kind, name), start)
+    assert_equal(
+        toggled[0][f"{kind.__name__} {cut}"], lambda name: train_toggling(kind, name), start
+    )
 
 
-def test_fused_tables_rest_while_another_optimizer_is_toggled_or_are_refused(toggled: list[dict[str, Any]]) -> None:
+def test_fused_tables_rest_while_another_optimizer_is_toggled_or_are_refused(
+    toggled: list[dict[str, Any]],
+) -> None:
     for rank_results in toggled:
         states, refused = rank_results["fused"]
         if refused:

@@ -1,4 +1,5 @@
-"""Updates inside of backward under manual optimization, on request: exact, or an error on every rank."""
+"""Updates inside of backward under manual optimization, on request: exact, or an error on every
+rank."""
 
 import re
 from typing import Any
@@ -205,14 +206,19 @@ def _faults(mistakes: list[str]) -> dict[str, str]:
 
 
 SAID = {
-    "second backward": "2 OptimizerError: table 'ebc.wide' is updated.*a second backward reaches it before the step",
-    "looks again": "2 OptimizerError: .*it is looked up after a backward and before the step of Adagrad",
+    "second backward": "2 OptimizerError: table 'ebc.wide' is updated.*a second backward reaches "
+    "it before the step",
+    "looks again": "2 OptimizerError: .*it is looked up after a backward and before the step of "
+    "Adagrad",
     "drops": "2 OptimizerError: .*Adagrad.zero_grad\\(\\) drops its gradient before the step",
     "rate": "2 OptimizerError: .*its learning rate was changed before the step of Adagrad",
-    "clips": "2 UnsupportedError: gradient_clip_val=0.1: table 'ebc.wide' is updated inside of backward",
-    "no step": "2 OptimizerError: .*training_step was left without the step of Adagrad.*embedding_update='auto'",
+    "clips": "2 UnsupportedError: gradient_clip_val=0.1: table 'ebc.wide' is updated inside of "
+    "backward",
+    "no step": "2 OptimizerError: .*training_step was left without the step of "
+    "Adagrad.*embedding_update='auto'",
     "steps twice": "2 OptimizerError: .*Adagrad steps again with the same gradients",
-    "no zero_grad": "2 OptimizerError: .*zero_grad\\(\\) was not called between its last step and this backward",
+    "no zero_grad": "2 OptimizerError: .*zero_grad\\(\\) was not called between its last step and "
+    "this backward",
 }
 
 
@@ -230,5 +236,9 @@ def test_without_a_request_manual_optimization_waits_for_the_step() -> None:
 
 
 def test_a_run_by_hand_goes_on_from_a_checkpoint_fused_or_not() -> None:
-    life = Life(Run(model=TwoOptimizers, strategy={"embedding_update": "fused"}), 2, ((2, {}), (1, {"strategy": {}})))
+    life = Life(
+        Run(model=TwoOptimizers, strategy={"embedding_update": "fused"}),
+        2,
+        ((2, {}), (1, {"strategy": {}})),
+    )
     assert problems_of(life, live({"life": life})["life"]) == []

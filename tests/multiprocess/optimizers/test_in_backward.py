@@ -1,4 +1,5 @@
-"""Optimizers by apply_optimizer_in_backward, and TorchRec's wrappers, train tables as they do in one process."""
+"""Optimizers by apply_optimizer_in_backward, and TorchRec's wrappers, train tables as they do in
+one process."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +24,13 @@ from torchrec.optim import (
 )
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.support.click_model import ClickModel, LooksUpTwice, largest_difference, rank_loader, seeded
+from tests.support.click_model import (
+    ClickModel,
+    LooksUpTwice,
+    largest_difference,
+    rank_loader,
+    seeded,
+)
 from tests.support.plain_loop import State, global_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.resuming import Clicks, Life, Run, live, problems_of
@@ -47,7 +54,8 @@ def dense_adagrad(model: Any) -> Any:
 
 
 class InBackward(ClickModel):
-    """Has one optimizer for all of its tables that steps in backward, and another one for its layers."""
+    """Has one optimizer for all of its tables that steps in backward, and another one for its
+    layers."""
 
     kinds: tuple[Kind, ...] = (ROW_WISE,)
     configure: Callable[[Any], Any] = dense_adagrad
@@ -224,7 +232,9 @@ class Keyed(InBackward):
         """All are in the wrapper."""
 
     def configure(self) -> Any:
-        optimizer = KeyedOptimizerWrapper(dict(self.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05))
+        optimizer = KeyedOptimizerWrapper(
+            dict(self.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05)
+        )
         falling = optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
 
@@ -233,8 +243,12 @@ class Combined(Keyed):
     """Combines one of tables and one of layers."""
 
     def configure(self) -> Any:
-        tables = KeyedOptimizerWrapper(dict(self.ebc.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05))
-        layers = KeyedOptimizerWrapper(dict(self.mlp.named_parameters()), lambda p: optim.SGD(p, lr=0.2))
+        tables = KeyedOptimizerWrapper(
+            dict(self.ebc.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05)
+        )
+        layers = KeyedOptimizerWrapper(
+            dict(self.mlp.named_parameters()), lambda p: optim.SGD(p, lr=0.2)
+        )
         return CombinedOptimizer([("tables", tables), ("layers", layers)])
 
 
@@ -255,7 +269,9 @@ class CombinedByHand(Combined):
 class Warm(Keyed):
     def configure(self) -> Any:
         inner = KeyedOptimizerWrapper(dict(self.named_parameters()), lambda p: optim.SGD(p, lr=0.5))
-        return WarmupOptimizer(inner, [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=3, value=0.1)], lr=0.5)
+        return WarmupOptimizer(
+            inner, [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=3, value=0.1)], lr=0.5
+        )
 
 
 class Clipped(Keyed):
@@ -275,7 +291,10 @@ class MarkedInDict(Keyed):
 
 class MarkedInList(Keyed):
     def configure(self) -> Any:
-        return [optim.SGD(self.mlp.parameters(), lr=0.1), torchrec_optim.Adagrad(self.ebc.parameters(), lr=0.1)]
+        return [
+            optim.SGD(self.mlp.parameters(), lr=0.1),
+            torchrec_optim.Adagrad(self.ebc.parameters(), lr=0.1),
+        ]
 
 
 class Two(InBackward):
@@ -317,7 +336,9 @@ CASES = {
     "another over everything": Case(AllInOptimizer, fused="fused"),
     "setup": Case(InSetUp, fused="fused"),
     "configure_model": Case(InConfigureModel),
-    "configure_model, replicated": Case(InConfigureModel, {"tables": {"wide": {"replicated": True}}}),
+    "configure_model, replicated": Case(
+        InConfigureModel, {"tables": {"wide": {"replicated": True}}}
+    ),
     "configure_optimizers": Case(InConfigureOptimizers, fused="fused"),
     "rates": Case(Rates),
     "rates, by columns": Case(Rates, {"tables": {"wide": SHARDINGS["wide"]}}),
@@ -345,7 +366,9 @@ def _fit(case: Case) -> tuple[State, set[str]]:
 def _fit_in_one_process(case: Case, num_ranks: int) -> State:
     model = seeded(case.model)
     trainer = pl.Trainer(strategy="auto", devices=1, **(DEFAULTS | case.trainer()))
-    batches = torch.utils.data.DataLoader(global_batches(STEPS, num_ranks=num_ranks), batch_size=None)
+    batches = torch.utils.data.DataLoader(
+        global_batches(STEPS, num_ranks=num_ranks), batch_size=None
+    )
     trainer.fit(model, batches)
     return {key: value.detach().clone() for key, value in model.state_dict().items()}
 
@@ -374,13 +397,24 @@ def test_tables_train_as_in_one_process(results: dict[str, Any], name: str) -> N
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_they_do_so_on_other_numbers_of_ranks(num_ranks: int) -> None:
     names = ["one per table", "Adam", "rates", "accumulated"]
-    for name, (state, _) in run_each_on_ranks({n: (_fit, CASES[n]) for n in names}, num_ranks)[0].items():
-        assert max(largest_difference(state, _fit_in_one_process(CASES[name], num_ranks)).values()) < 1e-6, name
+    for name, (state, _) in run_each_on_ranks({n: (_fit, CASES[n]) for n in names}, num_ranks)[
+        0
+    ].items():
+        assert (
+            max(largest_difference(state, _fit_in_one_process(CASES[name], num_ranks)).values())
+            < 1e-6
+        ), name
 
 
 def test_the_start_table_says_whose_the_optimizer_is(results: dict[str, Any]) -> None:
-    assert "fused: apply_optimizer_in_backward's RowWiseAdagrad has the same numbers in FBGEMM" in results["setup"][1]
-    assert "dense: apply_optimizer_in_backward's Adam moves rows that no id touched" in results["Adam"][1]
+    assert (
+        "fused: apply_optimizer_in_backward's RowWiseAdagrad has the same numbers in FBGEMM"
+        in results["setup"][1]
+    )
+    assert (
+        "dense: apply_optimizer_in_backward's Adam moves rows that no id touched"
+        in results["Adam"][1]
+    )
 
 
 def test_equal_optimizers_share_a_kernel() -> None:
@@ -390,7 +424,9 @@ def test_equal_optimizers_share_a_kernel() -> None:
 
 def _kernels() -> list[list[str]]:
     model = seeded(InBackward)
-    trainer = make_trainer({"tables": {n: {"sharding_types": ["table_wise"]} for n in ("wide", "narrow", "shared")}})
+    trainer = make_trainer({
+        "tables": {n: {"sharding_types": ["table_wise"]} for n in ("wide", "narrow", "shared")}
+    })
     trainer.fit(model, rank_loader(1, 0))
     return model.kernels
 
@@ -411,21 +447,34 @@ BOTH = {"table_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}}}
 REFUSED = {
     "after sharding": (Case(OnFitStart), "gave table 'ebc.wide' an optimizer after it was sharded"),
     "two": (Case(Two), "has 2 optimizers by apply_optimizer_in_backward"),
-    "and table_optimizer": (Case(InBackward, BOTH), "and an optimizer by table_optimizer. Remove one"),
+    "and table_optimizer": (
+        Case(InBackward, BOTH),
+        "and an optimizer by table_optimizer. Remove one",
+    ),
     "rate of one": (Case(RateOfOne), "were changed while training, and not those of all tables"),
-    "backward by torch": (Case(BackwardByTorch), "Call self.manual_backward(loss), not loss.backward()"),
+    "backward by torch": (
+        Case(BackwardByTorch),
+        "Call self.manual_backward(loss), not loss.backward()",
+    ),
     "scaled": (Case(InBackward, {}, scaled), "with scaled gradients. Use 'bf16-mixed'"),
     "replicated, accumulated": (
         Case(InBackward, {"tables": {"shared": SHARDINGS["shared"]}}, accumulated),
         "is averaged over ranks once",
     ),
-    "kernel's name": (Case(Marked), "torchrec.optim.PartialRowWiseAdam (by apply_optimizer_in_backward of table"),
+    "kernel's name": (
+        Case(Marked),
+        "torchrec.optim.PartialRowWiseAdam (by apply_optimizer_in_backward of table",
+    ),
     "kernel's name in a dict": (
         Case(MarkedInDict),
-        "torchrec.optim.LAMB (by configure_optimizers) only names a kernel of FBGEMM, and no process can step it. In "
+        "torchrec.optim.LAMB (by configure_optimizers) only names a kernel of FBGEMM, and no "
+        "process can step it. In "
         "configure_optimizers, or for tables alone by table_optimizer, use RowWiseAdagrad",
     ),
-    "kernel's name in a list": (Case(MarkedInList), "OptimizerError: torchrec.optim.Adagrad (by configure_optimizers)"),
+    "kernel's name in a list": (
+        Case(MarkedInList),
+        "OptimizerError: torchrec.optim.Adagrad (by configure_optimizers)",
+    ),
     "warm-up": (Case(Warm), "WarmupOptimizer, which changes rates or gradients inside of `step`"),
     "clipping": (Case(Clipped), "set gradient_clip_val and gradient_clip_algorithm"),
 }
@@ -460,7 +509,9 @@ def _fit_again() -> State:
 
 
 def _train_alone(model: Any, num_ranks: int) -> None:
-    loader = torch.utils.data.DataLoader(global_batches(STEPS, num_ranks=num_ranks), batch_size=None)
+    loader = torch.utils.data.DataLoader(
+        global_batches(STEPS, num_ranks=num_ranks), batch_size=None
+    )
     optimizer = model.configure_optimizers()
     for index, batch in enumerate(loader):
         optimizer.zero_grad()
@@ -492,12 +543,17 @@ def _refusal_of(model: Any) -> str:
 
 
 def test_they_last_longer_than_a_run() -> None:
-    calls = {"again": (_fit_again,), "validated": (_validate_and_fit,), "state": (_fit_twice_with_state,)}
+    calls = {
+        "again": (_fit_again,),
+        "validated": (_validate_and_fit,),
+        "state": (_fit_twice_with_state,),
+    }
     result = run_each_on_ranks(calls, 2)[0]
     alone = seeded(PlainTables)
     for _ in range(3):
         _train_alone(alone, 2)
-    # Six steps of float32: 1.1e-6 in a dense layer on some CPUs, whose matrix products sum in another order.
+    # Six steps of float32: 1.1e-6 in a dense layer on some CPUs, whose matrix products sum in
+    # another order.
     assert max(largest_difference(result["again"], alone.state_dict()).values()) < 3e-6
     expected = _fit_in_one_process(Case(Evaluated), 2)
     assert max(largest_difference(result["validated"], expected).values()) < 1e-6
@@ -513,7 +569,10 @@ def _warnings(case: Case) -> list[str]:
 
 def test_a_table_in_no_optimizer_is_told() -> None:
     messages = run_each_on_ranks({"untrained": (_warnings, Case(Untrained))}, 1)[0]["untrained"]
-    assert any("table 'ebc.wide' and 2 more can be trained and is in no optimizer" in message for message in messages)
+    assert any(
+        "table 'ebc.wide' and 2 more can be trained and is in no optimizer" in message
+        for message in messages
+    )
 
 
 class Resumed(Clicks):
@@ -522,15 +581,20 @@ class Resumed(Clicks):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.configure_model()
-        for weight, (kind, arguments) in zip(self.ebc.parameters(), [ADAM, ROW_WISE, ADAGRAD], strict=True):
+        for weight, (kind, arguments) in zip(
+            self.ebc.parameters(), [ADAM, ROW_WISE, ADAGRAD], strict=True
+        ):
             _apply_optimizer_in_backward(kind, [weight], arguments)
 
     def configure_optimizers(self) -> Any:
-        return KeyedOptimizerWrapper(dict(self.mlp.named_parameters()), lambda p: optim.Adam(p, lr=0.01))
+        return KeyedOptimizerWrapper(
+            dict(self.mlp.named_parameters()), lambda p: optim.Adam(p, lr=0.01)
+        )
 
 
 class ResumedCombined(Clicks):
-    """A model with a CombinedOptimizer, stepped by hand: automatic optimization runs each step for each member."""
+    """A model with a CombinedOptimizer, stepped by hand: automatic optimization runs each step for
+    each member."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -543,8 +607,12 @@ class ResumedCombined(Clicks):
         optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        tables = KeyedOptimizerWrapper(dict(self.ebc.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05))
-        layers = KeyedOptimizerWrapper(dict(self.mlp.named_parameters()), lambda p: optim.Adam(p, lr=0.01))
+        tables = KeyedOptimizerWrapper(
+            dict(self.ebc.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05)
+        )
+        layers = KeyedOptimizerWrapper(
+            dict(self.mlp.named_parameters()), lambda p: optim.Adam(p, lr=0.01)
+        )
         return CombinedOptimizer([("tables", tables), ("layers", layers)])
 
 

@@ -1,4 +1,5 @@
-"""Whatever changes a learning rate, fused tables use it from the very step on at which the user's optimizer does."""
+"""Whatever changes a learning rate, fused tables use it from the very step on at which the user's
+optimizer does."""
 
 from typing import Any
 
@@ -10,7 +11,14 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_distrec.errors import OptimizerError
-from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, rank_loader, seeded
+from tests.support.click_model import (
+    ClickModel,
+    join_batches,
+    largest_difference,
+    make_batch,
+    rank_loader,
+    seeded,
+)
 from tests.support.embedding_models import whole_state
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
@@ -36,7 +44,9 @@ class ScheduledModel(ClickModel):
         if self.schedule == "step":
             return optimizer, ExponentialLR(optimizer, 0.8)
         if self.schedule == "warm-up":
-            return optimizer, LambdaLR(optimizer, [lambda step, n=n: min(1.0, (step + 1) / n) for n in (4, 6, 8)])
+            return optimizer, LambdaLR(
+                optimizer, [lambda step, n=n: min(1.0, (step + 1) / n) for n in (4, 6, 8)]
+            )
         if self.schedule == "epoch":
             return optimizer, ExponentialLR(optimizer, 0.3)
         return optimizer, ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
@@ -52,7 +62,9 @@ class ScheduledModel(ClickModel):
 
 def _train(schedule: str) -> dict[str, Tensor]:
     model = seeded(ScheduledModel, schedule)
-    make_trainer(max_epochs=EPOCHS).fit(model, rank_loader(STEPS_PER_EPOCH, rank_and_num_ranks()[0]))
+    make_trainer(max_epochs=EPOCHS).fit(
+        model, rank_loader(STEPS_PER_EPOCH, rank_and_num_ranks()[0])
+    )
     return model.final_state
 
 
@@ -64,14 +76,17 @@ def test_schedules_reach_fused_tables_before_the_forward_that_uses_them(schedule
     for _epoch in range(EPOCHS):
         for step in range(STEPS_PER_EPOCH):
             optimizer.zero_grad()
-            model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
+            model.training_step(
+                join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step
+            ).backward()
             optimizer.step()
             if schedule in ("step", "warm-up"):
                 scheduler.step()
         if schedule == "epoch":
             scheduler.step()
         elif schedule == "plateau":
-            scheduler.step(0.0)  # patience 0 and an unreachable threshold: every epoch after the first halves the rate
+            # patience 0 and an unreachable threshold: every epoch after the first halves the rate
+            scheduler.step(0.0)
     assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
 
 
@@ -89,7 +104,9 @@ def _train_with_decay_added_later() -> None:
 
 
 def test_a_hyperparameter_that_changes_while_training_is_reported() -> None:
-    with pytest.raises(RankFailed, match=f"{OptimizerError.__name__}: table 'ebc.*weight_decay=0.1"):
+    with pytest.raises(
+        RankFailed, match=f"{OptimizerError.__name__}: table 'ebc.*weight_decay=0.1"
+    ):
         run_on_warm_ranks(_train_with_decay_added_later, 2)
 
 
@@ -115,14 +132,20 @@ class RateOfTheStep(pl.LightningModule):
 
 
 def _train_with_rates_of_steps(depth: int) -> dict[str, Tensor]:
-    options = {"prefetch": {"depth": depth}, "convert_embeddings": "all", "sharding_types": ["table_wise"]}
+    options = {
+        "prefetch": {"depth": depth},
+        "convert_embeddings": "all",
+        "sharding_types": ["table_wise"],
+    }
     model, rank = RateOfTheStep(), rank_and_num_ranks()[0]
     ids = [torch.arange(4) + 7 * step + rank for step in range(3)] * 2
     make_trainer(options).fit(model, DataLoader(ids, batch_size=None))
     return model.final_state
 
 
-def test_a_rate_that_is_set_inside_of_the_step_is_used_in_it_also_where_only_one_rank_has_rows() -> None:
+def test_a_rate_that_is_set_inside_of_the_step_is_used_in_it_also_where_only_one_rank_has_rows() -> (
+    None
+):
     plain = run_on_warm_ranks(_train_with_rates_of_steps, 2, 1)[0]
     ahead = run_on_warm_ranks(_train_with_rates_of_steps, 2, 3)[0]
     assert all(torch.equal(plain[name], ahead[name]) for name in plain)

@@ -1,4 +1,5 @@
-"""Precisions and loss scaling over sharded tables: the numbers of an unsharded run in the same arithmetic."""
+"""Precisions and loss scaling over sharded tables: the numbers of an unsharded run in the same
+arithmetic."""
 
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from io import StringIO
@@ -39,17 +40,21 @@ OVERFLOWS = {2: 1, 5: 0}
 
 
 class Typed(ClickModel):
-    """Computes in the type of its dense layers, as an ordinary module under a half precision does."""
+    """Computes in the type of its dense layers, as an ordinary module under a half precision
+    does."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
         looked_up = self.ebc(features).values()
-        if self._trainer is None:  # the unsharded tables stay float32; sharded ones come back in the right type
+        # the unsharded tables stay float32; sharded ones come back in the right type
+        if self._trainer is None:
             looked_up = looked_up.to(self.mlp[0].weight.dtype)
         return self.mlp(looked_up).squeeze(-1)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.binary_cross_entropy_with_logits(self(batch).float(), batch["label"].float())
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            self(batch).float(), batch["label"].float()
+        )
         self.losses.append(float(loss.detach()))
         return loss
 
@@ -60,7 +65,11 @@ class Overflows(ClickModel):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         bad_rank = OVERFLOWS.get(batch_idx)
-        return loss * torch.inf if bad_rank is not None and rank_and_num_ranks()[0] == bad_rank else loss
+        return (
+            loss * torch.inf
+            if bad_rank is not None and rank_and_num_ranks()[0] == bad_rank
+            else loss
+        )
 
 
 class OverflowsInOneTable(ClickModel):
@@ -69,8 +78,13 @@ class OverflowsInOneTable(ClickModel):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
         if OVERFLOWS.get(batch_idx) == rank_and_num_ranks()[0]:
-            return super().training_step(batch, batch_idx) + (self.ebc(features).values()[:, :1] * torch.inf).sum()
-        return super().training_step(batch, batch_idx) + 0.0 * self.ebc(features).values()[:, :1].sum()
+            return (
+                super().training_step(batch, batch_idx)
+                + (self.ebc(features).values()[:, :1] * torch.inf).sum()
+            )
+        return (
+            super().training_step(batch, batch_idx) + 0.0 * self.ebc(features).values()[:, :1].sum()
+        )
 
 
 class HalfTables(ClickModel):
@@ -105,7 +119,9 @@ def _global_batch(step: int) -> dict[str, Tensor]:
     return join_batches([make_batch(1000 * step + rank) for rank in range(2)])
 
 
-def _plain(kind: type, optimizer: Any, context: Any = nullcontext, convert: torch.dtype | None = None) -> Any:
+def _plain(
+    kind: type, optimizer: Any, context: Any = nullcontext, convert: torch.dtype | None = None
+) -> Any:
     model = seeded(kind, *optimizer)
     if convert is not None:
         model.mlp.to(convert)
@@ -130,19 +146,24 @@ def _too_far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     ("precision", "optimizer"),
     slow_except(
-        [("bf16-true", ADAGRAD), ("16-true", ADAM), ("bf16-mixed", SGD)], product(DTYPES, [SGD, ADAGRAD, ADAM])
+        [("bf16-true", ADAGRAD), ("16-true", ADAM), ("bf16-mixed", SGD)],
+        product(DTYPES, [SGD, ADAGRAD, ADAM]),
     ),
 )
 def test_half_precisions_keep_tables_in_float32(precision: str, optimizer: Any) -> None:
     dtype = DTYPES[precision]
-    actual, _, printed = run_on_warm_ranks(_train, 2, Typed, optimizer, {}, {"precision": precision})[0]
+    actual, _, printed = run_on_warm_ranks(
+        _train, 2, Typed, optimizer, {}, {"precision": precision}
+    )[0]
     for key, value in actual.items():
         assert value.dtype == (torch.float32 if "ebc" in key or dtype is None else dtype)
     if dtype is None:
         expected = _plain(Typed, optimizer, lambda: torch.autocast("cpu", torch.bfloat16))
     else:
         expected = _plain(Typed, optimizer, convert=dtype)
-        assert f"rows are float32 and are looked up as {str(dtype).removeprefix('torch.')}" in printed
+        assert (
+            f"rows are float32 and are looked up as {str(dtype).removeprefix('torch.')}" in printed
+        )
     assert _too_far(actual, {key: value.float() for key, value in expected.items()}) <= 1e-3
     start = seeded(Typed, *optimizer).state_dict()
     assert min(float((expected[key] - start[key]).abs().max()) for key in expected) > 5e-4
@@ -159,11 +180,16 @@ def _type_of_rows(kind: type) -> torch.dtype:
 
     class Looks(kind):  # type: ignore[misc]
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+            features = KeyedJaggedTensor(
+                keys=FEATURES, values=batch["ids"], lengths=batch["lengths"]
+            )
             rows = self.ebc(features)
             values = rows["a"].values() if isinstance(self.ebc, EmbeddingCollection) else rows["a"]
             types.append(values.dtype)
-            return self.mlp[1](values).sum().expand(len(batch["label"])) + 0.0 * self.mlp[0].weight.sum()
+            return (
+                self.mlp[1](values).sum().expand(len(batch["label"]))
+                + 0.0 * self.mlp[0].weight.sum()
+            )
 
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             return self(batch).mean()
@@ -207,9 +233,9 @@ def test_steps_with_gradients_that_are_not_finite_are_skipped_on_all_ranks(
 def _clipped_and_scaled() -> dict[str, Tensor]:
     plugins = [MixedPrecision("16-mixed", "cpu", _scaler())]
     model = seeded(ClickModel, *ADAGRAD)
-    return train_sharded(model, STEPS, plugins=plugins, gradient_clip_val=0.05, accumulate_grad_batches=2)[
-        0
-    ].final_state
+    return train_sharded(
+        model, STEPS, plugins=plugins, gradient_clip_val=0.05, accumulate_grad_batches=2
+    )[0].final_state
 
 
 def test_scaling_clipping_and_accumulating_together() -> None:
@@ -241,7 +267,9 @@ FLOAT16: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_float16_tables_train_with_every_update(name: str) -> None:
     optimizer = (torch.optim.SGD, {"lr": 1.0})
     strategy, options = FLOAT16[name]
-    actual, _, printed = run_on_warm_ranks(_train, 2, HalfTables, optimizer, strategy, dict(options))[0]
+    actual, _, printed = run_on_warm_ranks(
+        _train, 2, HalfTables, optimizer, strategy, dict(options)
+    )[0]
     assert all(actual[key].dtype == torch.float16 for key in actual if "ebc" in key)
     assert "float16" in printed
     expected = seeded(HalfTables, *optimizer)
@@ -254,5 +282,8 @@ def test_float16_tables_train_with_every_update(name: str) -> None:
 
 
 def test_sparse_gradients_of_float16_tables_are_refused_on_a_cpu() -> None:
-    with pytest.raises(Exception, match="adds up no sparse gradients in half precision on a CPU. Set embedding_update"):
+    with pytest.raises(
+        Exception,
+        match="adds up no sparse gradients in half precision on a CPU. Set embedding_update",
+    ):
         run_on_warm_ranks(_train, 2, HalfTables, SGD, {"embedding_update": "sparse"}, {})

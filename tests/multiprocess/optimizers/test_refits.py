@@ -1,4 +1,5 @@
-"""Optimizers that outlive a fit, gradient code that is not the Trainer's, and what a review found."""
+"""Optimizers that outlive a fit, gradient code that is not the Trainer's, and what a review
+found."""
 
 import gc
 import weakref
@@ -103,7 +104,9 @@ class UnfreezesInTheStep(ClickModel):
         return super().training_step(batch, batch_idx)
 
 
-def _fits(kind: type, optimizer: Any, fits: int, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
+def _fits(
+    kind: type, optimizer: Any, fits: int, options: dict[str, Any] | None = None
+) -> dict[str, Tensor]:
     model = seeded(kind, *optimizer, **(options or {}))
     if kind is UnfreezesInTheStep:
         model.ebc.requires_grad_(False)
@@ -133,7 +136,9 @@ def test_tables_of_earlier_fits_are_gone_when_the_next_fit_shards() -> None:
 @pytest.mark.parametrize("optimizer", [SGD, (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.05})])
 def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
     actual = run_on_warm_ranks(_fits, 2, KeepsItsOptimizer, optimizer, 2)[0]
-    expected = train_unsharded(train_unsharded(seeded(ClickModel, *optimizer), STEPS, 2), STEPS, 2).final_state
+    expected = train_unsharded(
+        train_unsharded(seeded(ClickModel, *optimizer), STEPS, 2), STEPS, 2
+    ).final_state
     assert max(largest_difference(actual, expected).values()) <= 1e-6
 
 
@@ -143,9 +148,27 @@ def test_an_optimizer_that_outlives_a_fit_goes_on(optimizer: Any) -> None:
         (KeepsItsOptimizer, ADAGRAD, 2, {}, "OptimizerError: .*its Adagrad has stepped before"),
         (KeepsItsOptimizer, ADAM, 2, {}, "OptimizerError: .*its Adam has stepped before"),
         (LoadsState, ADAM, 1, {}, "OptimizerError: .*its Adam has stepped before"),
-        (HooksLate, SGD, 1, {}, "OptimizerError: a gradient hook was registered on the weight of 'ebc.wide'"),
-        (ClipsTables, ADAM, 1, {}, "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of"),
-        (ClipsTables, SGD, 1, {}, "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of"),
+        (
+            HooksLate,
+            SGD,
+            1,
+            {},
+            "OptimizerError: a gradient hook was registered on the weight of 'ebc.wide'",
+        ),
+        (
+            ClipsTables,
+            ADAM,
+            1,
+            {},
+            "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of",
+        ),
+        (
+            ClipsTables,
+            SGD,
+            1,
+            {},
+            "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of",
+        ),
         (
             NotWeighted,
             SGD,
@@ -169,7 +192,9 @@ def test_tables_that_are_unfrozen_inside_of_a_step_learn_from_then_on(optimizer:
     model = seeded(UnfreezesInTheStep, *optimizer)
     model.ebc.requires_grad_(False)
     expected = train_unsharded(model, STEPS, 2).final_state
-    assert max(largest_difference(actual, expected).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+    assert max(largest_difference(actual, expected).values()) <= (
+        1e-6 if optimizer is SGD else 1e-5
+    )
 
 
 class UsesSomeRows(SequenceModel):
@@ -197,11 +222,14 @@ def test_rows_that_go_into_no_loss_leave_their_table_to_rest(cut: str) -> None:
 
 
 def _uses_some(cut: str) -> dict[str, Tensor]:
-    return train_sharded(seeded(UsesSomeRows, *ADAM), STEPS, {"sharding_types": [cut]})[0].final_state
+    return train_sharded(seeded(UsesSomeRows, *ADAM), STEPS, {"sharding_types": [cut]})[
+        0
+    ].final_state
 
 
 class Restores(ClickModel):
-    """Puts its first weights back at the end, from a plain state_dict, and what it has from its own."""
+    """Puts its first weights back at the end, from a plain state_dict, and what it has from its
+    own."""
 
     def on_train_start(self) -> None:
         self.first_weights = seeded(ClickModel, *SGD).state_dict()
@@ -223,7 +251,9 @@ def _restored(cut: str) -> dict[str, Tensor]:
     model = train_sharded(seeded(Restores, *SGD), STEPS, {"sharding_types": [cut]})[0]
     wrong = seeded(ClickModel, *SGD).state_dict()
     wrong["ebc.embedding_bags.wide.weight"] = torch.zeros(3, 16)
-    with pytest.raises(RuntimeError, match=r"wide.weight: the table is \(60, 16\), but there is \(3, 16\)"):
+    with pytest.raises(
+        RuntimeError, match=r"wide.weight: the table is \(60, 16\), but there is \(3, 16\)"
+    ):
         model.load_state_dict(wrong)
     return model.final_state
 
@@ -235,7 +265,9 @@ def _halve_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def _scaled_by_a_lambda() -> dict[str, Tensor]:
-    halving = LambdaCallback(on_after_backward=lambda _, module: _halve_gradients(module.parameters()))
+    halving = LambdaCallback(
+        on_after_backward=lambda _, module: _halve_gradients(module.parameters())
+    )
     return train_sharded(seeded(ClickModel, *ADAGRAD), STEPS, callbacks=[halving])[0].final_state
 
 
@@ -254,7 +286,12 @@ def _unequal(kind: type, optimizer: Any, sizes: list[int]) -> dict[str, Tensor]:
 
         def training_step(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             logits = model(batch)
-            return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum") / 8
+            return (
+                torch.nn.functional.binary_cross_entropy_with_logits(
+                    logits, batch["label"], reduction="sum"
+                )
+                / 8
+            )
 
         model.training_step = training_step
     train_sharded(model, None, {"loss_reduction": "rank_mean" if 0 in sizes else "mean"})
@@ -263,7 +300,10 @@ def _unequal(kind: type, optimizer: Any, sizes: list[int]) -> dict[str, Tensor]:
 
 def test_a_reentrant_checkpoint_counts_examples_too() -> None:
     actual = run_on_warm_ranks(_unequal, 2, ChecksAgain, SGD, [3, 8])[0]
-    batches = [join_batches([make_batch(1000 * step, 3), make_batch(1000 * step + 1, 8)]) for step in range(STEPS)]
+    batches = [
+        join_batches([make_batch(1000 * step, 3), make_batch(1000 * step + 1, 8)])
+        for step in range(STEPS)
+    ]
     expected = train_plain(seeded(ClickModel, *SGD), batches)
     assert max(largest_difference(actual, expected).values()) <= 1e-6
 
@@ -272,18 +312,23 @@ def test_a_reentrant_checkpoint_counts_examples_too() -> None:
 def test_a_rank_may_have_a_batch_of_no_examples(kind: type) -> None:
     actual = run_on_warm_ranks(_unequal, 2, kind, SGD, [0, 8])[0]
     batches = [make_batch(1000 * step + 1, 8) for step in range(STEPS)]
-    expected = train_plain(seeded(kind, *SGD), batches, _halve_gradients)  # the other rank adds a loss of 0
+    # the other rank adds a loss of 0
+    expected = train_plain(seeded(kind, *SGD), batches, _halve_gradients)
     assert max(largest_difference(actual, expected).values()) <= 1e-6
 
 
 def _keeps_whole_rows() -> dict[str, Tensor]:
     strategy = {"sharding_types": ["table_wise"], "embedding_update": "dense"}
-    return train_sharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, strategy)[0].final_state
+    return train_sharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, strategy)[
+        0
+    ].final_state
 
 
 def test_row_wise_adagrad_steps_on_shards_where_a_rank_has_no_rows() -> None:
     actual = run_on_warm_ranks(_keeps_whole_rows, 2)[0]
-    expected = train_unsharded(seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, 2).final_state
+    expected = train_unsharded(
+        seeded(ClickModel, RowWiseAdagrad, {"lr": 0.1}), STEPS, 2
+    ).final_state
     assert max(largest_difference(actual, expected).values()) <= 1e-5
 
 
@@ -292,12 +337,17 @@ def test_a_second_fit_on_a_gpu_shards_after_the_first_ones_shards_are_freed() ->
 
 
 def _fit_again() -> list[int]:
-    """Return how many shards and states of the first fit live where the second one shards, as if on a GPU."""
+    """Return how many shards and states of the first fit live where the second one shards, as if on
+    a GPU."""
     model = seeded(ClickModel, *ADAM)
     _, trainer = train_sharded(model, 2, {"sharding_types": ["row_wise"]})
     shards = trainer.strategy.optimizers[0].param_groups[0]["params"]
     old = [weakref.ref(p) for p in shards if hasattr(p, "place")]
-    states = [weakref.ref(trainer.strategy.optimizers[0].state[p]["exp_avg"]) for p in shards if hasattr(p, "place")]
+    states = [
+        weakref.ref(trainer.strategy.optimizers[0].state[p]["exp_avg"])
+        for p in shards
+        if hasattr(p, "place")
+    ]
     del shards
     assert old
     assert states
@@ -305,7 +355,9 @@ def _fit_again() -> list[int]:
 
     def look(*args: Any, **options: Any) -> Any:
         on_gpu.stop()
-        alive.extend(sum(reference() is not None for reference in references) for references in (old, states))
+        alive.extend(
+            sum(reference() is not None for reference in references) for references in (old, states)
+        )
         return shard_tables(*args, **options)
 
     on_gpu = patch.object(gpu, "is_on_gpu", lambda tensor: True)

@@ -50,14 +50,18 @@ class ClipsByItself(ClickModel):
     """Clips by a norm of all gradients, with code of its own."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in self.parameters() if parameter.grad is not None
+        ]
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         for gradient in gradients:
             gradient *= (0.01 / norm).clamp(max=1.0)
 
 
 def test_gradients_that_a_hook_clips_by_their_norm_are_those_of_one_process() -> None:
-    actual = run_on_ranks(_train, 2, ClipsByItself, ADAM, {"sharding_types": ["table_wise"]}, STEPS)[0]
+    actual = run_on_ranks(
+        _train, 2, ClipsByItself, ADAM, {"sharding_types": ["table_wise"]}, STEPS
+    )[0]
     start = seeded(ClipsByItself, *ADAM)
     expected = train_plain(start, global_batches(STEPS), clip=start.on_before_optimizer_step)
     assert max(largest_difference(actual, expected).values()) <= limit_of("Adam")

@@ -1,4 +1,5 @@
-"""Tables with an optimizer of their own train as in one process that steps both optimizers at once."""
+"""Tables with an optimizer of their own train as in one process that steps both optimizers at
+once."""
 
 import logging
 from collections.abc import Callable
@@ -46,9 +47,13 @@ class AllInOne(ClickModel):
 
     def on_train_start(self) -> None:
         tables = self.trainer.strategy.run_tables
-        self.seen["kinds"] = {name.split(".")[-1]: update.kind for name, update in tables.updates.items()}
+        self.seen["kinds"] = {
+            name.split(".")[-1]: update.kind for name, update in tables.updates.items()
+        }
         self.seen["why"] = {update.reason for update in tables.updates.values()}
-        self.seen["group_sizes"] = [len(group["params"]) for o in self.trainer.optimizers for group in o.param_groups]
+        self.seen["group_sizes"] = [
+            len(group["params"]) for o in self.trainer.optimizers for group in o.param_groups
+        ]
 
 
 class DenseOnly(AllInOne):
@@ -59,12 +64,18 @@ class DenseOnly(AllInOne):
 
 
 class InGroups(AllInOne):
-    """Has a group that is of tables alone, named parameters, and a scheduler with a function for each group."""
+    """Has a group that is of tables alone, named parameters, and a scheduler with a function for
+    each group."""
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": list(self.ebc.named_parameters())}, {"params": list(self.mlp.named_parameters())}]
+        groups = [
+            {"params": list(self.ebc.named_parameters())},
+            {"params": list(self.mlp.named_parameters())},
+        ]
         optimizer = torch.optim.Adam(groups, lr=0.01)
-        falling = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.0, lambda step: 0.8**step])
+        falling = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, [lambda step: 0.0, lambda step: 0.8**step]
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
 
 
@@ -94,7 +105,9 @@ class ByHand(AllInOne):
 class Skips(AllInOne):
     """Steps at every second batch, and forgets the gradients of the others."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+    ) -> None:
         if batch_idx % 2:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -120,7 +133,9 @@ class WithSmall(AllInOne):
         self.small = nn.Embedding(5, 1)
 
     def forward(self, batch: Batch) -> Tensor:
-        return super().forward(batch) + self.small(torch.zeros(len(batch["label"]), dtype=torch.long)).squeeze(1)
+        return super().forward(batch) + self.small(
+            torch.zeros(len(batch["label"]), dtype=torch.long)
+        ).squeeze(1)
 
 
 class Unfreezes(AllInOne):
@@ -141,7 +156,9 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _fit(kind: type, strategy: dict[str, Any], extra: Callable[[], dict[str, Any]] = dict) -> tuple[State, Any]:
+def _fit(
+    kind: type, strategy: dict[str, Any], extra: Callable[[], dict[str, Any]] = dict
+) -> tuple[State, Any]:
     model = seeded(kind)
     lines = Lines()
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addHandler(lines)
@@ -186,7 +203,10 @@ def adagrad(parameters: Any) -> torch.optim.Optimizer:
 def _with_rates(*factors: Callable[[int], float]) -> State:
     """Train with factors of both rates, by the step."""
     model = seeded(AllInOne)
-    optimizers: list[Any] = [adagrad(model.ebc.parameters()), torch.optim.Adam(model.mlp.parameters(), lr=0.01)]
+    optimizers: list[Any] = [
+        adagrad(model.ebc.parameters()),
+        torch.optim.Adam(model.mlp.parameters(), lr=0.01),
+    ]
     for step, batch in enumerate(global_batches(STEPS)):
         for optimizer, factor, rate in zip(optimizers, factors, (0.02, 0.01), strict=True):
             optimizer.param_groups[0]["lr"] = rate * factor(step)
@@ -247,7 +267,11 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "schedules": (_fit, InGroups, _own(ADAGRAD | {"lr_scheduler": LINEAR}), monitored),
     "none": (_fit, NoOptimizer, _own(SGD)),
     "Adam": (_fit, AllInOne, _own(ADAM)),
-    "two of tables": (_fit, AllInOne, {"table_optimizer": ROW_WISE, "tables": {"wide": {"optimizer": SGD}}}),
+    "two of tables": (
+        _fit,
+        AllInOne,
+        {"table_optimizer": ROW_WISE, "tables": {"wide": {"optimizer": SGD}}},
+    ),
     "by hand": (_fit, ByHand, _own(ADAGRAD)),
     "skips": (_fit, Skips, _own(ADAGRAD)),
     "unfreezes": (_fit, Unfreezes, {"table_optimizer": ADAGRAD}),
@@ -268,7 +292,9 @@ def _by_schedules() -> State:
 
 
 def _unfrozen() -> State:
-    return _plain(Unfreezes, adagrad, prepare=lambda model, index: model.ebc.requires_grad_(index >= 3))
+    return _plain(
+        Unfreezes, adagrad, prepare=lambda model, index: model.ebc.requires_grad_(index >= 3)
+    )
 
 
 def _scaled() -> State:
@@ -305,7 +331,16 @@ WANTED: dict[str, Callable[[], State]] = {
     "faster": lambda: _with_rates(lambda _: 2.0, lambda _: 2.0),
     "fsdp": lambda: _plain(AllInOne, adagrad),
 }
-FUSED = ("all in one", "dense only", "schedules", "none", "two of tables", "unfreezes", "faster", "fsdp")
+FUSED = (
+    "all in one",
+    "dense only",
+    "schedules",
+    "none",
+    "two of tables",
+    "unfreezes",
+    "faster",
+    "fsdp",
+)
 
 
 @pytest.fixture(scope="module")
@@ -329,14 +364,21 @@ def test_both_optimizers_give_the_numbers_of_one_process(results: dict[str, Any]
     assert seen["kinds"] == kinds
 
 
-def test_tables_leave_the_optimizer_of_the_module_which_keeps_its_groups(results: dict[str, Any]) -> None:
+def test_tables_leave_the_optimizer_of_the_module_which_keeps_its_groups(
+    results: dict[str, Any],
+) -> None:
     group_sizes = {run: seen["group_sizes"] for run, (_, seen) in results.items()}
     assert group_sizes["all in one"] == group_sizes["dense only"] == [2]
     assert group_sizes["schedules"] == [0, 2]
 
 
-def test_the_start_table_says_which_optimizer_updates_a_table_and_why(results: dict[str, Any]) -> None:
-    assert "table_optimizer's Adagrad has the same numbers in FBGEMM" in results["all in one"][1]["why"]
+def test_the_start_table_says_which_optimizer_updates_a_table_and_why(
+    results: dict[str, Any],
+) -> None:
+    assert (
+        "table_optimizer's Adagrad has the same numbers in FBGEMM"
+        in results["all in one"][1]["why"]
+    )
     assert "table_optimizer's Adam moves rows that no id touched" in results["Adam"][1]["why"]
     assert "table_optimizer's Adagrad: gradient_clip_val=0.05" in results["clipped"][1]["why"]
 
@@ -344,14 +386,18 @@ def test_the_start_table_says_which_optimizer_updates_a_table_and_why(results: d
 def test_embeddings_that_are_not_sharded_are_named(results: dict[str, Any]) -> None:
     output = run_on_warm_ranks(_fit, 1, WithSmall, {"table_optimizer": ADAGRAD})[0][1]["output"]
     assert [
-        line for line in output if "table_optimizer: 'small' is not sharded, and stays with the optimizer of" in line
+        line
+        for line in output
+        if "table_optimizer: 'small' is not sharded, and stays with the optimizer of" in line
     ]
     assert not [line for line in results["all in one"][1]["output"] if "is not sharded" in line]
 
 
 def test_the_monitor_of_learning_rates_shows_the_rate_of_tables(results: dict[str, Any]) -> None:
     (rates,) = results["schedules"][1]["rates"]
-    assert rates["lr-table_optimizer"] == pytest.approx([0.02 * _linear(step) for step in range(STEPS)])
+    assert rates["lr-table_optimizer"] == pytest.approx([
+        0.02 * _linear(step) for step in range(STEPS)
+    ])
     assert rates["lr-Adam/pg2"] == pytest.approx([0.01 * 0.8**step for step in range(STEPS)])
 
 
@@ -364,7 +410,10 @@ class FallsByStep(Clicks):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
 
 
-OWN_PLAN = {"wide": {"sharding_types": ["row_wise"], "optimizer": ROW_WISE}, "narrow": SHARDINGS["narrow"]}
+OWN_PLAN = {
+    "wide": {"sharding_types": ["row_wise"], "optimizer": ROW_WISE},
+    "narrow": SHARDINGS["narrow"],
+}
 OWN = {"table_optimizer": ADAGRAD | {"lr_scheduler": LINEAR}, "tables": OWN_PLAN}
 LIVES = {
     "one to three ranks": Life(
@@ -391,11 +440,15 @@ def lived() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("life", ["one to three ranks", "one file, accumulated"])
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_never_stopped(lived: dict[str, Any], life: str) -> None:
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_one_that_never_stopped(
+    lived: dict[str, Any], life: str
+) -> None:
     assert problems_of(LIVES[life], lived[life]) == []
 
 
-@pytest.mark.parametrize(("life", "message"), [("without", "0 optimizers of tables"), ("with", "1 optimizers")])
+@pytest.mark.parametrize(
+    ("life", "message"), [("without", "0 optimizers of tables"), ("with", "1 optimizers")]
+)
 def test_a_checkpoint_of_other_optimizers_is_refused_with_a_way_out(
     lived: dict[str, Any], life: str, message: str
 ) -> None:
@@ -422,4 +475,9 @@ def added_later() -> dict[str, Any]:
 def test_a_table_that_is_added_to_a_second_optimizer_is_refused_on_every_rank() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_fit, 2, AllInOne, {"table_optimizer": ADAGRAD}, added_later)
-    assert str(failed.value).count("was added to the optimizer of configure_optimizers, and has table_optimizer") == 2
+    assert (
+        str(failed.value).count(
+            "was added to the optimizer of configure_optimizers, and has table_optimizer"
+        )
+        == 2
+    )

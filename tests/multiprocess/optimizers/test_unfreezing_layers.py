@@ -1,6 +1,8 @@
-"""Layers without tables that begin to learn in the middle of a run are averaged over the ranks from then on.
+"""Layers without tables that begin to learn in the middle of a run are averaged over the ranks from
+then on.
 
-DistributedDataParallel passes over what did not learn when it was made: each rank went on with weights of its own.
+DistributedDataParallel passes over what did not learn when it was made: each rank went on with
+weights of its own.
 """
 
 from typing import Any
@@ -11,7 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
-from tests.support.dense_models import Unfreezes, UnfreezesAlone, UnfreezesBesideATable, loader, whole_batches
+from tests.support.dense_models import (
+    Unfreezes,
+    UnfreezesAlone,
+    UnfreezesBesideATable,
+    loader,
+    whole_batches,
+)
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -29,7 +37,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "fsdp_tuned": (_unfrozen, Unfreezes, TunedFSDPStrategy(min_num_parameters=8)),
     "torchrec_sharded without tables": (_unfrozen, Unfreezes, TorchRecShardedStrategy()),
     "torchrec_sharded": (_unfrozen, UnfreezesBesideATable, TorchRecShardedStrategy(min_rows=1)),
-    "torchrec_sharded, nothing dense at first": (_unfrozen, UnfreezesAlone, TorchRecShardedStrategy(min_rows=1)),
+    "torchrec_sharded, nothing dense at first": (
+        _unfrozen,
+        UnfreezesAlone,
+        TorchRecShardedStrategy(min_rows=1),
+    ),
 }
 
 
@@ -39,7 +51,9 @@ def results() -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_layers_that_are_unfrozen_learn_as_in_one_process(results: dict[str, dict[str, Tensor]], case: str) -> None:
+def test_layers_that_are_unfrozen_learn_as_in_one_process(
+    results: dict[str, dict[str, Tensor]], case: str
+) -> None:
     pl.seed_everything(5)
     single = CASES[case][1]()
     pl.Trainer(**DEFAULTS | {"max_epochs": 2}).fit(single, whole_batches(2))

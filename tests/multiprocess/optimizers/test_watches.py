@@ -1,4 +1,5 @@
-"""What a fused update would silently not follow is told, and what looks alike and is fine goes through."""
+"""What a fused update would silently not follow is told, and what looks alike and is fine goes
+through."""
 
 import re
 from typing import Any
@@ -65,13 +66,17 @@ class WithL2(ClickModel):
     """Has the tables' own weights in its loss."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 0.05 * sum(p.pow(2).sum() for p in self.ebc.parameters())
+        return super().training_step(batch, batch_idx) + 0.05 * sum(
+            p.pow(2).sum() for p in self.ebc.parameters()
+        )
 
 
 class WarmsUp(ClickModel):
     """Overrides optimizer_step for a warm-up, as many do; nothing is wrong with it."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+    ) -> None:
         for group in optimizer.param_groups:
             group["lr"] = min(1.0, (batch_idx + 1) / 4)
         optimizer.step(closure=optimizer_closure)
@@ -99,7 +104,9 @@ class ReadsWeight(ClickModel):
         return super().forward(batch) + self.ebc.embedding_bags["wide"].weight[:5].sum()
 
 
-def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = False) -> dict[str, Tensor]:
+def _train(
+    kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = False
+) -> dict[str, Tensor]:
     model = seeded(kind, *optimizer)
     if frozen:
         model.ebc.requires_grad_(False)
@@ -109,14 +116,31 @@ def _train(kind: type, optimizer: Any, strategy: dict[str, Any], frozen: bool = 
 @pytest.mark.parametrize(
     ("kind", "optimizer", "strategy", "output"),
     [
-        (LooksUpTwice, ADAGRAD, FUSED, "OptimizerError: gradients came to more than one lookup of 'ebc' in a step"),
+        (
+            LooksUpTwice,
+            ADAGRAD,
+            FUSED,
+            "OptimizerError: gradients came to more than one lookup of 'ebc' in a step",
+        ),
         (WithL2, SGD, {}, "OptimizerError: the loss uses the weight of 'ebc."),
         (AccumulatesLater, SGD, {}, "OptimizerError: a second backward before optimizer.step"),
-        (ReadsWeight, SGD, {}, "ShardedWeightError: the weight of the sharded table 'ebc.wide' was read"),
-        (ReadsWeight, ADAM, {}, "ShardedWeightError: the weight of the sharded table 'ebc.wide' was read"),
+        (
+            ReadsWeight,
+            SGD,
+            {},
+            "ShardedWeightError: the weight of the sharded table 'ebc.wide' was read",
+        ),
+        (
+            ReadsWeight,
+            ADAM,
+            {},
+            "ShardedWeightError: the weight of the sharded table 'ebc.wide' was read",
+        ),
     ],
 )
-def test_is_reported_on_every_rank(kind: type, optimizer: Any, strategy: dict[str, Any], output: str) -> None:
+def test_is_reported_on_every_rank(
+    kind: type, optimizer: Any, strategy: dict[str, Any], output: str
+) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_train, 2, kind, optimizer, strategy)
     assert len(re.findall(f"^.*{re.escape(output)}", str(failed.value), re.M)) == 2
@@ -139,13 +163,17 @@ def test_what_adds_up_is_exact(kind: type, optimizer: Any, strategy: dict[str, A
     actual = run_on_warm_ranks(_train, 2, kind, optimizer, strategy)[0]
     start = seeded(kind, *optimizer)
     reference = train_unsharded(start, STEPS, 2).final_state
-    assert max(largest_difference(actual, reference).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+    assert max(largest_difference(actual, reference).values()) <= (
+        1e-6 if optimizer is SGD else 1e-5
+    )
 
 
 def test_tables_that_are_unfrozen_while_training_learn_from_then_on() -> None:
     actual = run_on_warm_ranks(_train, 2, UnfreezesLater, SGD, {}, True)[0]
     model = seeded(UnfreezesLater, *SGD)
-    expected = train_plain(model, global_batches(STEPS), before_batch=lambda step: model.ebc.requires_grad_(step >= 3))
+    expected = train_plain(
+        model, global_batches(STEPS), before_batch=lambda step: model.ebc.requires_grad_(step >= 3)
+    )
     assert max(largest_difference(actual, expected).values()) <= 1e-6
 
 
@@ -214,7 +242,9 @@ def test_a_refused_fit_leaves_the_trained_tables_as_they_are() -> None:
     for actual in run_on_warm_ranks(_refused_between, 2):
         assert actual["output"] == ["UnsupportedError", "UnsupportedError", "InfeasiblePlanError"]
     actual = run_on_warm_ranks(_refused_between, 2)[0]
-    assert all(torch.equal(actual["initial"][key], actual["after"][key]) for key in actual["initial"])
+    assert all(
+        torch.equal(actual["initial"][key], actual["after"][key]) for key in actual["initial"]
+    )
 
 
 def _frozen_then_learning() -> list[dict[str, Tensor]]:
@@ -293,7 +323,9 @@ def _borrowed() -> str:
 
 def test_tables_that_another_module_sharded_are_refused() -> None:
     for output in run_on_warm_ranks(_borrowed, 2):
-        assert output.startswith("ShardingError: 'ebc' was sharded as a part of another LightningModule")
+        assert output.startswith(
+            "ShardingError: 'ebc' was sharded as a part of another LightningModule"
+        )
 
 
 class TinyTables(ClickModel):
@@ -301,13 +333,17 @@ class TinyTables(ClickModel):
 
     def _build(self) -> None:
         configs = [
-            EmbeddingBagConfig(name=f"t{i}", embedding_dim=8, num_embeddings=num_rows, feature_names=["a"])
+            EmbeddingBagConfig(
+                name=f"t{i}", embedding_dim=8, num_embeddings=num_rows, feature_names=["a"]
+            )
             for i, num_rows in enumerate((1000, 1, 2, 3, 4, 5, 1))
         ]
         self.ebc = EmbeddingBagCollection(tables=configs)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"] * 0, lengths=batch["lengths"])
+        features = KeyedJaggedTensor(
+            keys=FEATURES, values=batch["ids"] * 0, lengths=batch["lengths"]
+        )
         return self.mlp(self.ebc(features).values()).squeeze(-1)
 
 
@@ -319,8 +355,12 @@ def test_tables_of_a_few_rows_train_under_the_default_plan(num_ranks: int) -> No
 
 
 def test_a_row_wise_cut_that_leaves_a_rank_without_rows_is_refused() -> None:
-    with pytest.raises(RankFailed, match="PlanError: table 'ebc.t1': row_wise: 1 rows in equal blocks leave"):
-        run_on_warm_ranks(_train, 2, TinyTables, SGD, {"tables": {"t1": {"sharding_types": ["row_wise"]}}})
+    with pytest.raises(
+        RankFailed, match="PlanError: table 'ebc.t1': row_wise: 1 rows in equal blocks leave"
+    ):
+        run_on_warm_ranks(
+            _train, 2, TinyTables, SGD, {"tables": {"t1": {"sharding_types": ["row_wise"]}}}
+        )
 
 
 def _draws() -> tuple[list[float], list[float]]:
@@ -349,7 +389,12 @@ def _one_rank_without_tables() -> None:
 def test_a_rank_without_tables_is_reported_to_all() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_one_rank_without_tables, 2)
-    assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
+    assert (
+        len(
+            re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)
+        )
+        == 2
+    )
 
 
 def _asks_what_an_unsharded_collection_answers() -> list[Any]:
@@ -366,7 +411,10 @@ def _asks_what_an_unsharded_collection_answers() -> list[Any]:
 
 
 def test_a_sharded_collection_answers_what_the_unsharded_one_would() -> None:
-    assert run_on_warm_ranks(_asks_what_an_unsharded_collection_answers, 2)[0] == [["wide", "narrow", "shared"], False]
+    assert run_on_warm_ranks(_asks_what_an_unsharded_collection_answers, 2)[0] == [
+        ["wide", "narrow", "shared"],
+        False,
+    ]
 
 
 def _half() -> list[str]:
@@ -398,7 +446,8 @@ def test_float16_tables_train_and_say_that_they_round() -> None:
 
 
 class BackwardByHand(ClickModel):
-    """Calls backward by itself: in training_step, in a step of evaluation, or after an optimizer's step."""
+    """Calls backward by itself: in training_step, in a step of evaluation, or after an optimizer's
+    step."""
 
     def __init__(self, optimizer: type, options: dict[str, Any], place: str) -> None:
         super().__init__(optimizer, options)
@@ -450,4 +499,11 @@ def test_a_backward_by_hand_moves_no_table() -> None:
             assert "user code has called reaches table 'ebc.wide'" in results[place][0], place
         # Gradients that zero_grad drops change nothing.
         assert results["validation sparse"][0] == ""
-        assert max(largest_difference(results["validation sparse"][1], results["none sparse"][1]).values()) == 0.0
+        assert (
+            max(
+                largest_difference(
+                    results["validation sparse"][1], results["none sparse"][1]
+                ).values()
+            )
+            == 0.0
+        )

@@ -14,7 +14,14 @@ from tests.support.parameters import slow_except
 from tests.support.ranks import run_on_warm_ranks
 
 STEPS = 11
-LAST = ("truncate_to_longest", "branch_never", "branch_both", "branch_between_inputs", "assert_range", "branch_on_item")
+LAST = (
+    "truncate_to_longest",
+    "branch_never",
+    "branch_both",
+    "branch_between_inputs",
+    "assert_range",
+    "branch_on_item",
+)
 """Shapes that read a value of the batch: what follows them in a step may depend on it."""
 CHANGES = {
     "schedule_after": "something that they depend on has changed since the first steps",
@@ -26,7 +33,13 @@ DIFFER = (*CHANGES, *(name for name in SHAPES if name.endswith("_on_rank_1")))
 ALONE = ("numpy_negatives", "python_random", "branch_on_rows", *DIFFER)
 """Shapes that no computed input may follow."""
 QUICK = [
-    *("attribute_offsets", "from_floats", "batch_size_is_num_buckets", "write_to_clone", "item_to_category"),
+    *(
+        "attribute_offsets",
+        "from_floats",
+        "batch_size_is_num_buckets",
+        "write_to_clone",
+        "item_to_category",
+    ),
     *("positions", "truncate_shorter", "kjt_concat", "random_negatives_of_one_table", "from_rows"),
     *("write_to_batch", "changing_buffer", "counter"),
 ]
@@ -34,7 +47,9 @@ QUICK = [
 
 def fit(names: Any, **options: Any) -> list[tuple[Fitted, Fitted]]:
     """Return what each rank found; no number is another one than without look-ahead."""
-    per_rank_results: list[tuple[Fitted, Fitted]] = run_on_warm_ranks(models.fit_at_both_depths, 2, names, options)
+    per_rank_results: list[tuple[Fitted, Fitted]] = run_on_warm_ranks(
+        models.fit_at_both_depths, 2, names, options
+    )
     for plain, ahead in per_rank_results:
         assert (plain.error, ahead.error) == ("", "")
         assert ahead.losses == plain.losses
@@ -68,7 +83,9 @@ def test_what_is_computed_in_the_step_is_prefetched_or_refused_with_the_reason()
     assert per_rank_results[1][1].warnings == []
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in ALONE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in ALONE]
+)
 def test_each_shape_alone_trains_with_the_numbers_of_lookups_as_they_are_called(name: str) -> None:
     # By the third epoch batches of many widths were seen.
     for _, ahead in fit([name], epochs=3):
@@ -82,7 +99,11 @@ def test_of_many_shapes_one_that_a_rank_refuses_late_does_not_hold_up_the_others
     calls = sum(SHAPES[name].calls for name in names)
     per_rank_results = fit(names, epochs=3)
     expected = [f"'tables.{name}." for name in names if SHAPES[name].reason is not None]
-    refused = [warning for warning in per_rank_results[0][1].warnings if not any(name in warning for name in expected)]
+    refused = [
+        warning
+        for warning in per_rank_results[0][1].warnings
+        if not any(name in warning for name in expected)
+    ]
     assert 0 < len(refused) < 6
     for _, ahead in per_rank_results:
         assert ahead_in_last_epoch(ahead) >= (calls - len(refused)) * (STEPS - 1)
@@ -103,7 +124,8 @@ def test_values_that_python_reads_decide_what_is_computed_ahead() -> None:
 @pytest.mark.parametrize(
     "name",
     slow_except(
-        ["branch_on_rows", "python_random"], ["numpy_negatives", "branch_on_rows", "python_random", "branch_on_item"]
+        ["branch_on_rows", "python_random"],
+        ["numpy_negatives", "branch_on_rows", "python_random", "branch_on_item"],
     ),
 )
 def test_what_cannot_be_known_ahead_is_looked_up_as_it_is_called(name: str) -> None:
@@ -118,7 +140,9 @@ def test_calls_that_differ_on_all_ranks_are_looked_up_as_they_are_called_from_th
     (_, first), (_, other) = fit([*CHANGES, "attribute_offsets"])
     assert len(first.warnings) == len(CHANGES), first.warnings
     for name, cause in CHANGES.items():
-        [warning] = [warning for warning in first.warnings if f"'tables.{name}.t' is looked up" in warning]
+        [warning] = [
+            warning for warning in first.warnings if f"'tables.{name}.t' is looked up" in warning
+        ]
         assert cause in warning
     assert other.warnings == []
     assert ahead_in_last_epoch(first) == SHAPES["attribute_offsets"].calls * (STEPS - 1)
@@ -133,7 +157,8 @@ BESIDE = [
     ("zeros_fail_on_rank_1",),
     ("zeros_fail_between_on_rank_1",),
 ]
-"""A call that differs on rank 1 alone, without and with lookups that are made as they are called."""
+"""A call that differs on rank 1 alone, without and with lookups that are made as they are
+called."""
 
 
 def test_all_ranks_hear_of_a_call_that_differs_on_one_of_them() -> None:
@@ -142,11 +167,14 @@ def test_all_ranks_hear_of_a_call_that_differs_on_one_of_them() -> None:
     for names, found_there, fitted in zip(BESIDE, other, first, strict=True):
         assert found_there.error.startswith("ProvenanceError: 'tables."), (names, found_there.error)
         assert "prefetch={'computed_ids': False}" in found_there.error
-        assert fitted.error == found_there.error.replace("ProvenanceError: ", "ProvenanceError: rank 1: ")
+        assert fitted.error == found_there.error.replace(
+            "ProvenanceError: ", "ProvenanceError: rank 1: "
+        )
         assert len(fitted.losses) <= 8
 
 
 def test_the_switch_looks_up_what_is_computed_as_it_is_called() -> None:
     names = ["schedule_after", "attribute_offsets", "truncate_shorter_computed", "roll_negatives"]
     for _, ahead in fit(names, computed_ids=False):
-        assert ahead.ahead[-1][1] == 2 * (STEPS - 1)  # the input of roll_negatives that is in the batch
+        # the input of roll_negatives that is in the batch
+        assert ahead.ahead[-1][1] == 2 * (STEPS - 1)

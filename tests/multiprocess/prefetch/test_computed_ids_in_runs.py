@@ -1,4 +1,5 @@
-"""Ids that steps compute are prefetched in every kind of run, and no number is another one than at depth 1."""
+"""Ids that steps compute are prefetched in every kind of run, and no number is another one than at
+depth 1."""
 
 from typing import Any
 
@@ -12,7 +13,10 @@ from tests.support.ranks import run_on_warm_ranks
 
 RUNS: dict[str, dict[str, Any]] = {
     "by hand, evaluated": {"manual": True, "evaluates": True},
-    "dense layers by fsdp": {"strategy": {"dense": "fsdp", "fsdp": {"min_num_parameters": 8}}, "evaluates": True},
+    "dense layers by fsdp": {
+        "strategy": {"dense": "fsdp", "fsdp": {"min_num_parameters": 8}},
+        "evaluates": True,
+    },
     "compiled": {"compiler": "aot_eager"},
     "compiled, by hand, dense layers by fsdp": {
         "strategy": {"dense": "fsdp", "fsdp": {"min_num_parameters": 8}},
@@ -24,7 +28,9 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", slow_except(["by hand, evaluated"], RUNS))
 def test_numbers_are_those_of_depth_1_and_lookups_are_sent_ahead(name: str) -> None:
-    per_rank_results: list[tuple[Ran, Ran]] = run_on_warm_ranks(runs.run_at_both_depths, 2, RUNS[name])
+    per_rank_results: list[tuple[Ran, Ran]] = run_on_warm_ranks(
+        runs.run_at_both_depths, 2, RUNS[name]
+    )
     for plain, ahead in per_rank_results:
         assert len(plain.losses) == 2 * STEPS
         assert ahead.losses == plain.losses

@@ -1,4 +1,5 @@
-"""Batches whose features come in another order, or of which one is missing, train as without look-ahead."""
+"""Batches whose features come in another order, or of which one is missing, train as without
+look-ahead."""
 
 import pytest
 
@@ -14,7 +15,8 @@ REORDERED = {
     models.InList: None,
     models.InDictOfKjts: None,
 }
-"""Models, and of how many lookups how many are sent ahead where that does not depend on what the step computes."""
+"""Models, and of how many lookups how many are sent ahead where that does not depend on what the
+step computes."""
 
 
 def test_features_in_another_order_are_looked_up_as_the_step_calls() -> None:
@@ -32,7 +34,9 @@ def test_features_in_another_order_are_looked_up_as_the_step_calls() -> None:
 
 @pytest.mark.parametrize("kind", [models.InKjt, models.ByNames, models.InDict])
 def test_a_missing_feature_is_named_as_without_look_ahead(kind: type[models.Reordered]) -> None:
-    for rank_result in run_each_on_ranks({"one": (models.fit_at_both_depths, kind, models.MISSING)}, 2):
+    for rank_result in run_each_on_ranks(
+        {"one": (models.fit_at_both_depths, kind, models.MISSING)}, 2
+    ):
         (plain, _, failed), (ahead, _, failed_too) = rank_result["one"]
         assert "needs the features ['h'], but was called with ['f', 'g']" in failed
         assert failed_too == failed

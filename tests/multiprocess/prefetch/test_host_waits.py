@@ -1,4 +1,5 @@
-"""Where the host waits for a GPU in a step, counted on CUDA devices in host memory, beside TorchRec's own pipeline."""
+"""Where the host waits for a GPU in a step, counted on CUDA devices in host memory, beside
+TorchRec's own pipeline."""
 
 import json
 import subprocess
@@ -12,9 +13,11 @@ from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[3]
 LIMITS = {"prefetched, logged": 1, "rows sent once": 14}
-"""Waits in a step, contender by contender. On the short path there is one, for all numbers of a batch's ids.
+"""Waits in a step, contender by contender. On the short path there is one, for all numbers of a
+batch's ids.
 
-Of the last one, two are for different ids, however many features there are, and one is the model's own.
+Of the last one, two are for different ids, however many features there are, and one is the model's
+own.
 """
 BACKWARD = "a thread of the device"
 """What waits in backward, of any model with these tables: FBGEMM."""
@@ -26,7 +29,9 @@ def per_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
     path = tmp_path_factory.mktemp("waits") / "waits.json"
     variables = variables_or_skip(devices=2)
     command = [sys.executable, "-m", "tests.support.counted_waits", str(path), *LIMITS, "TorchRec"]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(path.read_text())
     return {
@@ -35,9 +40,12 @@ def per_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
     }
 
 
-def test_a_step_waits_no_more_often_than_torchrecs_pipeline(per_step: dict[str, dict[str, float]]) -> None:
+def test_a_step_waits_no_more_often_than_torchrecs_pipeline(
+    per_step: dict[str, dict[str, float]],
+) -> None:
     total_of_torchrec = sum(per_step.pop("TorchRec").values())
     assert total_of_torchrec > 0
     for name, limit in LIMITS.items():
-        waits = {place: int(number) for place, number in per_step[name].items()}  # one of a few steps is left out
+        # one of a few steps is left out
+        waits = {place: int(number) for place, number in per_step[name].items()}
         assert 0 < sum(waits.values()) <= limit <= total_of_torchrec, (name, waits)

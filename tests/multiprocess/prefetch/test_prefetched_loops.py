@@ -1,4 +1,5 @@
-"""Lightning's loops over batches that are fetched ahead: every batch, number and hook as with prefetch={'depth': 1}."""
+"""Lightning's loops over batches that are fetched ahead: every batch, number and hook as with
+prefetch={'depth': 1}."""
 
 from itertools import product
 from typing import Any
@@ -14,17 +15,63 @@ from tests.support.ranks import run_on_ranks, run_on_warm_ranks
 AS_DEPTH_1 = [name for name in SCENARIOS if name != "saved unsized"]
 RAISES = [name for name in UNEVEN if "error" in name]
 STOPS = [name for name in UNEVEN if "error" not in name]
-RARE = {"one epoch", "one batch", "two batches", "one unsized batch", "limit_train_batches", "limit_val_batches"}
-RARE |= {"max_steps", "val_check_interval int", "val_check_interval float", "check_val_every_n_epoch", "should_stop"}
-RARE |= {"overfit_batches", "fast_dev_run", "skips some", "batch size 1", "profiler", "one table lookup less"}
+RARE = {
+    "one epoch",
+    "one batch",
+    "two batches",
+    "one unsized batch",
+    "limit_train_batches",
+    "limit_val_batches",
+}
+RARE |= {
+    "max_steps",
+    "val_check_interval int",
+    "val_check_interval float",
+    "check_val_every_n_epoch",
+    "should_stop",
+}
+RARE |= {
+    "overfit_batches",
+    "fast_dev_run",
+    "skips some",
+    "batch size 1",
+    "profiler",
+    "one table lookup less",
+}
 RARE |= {"min_size", "max_size_cycle", "saved endless sized", "early stopping"}
-RARE |= {f"{kind} {mode} (1, 4, 2) (2, 1, 3)" for kind in ("sized", "unsized") for mode in ("stop", "error")}
-RARE |= {f"{kind} {mode} (3, 3) (0, 2)" for kind in ("sized", "unsized") for mode in ("stop", "error")}
-RARE |= {"sized stop (6, 4, 5) (2, 2)", "unsized stop (4, 4) (3, 1, 2)", "combined min_size", "combined max_size"}
+RARE |= {
+    f"{kind} {mode} (1, 4, 2) (2, 1, 3)"
+    for kind in ("sized", "unsized")
+    for mode in ("stop", "error")
+}
+RARE |= {
+    f"{kind} {mode} (3, 3) (0, 2)" for kind in ("sized", "unsized") for mode in ("stop", "error")
+}
+RARE |= {
+    "sized stop (6, 4, 5) (2, 2)",
+    "unsized stop (4, 4) (3, 1, 2)",
+    "combined min_size",
+    "combined max_size",
+}
 RARE |= {"sized stop (4, 4) (3, 1, 2)", "sized error (4, 4) (3, 1, 2)"}
-RARE |= {"sized error (6, 4, 5) (2, 2)", "unsized error (4, 4) (3, 1, 2)", "sized error (4, 0) (2, 2)"}
-RARE |= {"limit of unsized", "max_steps of unsized", "should_stop unsized", "the same, unsized", "reloaded"}
-RARE |= {"val_check_interval over epochs", "min_size unsized", "max_size_cycle unsized", "saved endless"}
+RARE |= {
+    "sized error (6, 4, 5) (2, 2)",
+    "unsized error (4, 4) (3, 1, 2)",
+    "sized error (4, 0) (2, 2)",
+}
+RARE |= {
+    "limit of unsized",
+    "max_steps of unsized",
+    "should_stop unsized",
+    "the same, unsized",
+    "reloaded",
+}
+RARE |= {
+    "val_check_interval over epochs",
+    "min_size unsized",
+    "max_size_cycle unsized",
+    "saved endless",
+}
 RARE |= {"unsized stop (4, 0) (2, 2)", "unsized error (4, 0) (2, 2)"}
 """Those that are near others."""
 
@@ -36,9 +83,12 @@ def _runs(names: list[str], depths: tuple[int, ...]) -> dict[str, dict[int, Seen
 
 def _parts(names: list[str], size: int) -> list[Any]:
     """Return parameters of so many names each, the rare ones apart."""
-    usual, rare = ([name for name in names if (name in RARE) is is_rare] for is_rare in (False, True))
+    usual, rare = (
+        [name for name in names if (name in RARE) is is_rare] for is_rare in (False, True)
+    )
     usual_parts, rare_parts = (
-        [some[start : start + size] for start in range(0, len(some), size)] for some in (usual, rare)
+        [some[start : start + size] for start in range(0, len(some), size)]
+        for some in (usual, rare)
     )
     return slow_except(usual_parts, usual_parts + rare_parts)
 
@@ -61,14 +111,22 @@ def test_loops_see_what_they_see_without_prefetching(names: list[str]) -> None:
 
 @pytest.mark.parametrize("depth", slow_except([], [2, 4]))
 def test_any_depth_sees_the_same_on_three_ranks(depth: int) -> None:
-    names = ["val_check_interval unsized", "on_train_batch_start returns -1", "max_size_cycle unsized", "by hand"]
+    names = [
+        "val_check_interval unsized",
+        "on_train_batch_start returns -1",
+        "max_size_cycle unsized",
+        "by hand",
+    ]
     assert_equal_to_depth_1(run_on_warm_ranks(_runs, 3, names, (1, depth)))
 
 
 def test_ids_did_travel_ahead() -> None:
-    for runs in run_on_warm_ranks(_runs, 2, ["three epochs", "dataloader_iter", "several val loaders"], (1, 2, 3)):
+    for runs in run_on_warm_ranks(
+        _runs, 2, ["three epochs", "dataloader_iter", "several val loaders"], (1, 2, 3)
+    ):
         for depth in (2, 3):
-            # Two lookups in each of twelve steps, but for the first one and those that begin an epoch.
+            # Two lookups in each of twelve steps, but for the first one and those that begin an
+            # epoch.
             assert runs["three epochs"][depth].ahead["training 0"] == 18
             assert runs["several val loaders"][depth].ahead["validation 3"] >= 2 * 2 * 2
             assert "training 0" not in runs["dataloader_iter"][depth].ahead
@@ -93,8 +151,12 @@ def test_uneven_inputs_raise_what_they_raise_without_prefetching(names: list[str
         for name, depth_results in runs.items():
             assert depth_results[1].raised.startswith("DataError"), name
             assert depth_results[3].raised == depth_results[1].raised, name
-            # Lightning asks a batch earlier whether there is one: no batch is lost here that was trained there.
-            assert depth_results[3].trained[: len(depth_results[1].trained)] == depth_results[1].trained, name
+            # Lightning asks a batch earlier whether there is one: no batch is lost here that was
+            # trained there.
+            assert (
+                depth_results[3].trained[: len(depth_results[1].trained)]
+                == depth_results[1].trained
+            ), name
 
 
 def test_a_checkpoint_holds_the_state_of_loaders_after_the_batch_that_was_trained() -> None:
@@ -115,11 +177,14 @@ def _run(function: str, arguments: tuple[Any, ...], depth: int) -> Seen:
 
 
 @pytest.mark.parametrize(
-    ("kind", "depth"), slow_except([("sized", 3), ("unsized", 2)], product(["sized", "unsized"], [2, 3]))
+    ("kind", "depth"),
+    slow_except([("sized", 3), ("unsized", 2)], product(["sized", "unsized"], [2, 3])),
 )
 def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth: int) -> None:
     first, failed = run_on_ranks(_run, 2, "loader_fails", (kind,), depth)
-    assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away"
+    assert first.raised == (
+        "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away"
+    )
     assert failed.raised == "OSError: the disk went away"
     assert len(first.trained) == len(failed.trained) == 3
 
@@ -127,7 +192,9 @@ def test_a_loader_that_fails_on_one_rank_is_named_on_the_others(kind: str, depth
 @pytest.mark.parametrize("depth", slow_except([3], [2, 3]))
 def test_a_transfer_hook_that_fails_on_one_rank_is_named_on_the_others(depth: int) -> None:
     first, failed = run_on_ranks(_run, 2, "fails", ("transfer hook", 3, (1,)), depth)
-    assert first.raised == "DataError: the dataloader of rank 1 failed at batch 3: ValueError: the user's code failed"
+    assert first.raised == (
+        "DataError: the dataloader of rank 1 failed at batch 3: ValueError: the user's code failed"
+    )
     assert failed.raised == "ValueError: the user's code failed"
     assert len(first.trained) == len(failed.trained) == 3
 
@@ -140,7 +207,9 @@ ONE_OF_SEVERAL = {
 
 @pytest.mark.parametrize("depth", slow_except([3], [2, 3, 4]))
 @pytest.mark.parametrize("function", ONE_OF_SEVERAL)
-def test_one_of_several_loaders_that_fails_is_named_on_the_other_ranks(function: str, depth: int) -> None:
+def test_one_of_several_loaders_that_fails_is_named_on_the_other_ranks(
+    function: str, depth: int
+) -> None:
     first, failed = run_on_ranks(_run, 2, function, (), depth)
     count, message = ONE_OF_SEVERAL[function]
     assert first.raised == f"DataError: the dataloader of rank 1 failed at batch {count}: {message}"
@@ -165,7 +234,9 @@ PLACES = ["before lookups", "after lookups", "batch start", "batch end", "valida
 
 @pytest.mark.parametrize(
     ("place", "batch_number"),
-    slow_except([("before lookups", 0), ("batch end", 1), ("validation", 1)], product(PLACES, [0, 1, 3])),
+    slow_except(
+        [("before lookups", 0), ("batch end", 1), ("validation", 1)], product(PLACES, [0, 1, 3])
+    ),
 )
 def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(place: str, batch_number: int) -> None:
     batch_number = 500 + min(batch_number, 2) if place == "validation" else batch_number
@@ -175,9 +246,13 @@ def test_an_exception_of_the_user_on_one_rank_ends_all_ranks(place: str, batch_n
 
 
 def _all_fail() -> dict[str, dict[int, Seen]]:
-    cases = [(place, 502 if place == "validation" else 2) for place in PLACES] + [("before lookups", 0)]
+    cases = [(place, 502 if place == "validation" else 2) for place in PLACES] + [
+        ("before lookups", 0)
+    ]
     return {
-        f"{place} {batch_number}": {depth: faults.fails(depth, place, batch_number, (0, 1)) for depth in (1, 3)}
+        f"{place} {batch_number}": {
+            depth: faults.fails(depth, place, batch_number, (0, 1)) for depth in (1, 3)
+        }
         for place, batch_number in cases
     }
 

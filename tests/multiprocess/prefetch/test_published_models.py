@@ -1,4 +1,5 @@
-"""Models of public packages, as they are published, are prefetched with the numbers of lookups as they are called."""
+"""Models of public packages, as they are published, are prefetched with the numbers of lookups as
+they are called."""
 
 from pathlib import Path
 
@@ -20,7 +21,9 @@ def packages(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_published_models_are_prefetched_but_for_the_first_step_of_an_epoch(family: str, packages: Path) -> None:
+def test_published_models_are_prefetched_but_for_the_first_step_of_an_epoch(
+    family: str, packages: Path
+) -> None:
     for plain, ahead in run_on_ranks(models.fit_at_both_depths, 2, family, str(packages)):
         assert plain.keys() == ahead.keys()
         assert any(counts for _, counts in ahead.values())
@@ -28,8 +31,12 @@ def test_published_models_are_prefetched_but_for_the_first_step_of_an_epoch(fami
             losses_ahead, counts = ahead[name]
             assert losses_ahead == losses, name
             assert len(losses) == 3 * models.STEPS
-            if not counts:  # all of its tables are replicated: their weights are read, or have one column
+            # all of its tables are replicated: their weights are read, or have one column
+            if not counts:
                 continue
             (earlier, ahead_before), (later, ahead_after) = counts[-2:]
             lookups_per_step = (later - earlier) // models.STEPS
-            assert ahead_after - ahead_before >= lookups_per_step * (models.STEPS - 2), (name, counts)
+            assert ahead_after - ahead_before >= lookups_per_step * (models.STEPS - 2), (
+                name,
+                counts,
+            )

@@ -1,7 +1,8 @@
-"""However the inputs of a lookup come out of a batch, ids that travel ahead of their step change no number.
+"""However the inputs of a lookup come out of a batch, ids that travel ahead of their step change no
+number.
 
-Each fit is compared, bit for bit, with the same one at prefetch={'depth': 1}, where tables are looked up as they are
-called.
+Each fit is compared, bit for bit, with the same one at prefetch={'depth': 1}, where tables are
+looked up as they are called.
 """
 
 from typing import Any
@@ -14,10 +15,13 @@ from tests.support.parameters import slow_except
 from tests.support.ranks import run_each_on_ranks, run_on_ranks
 from tests.support.recognised_models import STEPS, compare, compare_at_depth_two
 
-ROW_WISE, COLUMN_WISE, TABLE_WISE = ({"sharding_types": [f"{way}_wise"]} for way in ("row", "column", "table"))
+ROW_WISE, COLUMN_WISE, TABLE_WISE = (
+    {"sharding_types": [f"{way}_wise"]} for way in ("row", "column", "table")
+)
 SPARSE = {"embedding_update": "sparse"}
 Case = tuple[Any, ...]
-"""Arguments of `compare`: the model, the optimizer, options of the strategy, of the Trainer, the datamodule."""
+"""Arguments of `compare`: the model, the optimizer, options of the strategy, of the Trainer, the
+datamodule."""
 
 KEYED: dict[str, Case] = {
     "whole": (models.WholeKjt, "SGD", TABLE_WISE),
@@ -75,7 +79,11 @@ def _agree(cases: dict[str, Case], function: Any = compare) -> dict[str, list[di
         for result in case_results:
             assert result["different"] == [], name
             assert len(result["losses"]) >= STEPS, name
-        assert any(distance > 1e-4 for key, distance in case_results[0]["moved"].items() if "score" not in key), name
+        assert any(
+            distance > 1e-4
+            for key, distance in case_results[0]["moved"].items()
+            if "score" not in key
+        ), name
     return results
 
 
@@ -111,7 +119,10 @@ def test_rows_that_change_after_the_step_began_are_looked_up_again() -> None:
 
 
 def test_two_batches_in_flight_are_as_good_as_three() -> None:
-    cases = {name: (KEYED | PLAIN | CHANGING)[name] for name in ("whole", "three calls", "target first", "frozen")}
+    cases = {
+        name: (KEYED | PLAIN | CHANGING)[name]
+        for name in ("whole", "three calls", "target first", "frozen")
+    }
     _assert_ahead(_agree(cases, compare_at_depth_two))
 
 
@@ -127,7 +138,11 @@ def test_hooks_make_each_batch_once_and_sparse_inputs_is_called_once_for_it() ->
     _assert_ahead(results)
     for name in ("hooks of the module", "hooks of the datamodule"):
         for result in results[name]:
-            assert result["calls"] == result["plain calls"] == {"before": STEPS, "transfer": STEPS, "after": STEPS}
+            assert (
+                result["calls"]
+                == result["plain calls"]
+                == {"before": STEPS, "transfer": STEPS, "after": STEPS}
+            )
     for result in results["declared"]:
         assert result["declared"] == (STEPS, True)
 
@@ -160,7 +175,10 @@ OFF = {"prefetch": {"depth": 3, "computed_ids": False}}
 
 
 def test_what_is_computed_in_the_step_is_looked_up_there_and_the_reason_is_reported_once() -> None:
-    cases = {name: (kind, optimizer, options | OFF) for name, ((kind, optimizer, options), _) in COMPUTED.items()}
+    cases = {
+        name: (kind, optimizer, options | OFF)
+        for name, ((kind, optimizer, options), _) in COMPUTED.items()
+    }
     results = _agree(cases)
     for name, (_, count) in COMPUTED.items():
         assert [result["counts"]["training 0"] for result in results[name]] == [count] * 2, name
@@ -175,7 +193,9 @@ def test_what_is_computed_in_the_step_is_looked_up_there_and_the_reason_is_repor
 def test_what_is_computed_in_the_step_is_looked_up_there_during_the_trial() -> None:
     cases = {name: case for name, (case, _) in COMPUTED.items() if name != "written"}
     for name, results in _agree(cases).items():
-        assert [result["counts"]["training 0"] for result in results] == [COMPUTED[name][1]] * 2, name
+        assert [result["counts"]["training 0"] for result in results] == [COMPUTED[name][1]] * 2, (
+            name
+        )
         assert [result["said"] for result in results] == [[], []], name
 
 
@@ -212,7 +232,8 @@ def test_the_steps_of_evaluation_have_inputs_of_their_own() -> None:
         assert all(map(torch.equal, plain_result["predicted"], ahead_result["predicted"]))
         assert len(ahead_result["predicted"]) == STEPS
         assert {
-            key: torch.equal(value, ahead_result["state"][key]) for key, value in plain_result["state"].items()
+            key: torch.equal(value, ahead_result["state"][key])
+            for key, value in plain_result["state"].items()
         } == dict.fromkeys(plain_result["state"], True)
         assert ahead_result["counts"] == {
             "training 0": (2 * STEPS, 2 * (STEPS - 1)),
@@ -226,8 +247,18 @@ def test_the_steps_of_evaluation_have_inputs_of_their_own() -> None:
 # -- what was prefetched is not called
 
 BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
-    "another entry, one rank": ("another entry", (1,), "'table' is called with an input", "rank 1: 'table' is called"),
-    "written, one rank": ("written", (0,), "'table' is called with an input", "rank 0: 'table' is called"),
+    "another entry, one rank": (
+        "another entry",
+        (1,),
+        "'table' is called with an input",
+        "rank 1: 'table' is called",
+    ),
+    "written, one rank": (
+        "written",
+        (0,),
+        "'table' is called with an input",
+        "rank 0: 'table' is called",
+    ),
     "fails before": ("fails before", (1,), "out of cheese", "rank 1 failed inside of its step"),
     "fails between": ("fails between", (0,), "out of cheese", "rank 0 failed inside of its step"),
     "another entry of the second": (
@@ -237,7 +268,8 @@ BREAKS: dict[str, tuple[str, tuple[int, ...], str, str]] = {
         "rank 1: 'other' is called",
     ),
 }
-"""What goes wrong in the step after two others, on which ranks; what they say, and what the others say."""
+"""What goes wrong in the step after two others, on which ranks; what they say, and what the others
+say."""
 
 
 @pytest.mark.parametrize("name", BREAKS)
@@ -252,11 +284,18 @@ def test_all_ranks_are_notified_of_a_step_that_goes_wrong_on_one(name: str, rows
             assert kind == ("KeyError" if fault.startswith("fails") else "ProvenanceError"), message
             assert message_there in message
         else:
-            assert kind == ("RankError" if fault.startswith("fails") else "ProvenanceError"), message
+            assert kind == ("RankError" if fault.startswith("fails") else "ProvenanceError"), (
+                message
+            )
             assert message_elsewhere in message
 
 
 def test_what_differs_on_all_ranks_ends_no_run() -> None:
-    calls = {fault: (models.go_wrong, fault, (0, 1), "row_wise") for fault in ("another entry", "written")}
+    calls = {
+        fault: (models.go_wrong, fault, (0, 1), "row_wise")
+        for fault in ("another entry", "written")
+    }
     for results in run_each_on_ranks(calls, 2):
-        assert {(result[1], result[3]) for result in results.values()} == {("nothing was raised", STEPS - 1)}
+        assert {(result[1], result[3]) for result in results.values()} == {
+            ("nothing was raised", STEPS - 1)
+        }

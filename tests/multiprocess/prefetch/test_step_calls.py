@@ -1,4 +1,5 @@
-"""What a training step calls in the main thread, and which threads serve it: neither varies as times do."""
+"""What a training step calls in the main thread, and which threads serve it: neither varies as
+times do."""
 
 import io
 import warnings
@@ -17,7 +18,8 @@ from tests.support.ranks import THREADS_HAVE_NAMES, num_socket_threads, run_on_r
 
 FEW, MANY = 8, 24
 LIMIT = 424
-"""Of functions of ours in a step with FEW tables; each takes 0.3 to 1 microseconds. Lower it when there are fewer.
+"""Of functions of ours in a step with FEW tables; each takes 0.3 to 1 microseconds. Lower it when
+there are fewer.
 
 Two are the environment's, which Lightning asks: ours where ranks have RANK, as here.
 """
@@ -32,11 +34,14 @@ def test_a_step_calls_no_more_functions_than_before() -> None:
     logging_calls = logged - functions
     assert 0 < logging_calls.total() <= LIMIT_OF_LOGGING, logging_calls.most_common(40)
     assert 0 < few.total() <= LIMIT, few.most_common(40)
-    assert (many.total() - few.total()) / (MANY - FEW) <= LIMIT_OF_A_TABLE, (many - few).most_common(20)
+    assert (many.total() - few.total()) / (MANY - FEW) <= LIMIT_OF_A_TABLE, (
+        many - few
+    ).most_common(20)
 
 
 def _calls() -> list[Counter[str]]:
-    """Return how often a step calls each function, without and with logging; and those of lightning_distrec."""
+    """Return how often a step calls each function, without and with logging; and those of
+    lightning_distrec."""
     torch.set_num_threads(1)
     join_ranks()
     silence()
@@ -49,7 +54,9 @@ def _calls() -> list[Counter[str]]:
             if num_tables == FEW:
                 logged, _ = calls_of(CONTENDERS["ours, logged"](1_000, batches, COUNTED_TURN))
                 counts += [functions, logged]
-            counts.append(Counter({n: k for n, k in functions.items() if n.startswith("lightning_distrec/")}))
+            counts.append(
+                Counter({n: k for n, k in functions.items() if n.startswith("lightning_distrec/")})
+            )
     return counts
 
 

@@ -1,4 +1,5 @@
-"""Ranks with unequal numbers of batches stop together, sized or not, in training and evaluation; nothing hangs."""
+"""Ranks with unequal numbers of batches stop together, sized or not, in training and evaluation;
+nothing hangs."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +12,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
-from tests.support.click_model import EvaluatedModel, make_batch, rank_loader, seeded, train_unsharded
+from tests.support.click_model import (
+    EvaluatedModel,
+    make_batch,
+    rank_loader,
+    seeded,
+    train_unsharded,
+)
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -45,17 +52,29 @@ def _train(kind: str, train: tuple[int, ...], val: tuple[int, ...], mode: str) -
     trainer = make_trainer({"uneven_inputs": mode}, max_epochs=2)
     trainer.fit(model, _loader(kind, train), _loader(kind, val))
     predicted = trainer.predict(model, _loader(kind, val))
-    return {"state": model.final_state, "steps": trainer.global_step, "val": len(seen), "predicted": len(predicted)}
+    return {
+        "state": model.final_state,
+        "steps": trainer.global_step,
+        "val": len(seen),
+        "predicted": len(predicted),
+    }
 
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])
 def test_all_ranks_stop_after_the_last_batch_that_all_have(kind: str) -> None:
     results = run_on_warm_ranks(_train, 3, kind, (7, 5, 6), (2, 3, 4), "stop")
     for rank in range(3):
-        assert (results[rank]["steps"], results[rank]["val"], results[rank]["predicted"]) == (10, 4, 2 + rank)
+        assert (results[rank]["steps"], results[rank]["val"], results[rank]["predicted"]) == (
+            10,
+            4,
+            2 + rank,
+        )
     start = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
     reference = train_unsharded(train_unsharded(start, 5, 3), 5, 3).final_state
-    assert max(float((results[0]["state"][key] - reference[key]).abs().max()) for key in reference) <= 1e-6
+    assert (
+        max(float((results[0]["state"][key] - reference[key]).abs().max()) for key in reference)
+        <= 1e-6
+    )
 
 
 class Predicts(EvaluatedModel):
@@ -63,7 +82,9 @@ class Predicts(EvaluatedModel):
 
     num_predictions = num_hooks = 0
 
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def predict_step(
+        self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> Tensor:
         self.num_predictions += 1
         return self(batch)
 
@@ -72,15 +93,22 @@ class Predicts(EvaluatedModel):
 
 
 def _predict(kind: str, counts: tuple[int, ...]) -> dict[str, Any]:
-    """Return predictions under each strategy of two loaders, the counts of predict_step and of hooks."""
-    strategies = {"sharded": TorchRecShardedStrategy(), "fsdp": TunedFSDPStrategy(), "ddp": TunedDDPStrategy()}
+    """Return predictions under each strategy of two loaders, the counts of predict_step and of
+    hooks."""
+    strategies = {
+        "sharded": TorchRecShardedStrategy(),
+        "fsdp": TunedFSDPStrategy(),
+        "ddp": TunedDDPStrategy(),
+    }
     strategies["no prefetching"] = TorchRecShardedStrategy(prefetch={"depth": 1})
     results = {}
     strategies["ddp, sharded before"] = TunedDDPStrategy()
     for name, strategy in strategies.items():
         model = seeded(Predicts, torch.optim.SGD, {"lr": 1.0})
         if name == "ddp, sharded before":
-            make_trainer().predict(model, rank_loader(1, rank_and_num_ranks()[0]), return_predictions=False)
+            make_trainer().predict(
+                model, rank_loader(1, rank_and_num_ranks()[0]), return_predictions=False
+            )
             model.num_predictions = model.num_hooks = 0
         trainer = pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **DEFAULTS)
         predicted = trainer.predict(model, [_loader(kind, counts), _loader(kind, counts[::-1])])
@@ -98,10 +126,15 @@ def test_every_batch_of_every_rank_is_predicted(kind: str) -> None:
     for rank, results in enumerate(run_on_warm_ranks(_predict, 2, kind, counts)):
         assert results.pop("a rank without data") == (2, 0)[rank]
         lengths = (counts[rank], counts[1 - rank])
-        expected = [[model(make_batch(1000 * step + rank)) for step in range(length)] for length in lengths]
+        expected = [
+            [model(make_batch(1000 * step + rank)) for step in range(length)] for length in lengths
+        ]
         for name, (predicted, num_predictions, num_hooks) in results.items():
-            torch.testing.assert_close(predicted, expected, msg=lambda text, name=name: f"{name}: {text}")
-            # Under ddp a rank goes on alone; else it runs its last batch again with the others, without hooks.
+            torch.testing.assert_close(
+                predicted, expected, msg=lambda text, name=name: f"{name}: {text}"
+            )
+            # Under ddp a rank goes on alone; else it runs its last batch again with the others,
+            # without hooks.
             assert (num_predictions, num_hooks) == ((8, 8) if name == "ddp" else (10, 8)), name
 
 
@@ -117,20 +150,32 @@ def test_uneven_inputs_error_is_raised_on_every_rank(kind: str) -> None:
 def test_a_rank_without_any_batch_is_an_error_on_every_rank(kind: str) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_train, 2, kind, (4, 0), (2, 2), "stop")
-    assert len(re.findall("^.*DataError: .*Give every rank at least one batch", str(failed.value), re.M)) == 2
+    assert (
+        len(
+            re.findall(
+                "^.*DataError: .*Give every rank at least one batch", str(failed.value), re.M
+            )
+        )
+        == 2
+    )
 
 
 def _train_with_a_failing_loader() -> None:
     rank, _ = rank_and_num_ranks()
     model = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
-    make_trainer().fit(model, DataLoader(Stream(5, rank, fails_at=3 if rank == 1 else None), batch_size=None))
+    make_trainer().fit(
+        model, DataLoader(Stream(5, rank, fails_at=3 if rank == 1 else None), batch_size=None)
+    )
 
 
 def test_a_loader_that_fails_on_one_rank_is_named_on_the_others() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_train_with_a_failing_loader, 2)
     assert "OSError: the disk went away" in str(failed.value)
-    assert "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away" in str(failed.value)
+    assert (
+        "DataError: the dataloader of rank 1 failed at batch 3: OSError: the disk went away"
+        in str(failed.value)
+    )
 
 
 def _several_loaders() -> list[int]:
@@ -167,7 +212,11 @@ def _sized_by_itself() -> tuple[int, int, int]:
     model = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
     trainer = make_trainer(max_epochs=2, limit_train_batches=0.5)
     trainer.fit(model, Sized((8, 10)[rank], rank))
-    return int(trainer.estimated_stepping_batches), int(trainer.num_training_batches), trainer.global_step
+    return (
+        int(trainer.estimated_stepping_batches),
+        int(trainer.num_training_batches),
+        trainer.global_step,
+    )
 
 
 def test_a_sized_loader_of_ones_own_keeps_its_length() -> None:
@@ -175,7 +224,8 @@ def test_a_sized_loader_of_ones_own_keeps_its_length() -> None:
 
 
 class FailsToStart:
-    """A loader that fails before its first batch, on one rank; Lightning's own look at it goes well."""
+    """A loader that fails before its first batch, on one rank; Lightning's own look at it goes
+    well."""
 
     times = 0
 
@@ -193,4 +243,6 @@ def _fails_to_start() -> None:
 def test_a_loader_that_fails_to_start_on_one_rank_is_named_on_the_others() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_fails_to_start, 2)
-    assert "DataError: the dataloader of rank 1 failed at batch 0: OSError: no such file" in str(failed.value)
+    assert "DataError: the dataloader of rank 1 failed at batch 0: OSError: no such file" in str(
+        failed.value
+    )

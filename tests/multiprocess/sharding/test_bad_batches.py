@@ -1,4 +1,5 @@
-"""Batches that do not fit: an error of ours on every rank before ids leave it, or the numbers of one process."""
+"""Batches that do not fit: an error of ours on every rank before ids leave it, or the numbers of
+one process."""
 
 import copy
 import re
@@ -12,7 +13,13 @@ from torch import Tensor
 from lightning_distrec.errors import DistRecError
 from tests.support.click_model import EvaluatedModel, make_batch, seeded
 from tests.support.embedding_models import loader
-from tests.support.malformed_batches import STRATEGY, EveryKind, draw_cases, good, with_weights_of_the_tables_type
+from tests.support.malformed_batches import (
+    STRATEGY,
+    EveryKind,
+    draw_cases,
+    good,
+    with_weights_of_the_tables_type,
+)
 from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
@@ -43,11 +50,15 @@ class LooksUpEach(EveryKind):
                 continue
             with torch.no_grad():
                 try:
-                    expected = unsharded.look_up(kind, with_weights_of_the_tables_type(rank_results[rank]))
+                    expected = unsharded.look_up(
+                        kind, with_weights_of_the_tables_type(rank_results[rank])
+                    )
                 except Exception as error:
                     self.results[name] = AssertionError(f"one process raises {error!r}")
                     continue
-            is_equal = values.shape == expected.shape and torch.allclose(values, expected, atol=1e-6)
+            is_equal = values.shape == expected.shape and torch.allclose(
+                values, expected, atol=1e-6
+            )
             self.results[name] = is_equal or f"{values} for {expected}"
 
 
@@ -92,7 +103,8 @@ CHANGES: dict[str, tuple[Callable[[Batch], Batch], str]] = {
     ),
     "other types": (
         lambda batch: batch | {"lengths": batch["lengths"].int()},
-        "ranks called 'ebc' with .* rank 0: .*lengths of torch.int64, weights of torch.float32; rank 1: .*torch.int32",
+        "ranks called 'ebc' with .* rank 0: .*lengths of torch.int64, weights of torch.float32; "
+        "rank 1: .*torch.int32",
     ),
 }
 
@@ -135,8 +147,12 @@ REST = [
 ]
 
 
-@pytest.mark.parametrize("runs", [QUICK, pytest.param(REST, marks=pytest.mark.slow)], ids=["quick", "rest"])
-def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not(runs: list[tuple[str, str, int]]) -> None:
+@pytest.mark.parametrize(
+    "runs", [QUICK, pytest.param(REST, marks=pytest.mark.slow)], ids=["quick", "rest"]
+)
+def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not(
+    runs: list[tuple[str, str, int]],
+) -> None:
     first, second = run_each_on_ranks({str(run): (_run_stage, *run) for run in runs}, 2)
     for stage, change, depth in runs:
         case = str((stage, change, depth))
@@ -147,7 +163,9 @@ def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not(run
 
 
 @pytest.mark.parametrize("num_ranks", slow_except([2], [1, 2]))
-def test_a_malformed_batch_gives_the_numbers_of_one_process_or_an_error_of_ours(num_ranks: int) -> None:
+def test_a_malformed_batch_gives_the_numbers_of_one_process_or_an_error_of_ours(
+    num_ranks: int,
+) -> None:
     _check(0, 200, num_ranks)
 
 

@@ -31,13 +31,19 @@ class SumOfLosses(ClickModel):
     """Returns the sum over its batch, scaled so that steps stay small."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"], reduction="sum") / 24
+        loss = (
+            nn.functional.binary_cross_entropy_with_logits(
+                self(batch), batch["label"], reduction="sum"
+            )
+            / 24
+        )
         self.losses.append(float(loss.detach()))
         return loss
 
 
 class LooksUpCandidates(ClickModel):
-    """Looks up a second time with twice the examples, and so in the same proportion on all ranks."""
+    """Looks up a second time with twice the examples, and so in the same proportion on all
+    ranks."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         twice = join_batches([batch, batch])
@@ -84,7 +90,12 @@ def _unsharded(kind: type, optimizer: Any) -> ClickModel:
 @pytest.mark.parametrize(
     ("kind", "optimizer", "num_ranks"),
     slow_except(
-        [(ClickModel, SGD, 1), (ClickModel, SGD, 4), (SequenceModel, ADAGRAD, 2), (ClickModel, ADAM, 3)],
+        [
+            (ClickModel, SGD, 1),
+            (ClickModel, SGD, 4),
+            (SequenceModel, ADAGRAD, 2),
+            (ClickModel, ADAM, 3),
+        ],
         [
             (*model, num_ranks)
             for model in ((ClickModel, SGD), (SequenceModel, ADAGRAD), (ClickModel, ADAM))
@@ -97,9 +108,14 @@ def test_any_number_of_ranks_gives_the_same_losses_on_the_same_batches(
 ) -> None:
     actual = run_on_warm_ranks(_train, num_ranks, kind, optimizer, False, {})
     expected = _unsharded(kind, optimizer)
-    losses = [sum(rank_results) / num_ranks for rank_results in zip(*(losses for _, losses in actual), strict=True)]
+    losses = [
+        sum(rank_results) / num_ranks
+        for rank_results in zip(*(losses for _, losses in actual), strict=True)
+    ]
     assert losses == pytest.approx(expected.losses, abs=1e-6)
-    assert max(largest_difference(actual[0][0], expected.state_dict()).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+    assert max(largest_difference(actual[0][0], expected.state_dict()).values()) <= (
+        1e-6 if optimizer is SGD else 1e-5
+    )
 
 
 @pytest.mark.parametrize("num_ranks", slow_except([3], [2, 3]))
@@ -118,11 +134,15 @@ def test_unequal_batches_give_the_mean_or_sum_over_the_global_batch(
 ) -> None:
     actual = run_on_warm_ranks(_train, num_ranks, kind, optimizer, True, strategy)[0][0]
     expected = _unsharded(kind, optimizer).state_dict()
-    assert max(largest_difference(actual, expected).values()) <= (1e-6 if optimizer is SGD else 1e-5)
+    assert max(largest_difference(actual, expected).values()) <= (
+        1e-6 if optimizer is SGD else 1e-5
+    )
 
 
 def test_rank_mean_is_the_mean_of_the_ranks_means() -> None:
-    actual = run_on_warm_ranks(_train, 2, ClickModel, SGD, True, {"loss_reduction": "rank_mean"})[0][0]
+    actual = run_on_warm_ranks(_train, 2, ClickModel, SGD, True, {"loss_reduction": "rank_mean"})[
+        0
+    ][0]
     model = seeded(ClickModel, *SGD)
     stepper = model.configure_optimizers()
     for step in range(STEPS):
@@ -134,5 +154,8 @@ def test_rank_mean_is_the_mean_of_the_ranks_means() -> None:
 
 
 def test_an_unknown_reduction_is_reported() -> None:
-    with pytest.raises(ConfigError, match="loss_reduction='max' is not known.*Use one of 'mean', 'sum', 'rank_mean'"):
+    with pytest.raises(
+        ConfigError,
+        match="loss_reduction='max' is not known.*Use one of 'mean', 'sum', 'rank_mean'",
+    ):
         TorchRecShardedStrategy(loss_reduction="max")  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Ids that a batch of sequences repeats are sent once: same numbers, and as few bytes as planned."""
+"""Ids that a batch of sequences repeats are sent once: same numbers, and as few bytes as
+planned."""
 
 from itertools import product
 from typing import Any
@@ -54,16 +55,26 @@ def _fit(cut: str, update: str, depth: int = 3) -> tuple[list[float], dict[str, 
     once: set[str] = set()
 
     def look() -> None:
-        once.update(name for name, item in model.trainer.strategy.run_tables.plan.tables.items() if item.deduplicated)
+        once.update(
+            name
+            for name, item in model.trainer.strategy.run_tables.plan.tables.items()
+            if item.deduplicated
+        )
 
     model.on_train_start = look
-    trainer = make_trainer(MANY | {"convert_embeddings": "all", "sharding_types": [cut], "prefetch": {"depth": depth}})
+    trainer = make_trainer(
+        MANY | {"convert_embeddings": "all", "sharding_types": [cut], "prefetch": {"depth": depth}}
+    )
     trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
     return model.losses, model.final_state, once
 
 
-@pytest.mark.parametrize(("num_ranks", "cut", "update"), slow_except(QUICK, product((2, 3), CUTS, OPTIMIZERS)))
-def test_ids_that_are_sent_once_train_as_in_one_process(num_ranks: int, cut: str, update: str) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "cut", "update"), slow_except(QUICK, product((2, 3), CUTS, OPTIMIZERS))
+)
+def test_ids_that_are_sent_once_train_as_in_one_process(
+    num_ranks: int, cut: str, update: str
+) -> None:
     if (cut, update) == ("column_wise", "RowWiseAdagrad"):
         pytest.skip("one number for each row")
     actual = run_on_warm_ranks(_fit, num_ranks, cut, update)
@@ -72,12 +83,15 @@ def test_ids_that_are_sent_once_train_as_in_one_process(num_ranks: int, cut: str
     expected = train_by_ranks(start, list(map(list, batches)))
     losses, states, once = zip(*actual, strict=True)
     assert once[0] == {"ebc.wide", "ebc.narrow", "item"}
-    assert torch.allclose(torch.tensor(losses).T.flatten(), torch.tensor(expected.losses), atol=1e-6)
+    assert torch.allclose(
+        torch.tensor(losses).T.flatten(), torch.tensor(expected.losses), atol=1e-6
+    )
     assert max(largest_difference(states[0], expected.state_dict()).values()) <= limit_of(update)
 
 
 def _look_up() -> tuple[list[Tensor], list[Tensor]]:
-    """Return what a trained module looks up sharded, and unsharded, in the batch of this rank; one has no ids."""
+    """Return what a trained module looks up sharded, and unsharded, in the batch of this rank; one
+    has no ids."""
     rank, _ = rank_and_num_ranks()
     model = seeded(WithPlainRows, *OPTIMIZERS["SGD"])
     batch = next(iter(rank_loader(1, rank)))
@@ -104,7 +118,10 @@ def test_a_lookup_has_the_rows_and_lengths_of_the_unsharded_collection() -> None
 
 
 def test_numbers_are_those_without_prefetching() -> None:
-    calls = {"ahead": (_fit, "row_wise", "Adagrad", 3), "as called": (_fit, "row_wise", "Adagrad", 1)}
+    calls = {
+        "ahead": (_fit, "row_wise", "Adagrad", 3),
+        "as called": (_fit, "row_wise", "Adagrad", 1),
+    }
     actual = run_each_on_ranks(calls, 2)[0]
     ahead, as_called = actual["ahead"][1], actual["as called"][1]
     assert all(torch.equal(ahead[key], as_called[key]) for key in as_called)
@@ -115,7 +132,9 @@ class Sequences(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = EmbeddingConfig(name="item", embedding_dim=8, num_embeddings=5_000, feature_names=["clicks"])
+        config = EmbeddingConfig(
+            name="item", embedding_dim=8, num_embeddings=5_000, feature_names=["clicks"]
+        )
         self.rows = EmbeddingCollection(tables=[config])
         self.scale = torch.nn.Parameter(torch.ones(1))
 
@@ -127,7 +146,8 @@ class Sequences(pl.LightningModule):
 
 
 def _send(estimate: bool, distinct: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return by kind the bytes that this rank sent per step, and those that were planned. distinct: different ids."""
+    """Return by kind the bytes that this rank sent per step, and those that were planned. distinct:
+    different ids."""
     rank, _ = rank_and_num_ranks()
     model, counts = Sequences(), Communication()
     planned: list[Any] = []
@@ -139,14 +159,21 @@ def _send(estimate: bool, distinct: int) -> tuple[dict[str, float], dict[str, fl
     trainer = make_trainer(options, callbacks=[counts])
     trainer.fit(model, DataLoader([batch] * 3, batch_size=None))
     sent, kinds = counts.bytes_per_step, (IDS, ROWS, ROW_GRADIENTS)
-    return {kind: sent[kind] for kind in kinds}, {kind: planned[0].sent(kind)[rank] for kind in kinds}
+    return {kind: sent[kind] for kind in kinds}, {
+        kind: planned[0].sent(kind)[rank] for kind in kinds
+    }
 
 
 def test_planned_bytes_are_those_that_are_sent_once() -> None:
-    calls = {"once": (_send, True, 2_500), "each time": (_send, False, 2_500), "often": (_send, True, 500)}
+    calls = {
+        "once": (_send, True, 2_500),
+        "each time": (_send, False, 2_500),
+        "often": (_send, True, 500),
+    }
     for actual in run_each_on_ranks(calls, 2):
         sent, planned = actual["often"]
-        agreed = (8 + 1) * 8  # eight numbers that ranks agree on, and the place for the sizes of weights
+        # eight numbers that ranks agree on, and the place for the sizes of weights
+        agreed = (8 + 1) * 8
         assert sent[IDS] - agreed == pytest.approx(planned[IDS], rel=0.01)
         assert sent[ROWS] == pytest.approx(planned[ROWS], rel=0.01)
         assert sent[ROW_GRADIENTS] == pytest.approx(planned[ROW_GRADIENTS], rel=0.01)

@@ -1,4 +1,5 @@
-"""Ids per example, counted before training on two ranks: they are the plain means, and training does not notice."""
+"""Ids per example, counted before training on two ranks: they are the plain means, and training
+does not notice."""
 
 import random
 from typing import Any
@@ -26,7 +27,8 @@ TABLES = {"ebc.wide": ["a", "b"], "ebc.narrow": ["c"], "ebc.shared": ["b", "d"]}
 
 
 class Examples:
-    """Bags of 0 to 4 ids, and a little noise on the label that is drawn when an example is taken."""
+    """Bags of 0 to 4 ids, and a little noise on the label that is drawn when an example is
+    taken."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.noise = rank, np.random.default_rng(rank)
@@ -36,7 +38,10 @@ class Examples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         draw = np.random.default_rng([index, self.rank])
-        bags = [draw.integers(0, 11, size=draw.integers(0, 5 - k)).tolist() for k in range(len(FEATURES))]
+        bags = [
+            draw.integers(0, 11, size=draw.integers(0, 5 - k)).tolist()
+            for k in range(len(FEATURES))
+        ]
         noise = self.noise.random() + random.random() + np.random.rand() + float(torch.rand(1))
         return {"bags": bags, "label": 0.1 * noise, "item": draw.integers(0, 11, size=6).tolist()}
 
@@ -49,7 +54,10 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
         lengths=torch.tensor([len(bag) for bag in bags]),
     )
     label = torch.tensor([example["label"] for example in examples])
-    return {"label": label, "inputs": [features, {"item": torch.tensor([example["item"] for example in examples])}]}
+    return {
+        "label": label,
+        "inputs": [features, {"item": torch.tensor([example["item"] for example in examples])}],
+    }
 
 
 class Data(LightningDataModule):
@@ -68,7 +76,8 @@ class Data(LightningDataModule):
 
 
 class TakesFeatures(ClickModel):
-    """A click model whose batches hold the features, and a plain embedding with ids of their own."""
+    """A click model whose batches hold the features, and a plain embedding with ids of their
+    own."""
 
     def __init__(self) -> None:
         super().__init__(torch.optim.SGD, {"lr": 0.5})
@@ -76,7 +85,10 @@ class TakesFeatures(ClickModel):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         features, remaining = batch["inputs"]
-        return self.mlp(self.ebc(features).values()).squeeze(-1) + self.item(remaining["item"]).sum((1, 2))
+        return self.mlp(self.ebc(features).values()).squeeze(-1) + self.item(remaining["item"]).sum((
+            1,
+            2,
+        ))
 
 
 class Declares(TakesFeatures):
@@ -84,30 +96,42 @@ class Declares(TakesFeatures):
 
     def sparse_inputs(self, batch: dict[str, Any]) -> KeyedJaggedTensor:
         features = batch["inputs"][0].to_dict()
-        return KeyedJaggedTensor.from_jt_dict({name: features[{"a": "d", "d": "a"}.get(name, name)] for name in "abcd"})
+        return KeyedJaggedTensor.from_jt_dict({
+            name: features[{"a": "d", "d": "a"}.get(name, name)] for name in "abcd"
+        })
 
 
 def fit(
     look: int, data: Any, model: type[TakesFeatures] = TakesFeatures, **extra: Any
 ) -> tuple[list[float], dict[str, Any], list[str]]:
-    """Return the losses, ids per example by table, and what was said, of a fit that looks at some batches first."""
+    """Return the losses, ids per example by table, and what was said, of a fit that looks at some
+    batches first."""
     actual: dict[str, Any] = {}
     message: list[str] = []
 
     def noted(*args: Any) -> Any:
         constraints = plan_of_run.with_counted_ids(*args)
-        actual.update({name: table_values.pooling_factors for name, table_values in constraints.items()})
+        actual.update({
+            name: table_values.pooling_factors for name, table_values in constraints.items()
+        })
         return constraints
 
     set_up_tables.with_counted_ids, plan_of_run.rank_zero_info = noted, message.append  # type: ignore[assignment]
     random.seed(2)
     np.random.seed(2)
     trained = seeded(model)
-    options = {"convert_embeddings": "all", "sharding_types": ["row_wise"], "planning": {"estimate_pooling": look}}
+    options = {
+        "convert_embeddings": "all",
+        "sharding_types": ["row_wise"],
+        "planning": {"estimate_pooling": look},
+    }
     options["batch_size_per_rank"] = SIZE  # of larger batches the counted ids would be sent once
     trainer = make_trainer(options | extra, max_epochs=2)
     try:
-        trainer.fit(trained, **({"datamodule": data} if isinstance(data, Data) else {"train_dataloaders": data}))
+        trainer.fit(
+            trained,
+            **({"datamodule": data} if isinstance(data, Data) else {"train_dataloaders": data}),
+        )
     except DataError as error:
         message.append(str(error))
     return trained.losses, actual, message
@@ -116,16 +140,24 @@ def fit(
 def batches_of(rank: int) -> list[dict[str, Any]]:
     """Return the batches of a rank that are looked at."""
     examples = Examples(rank)
-    batches = [[examples[SIZE * i + k] for k in range(SIZE)] for i in range(min(LOOK, BATCHES[rank]))]
+    batches = [
+        [examples[SIZE * i + k] for k in range(SIZE)] for i in range(min(LOOK, BATCHES[rank]))
+    ]
     return [collate(batch) for batch in batches]
 
 
 def plain_means(names: list[str]) -> tuple[float, ...]:
     """Return ids per example over the first batches of both ranks."""
-    bags = [batch["inputs"][0][name].lengths() for name in names for rank in (0, 1) for batch in batches_of(rank)]
+    bags = [
+        batch["inputs"][0][name].lengths()
+        for name in names
+        for rank in (0, 1)
+        for batch in batches_of(rank)
+    ]
     each_values = len(bags) // len(names)
     return tuple(
-        float(torch.cat(bags[i * each_values : (i + 1) * each_values]).float().mean()) for i in range(len(names))
+        float(torch.cat(bags[i * each_values : (i + 1) * each_values]).float().mean())
+        for i in range(len(names))
     )
 
 
@@ -156,8 +188,12 @@ def runs() -> list[dict[str, Any]]:
     return run_on_warm_ranks(_run, 2)
 
 
-def test_factors_are_the_plain_means_over_the_batches_of_both_ranks(runs: list[dict[str, Any]]) -> None:
-    expected: dict[str, Any] = {name: pytest.approx(plain_means(names)) for name, names in TABLES.items()}
+def test_factors_are_the_plain_means_over_the_batches_of_both_ranks(
+    runs: list[dict[str, Any]],
+) -> None:
+    expected: dict[str, Any] = {
+        name: pytest.approx(plain_means(names)) for name, names in TABLES.items()
+    }
     for run in runs:
         _, actual, _ = run["in order"][1]
         assert actual == expected | {"item": (6.0,)}
@@ -165,7 +201,8 @@ def test_factors_are_the_plain_means_over_the_batches_of_both_ranks(runs: list[d
     a, b, c, d = plain_means(list("abcd"))
     (message,) = runs[0]["in order"][1][2]
     assert message == (
-        f"torchrec_sharded: estimate_pooling: ids per example, counted in 5 batches of 2 ranks: ebc.wide a {a:.2f}, "
+        "torchrec_sharded: estimate_pooling: ids per example, counted in 5 batches of 2 ranks: "
+        f"ebc.wide a {a:.2f}, "
         f"b {b:.2f}; ebc.narrow c {c:.2f}; ebc.shared b {b:.2f}, d {d:.2f}; item 6.00."
     )
 
@@ -181,7 +218,9 @@ def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]], 
         assert (set(actual.values()) == {None}) == (name == "stream")
 
 
-def test_what_could_not_be_looked_at_is_reported_and_the_other_ranks_batches_count(runs: list[dict[str, Any]]) -> None:
+def test_what_could_not_be_looked_at_is_reported_and_the_other_ranks_batches_count(
+    runs: list[dict[str, Any]],
+) -> None:
     _, actual, (message,) = runs[0]["fails"][1]
     bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
     assert actual["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
@@ -189,9 +228,12 @@ def test_what_could_not_be_looked_at_is_reported_and_the_other_ranks_batches_cou
     assert message.endswith(". not read: rank 1: OSError: the share is not mounted yet.")
     _, _, (message,) = runs[0]["stream"][1]
     assert message.startswith(
-        "torchrec_sharded: estimate_pooling: ids per example of ebc.wide, ebc.narrow, ebc.shared, item"
+        "torchrec_sharded: estimate_pooling: ids per example of ebc.wide, ebc.narrow, ebc.shared, "
+        "item"
     )
-    assert message.endswith("rank 1: Stream is an IterableDataset, which may not start twice with the same batches.")
+    assert message.endswith(
+        "rank 1: Stream is an IterableDataset, which may not start twice with the same batches."
+    )
 
 
 def test_declared_inputs_count_and_a_given_factor_stays(runs: list[dict[str, Any]]) -> None:
@@ -211,4 +253,6 @@ def test_ranks_without_a_batch_take_part(runs: list[dict[str, Any]]) -> None:
             _, actual, _ = run[name]
             bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
             assert actual["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
-        assert "batch" in run["empty"][2][-1], "training itself says that a rank has nothing to train on"
+        assert "batch" in run["empty"][2][-1], (
+            "training itself says that a rank has nothing to train on"
+        )

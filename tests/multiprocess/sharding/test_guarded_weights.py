@@ -1,4 +1,5 @@
-"""Whoever holds the weight of a sharded table sees the table, whatever the module whose code reads it is called."""
+"""Whoever holds the weight of a sharded table sees the table, whatever the module whose code reads
+it is called."""
 
 import copy
 import re
@@ -9,7 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from lightning_distrec.errors import ShardedWeightError
 from tests.support.click_model import seeded
@@ -23,7 +30,11 @@ Result = dict[str, Any]
 def _fit(model: pl.LightningModule, steps: int = 2, **strategy: Any) -> pl.Trainer:
     rank, _ = rank_and_num_ranks()
     # By name: where its source reads the weight, a table that is not named stays on every rank.
-    names = [name for name, child in model.named_children() if isinstance(child, (nn.Embedding, nn.EmbeddingBag))]
+    names = [
+        name
+        for name, child in model.named_children()
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag))
+    ]
     trainer = make_trainer({"convert_embeddings": names, "sharding_types": ["row_wise"]} | strategy)
     trainer.fit(model, loader([pairs(step, rank) for step in range(steps)]))
     return trainer
@@ -31,12 +42,20 @@ def _fit(model: pl.LightningModule, steps: int = 2, **strategy: Any) -> pl.Train
 
 # -- code with any module's name
 
-NAMES = ("lightning_distrec.callbacks.contributed", "torchrec.extension", "torch.optim.extension", "recipes.job")
-READS = "def read(weight):\n    return len(weight), *weight.shape, weight.numel(), weight.T.shape[1]\n"
+NAMES = (
+    "lightning_distrec.callbacks.contributed",
+    "torchrec.extension",
+    "torch.optim.extension",
+    "recipes.job",
+)
+READS = (
+    "def read(weight):\n    return len(weight), *weight.shape, weight.numel(), weight.T.shape[1]\n"
+)
 
 
 class Watched(TwoTower):
-    """Its weights are read in a hook, and in hooks around the update, by code that is named as a library's."""
+    """Its weights are read in a hook, and in hooks around the update, by code that is named as a
+    library's."""
 
     def __init__(self) -> None:
         super().__init__(num_items=71)
@@ -81,7 +100,8 @@ class Collections(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         bags = [
-            EmbeddingBagConfig(name=n, embedding_dim=8, num_embeddings=51, feature_names=[f"f{n}"]) for n in ("a", "b")
+            EmbeddingBagConfig(name=n, embedding_dim=8, num_embeddings=51, feature_names=[f"f{n}"])
+            for n in ("a", "b")
         ]
         bags[1].init_fn = nn.init.xavier_normal_
         rows = [EmbeddingConfig(name="c", embedding_dim=8, num_embeddings=40, feature_names=["c"])]
@@ -137,7 +157,8 @@ def test_tables_that_hooks_draw_again_are_those_of_one_process() -> None:
 
 
 class Halves(TwoTower):
-    """Has tables of float16, whose numbers of weights torch draws otherwise than as many of float32."""
+    """Has tables of float16, whose numbers of weights torch draws otherwise than as many of
+    float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,8 +214,12 @@ UPDATES: dict[str, Callable[[Any, Any], Any]] = {
     "in place": _multiplied,
     "lerp": lambda target, online: target.lerp_(online, 0.1),
     "lists": _by_lists,
-    "ema": lambda target, online: torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)([target], [online], 1),
-    "copied": lambda target, online: target.data.copy_(target.data - 0.1 * (target.data - online.data)),
+    "ema": lambda target, online: torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)(
+        [target], [online], 1
+    ),
+    "copied": lambda target, online: target.data.copy_(
+        target.data - 0.1 * (target.data - online.data)
+    ),
 }
 
 
@@ -226,16 +251,24 @@ def _follow(update: str, strategy: dict[str, Any]) -> Any:
         _fit(model, **strategy)
     except ShardedWeightError as error:
         return str(error)
-    with pytest.raises(ShardedWeightError, match=r"read \(__setitem__\).*full_parameter\('item_embedding'\)"):
+    with pytest.raises(
+        ShardedWeightError, match=r"read \(__setitem__\).*full_parameter\('item_embedding'\)"
+    ):
         model.grown()
     return whole_state(model)
 
 
-def test_a_table_follows_another_as_in_one_process_and_tables_that_lie_elsewhere_are_refused() -> None:
+def test_a_table_follows_another_as_in_one_process_and_tables_that_lie_elsewhere_are_refused() -> (
+    None
+):
     row_wise = {name: {"sharding_types": ["row_wise"]} for name in ("target", "item_embedding")}
     calls: dict[str, tuple[Any, ...]] = {update: (_follow, update, {}) for update in UPDATES}
     calls["apart"] = (_follow, "lerp", {"tables": {"target": {"sharding_types": ["column_wise"]}}})
-    calls["lists apart"] = (_follow, "lists", {"tables": {"target": {"sharding_types": ["table_wise"]}}})
+    calls["lists apart"] = (
+        _follow,
+        "lists",
+        {"tables": {"target": {"sharding_types": ["table_wise"]}}},
+    )
     calls["way out"] = (_follow, "lerp", {"sharding_types": ["column_wise"], "tables": row_wise})
     results = run_each_on_ranks(calls, 2)
     for update in [*UPDATES, "way out"]:
@@ -244,10 +277,15 @@ def test_a_table_follows_another_as_in_one_process_and_tables_that_lie_elsewhere
         for step in range(2):
             model.on_train_batch_start()
             optimizer.zero_grad()
-            torch.stack([model.training_step(pairs(step, rank), 0) for rank in range(2)]).mean().backward()
+            torch.stack([
+                model.training_step(pairs(step, rank), 0) for rank in range(2)
+            ]).mean().backward()
             optimizer.step()
         assert too_far(results[0][update], model.state_dict(), 1e-5) == {}, update
     for rank_result in results:
         for case in ("apart", "lists apart"):
-            text = "combines the sharded tables 'target' and 'item_embedding' element by element, .* Set tables="
+            text = (
+                "combines the sharded tables 'target' and 'item_embedding' element by element, "
+                ".* Set tables="
+            )
             assert re.search(text + re.escape(str(row_wise)), rank_result[case]), rank_result[case]

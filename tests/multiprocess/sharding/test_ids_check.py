@@ -17,7 +17,9 @@ class WithBadId(ClickModel):
 
     bad_id = 99
 
-    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+    def on_after_batch_transfer(
+        self, batch: dict[str, Tensor], dataloader_idx: int
+    ) -> dict[str, Tensor]:
         if len(self.losses) == 2 and rank_and_num_ranks()[0] == 1:
             first = int(batch["lengths"][:16].sum())  # the first id of feature c
             assert batch["lengths"][16:24].sum() > 0
@@ -29,7 +31,11 @@ class WithBadId(ClickModel):
 def _train(cut: str, mode: str, bad_id: int = 99) -> dict[str, Any]:
     model = seeded(WithBadId, torch.optim.SGD, {"lr": 1.0})
     model.bad_id = bad_id
-    strategy = {"sharding_types": [cut], "check_ids": mode, "tables": {"narrow": {"min_partition": 4}}}
+    strategy = {
+        "sharding_types": [cut],
+        "check_ids": mode,
+        "tables": {"narrow": {"min_partition": 4}},
+    }
     return train_sharded(model, 5, strategy)[0].final_state
 
 
@@ -43,7 +49,10 @@ def _train(cut: str, mode: str, bad_id: int = 99) -> dict[str, Any]:
 def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_train, 2, cut, "error", bad_id)
-    message = f"IdsError: feature 'c' of table 'ebc.narrow' has the id {bad_id}, but the table has rows 0 to 36"
+    message = (
+        f"IdsError: feature 'c' of table 'ebc.narrow' has the id {bad_id}, but the table "
+        "has rows 0 to 36"
+    )
     assert str(failed.value).count(message) == 2
 
 
@@ -60,7 +69,11 @@ class SequencesWithBadId(SequenceModel, WithBadId):
 
 
 def _train_sequences() -> None:
-    train_sharded(seeded(SequencesWithBadId, torch.optim.SGD, {"lr": 1.0}), 5, {"sharding_types": ["row_wise"]})
+    train_sharded(
+        seeded(SequencesWithBadId, torch.optim.SGD, {"lr": 1.0}),
+        5,
+        {"sharding_types": ["row_wise"]},
+    )
 
 
 def test_sequence_tables_are_checked_too() -> None:
@@ -74,7 +87,9 @@ def _warned() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _train("row_wise", "warn")
-    return [str(w.message) for w in caught if "out" in str(w.message) or "has the id" in str(w.message)]
+    return [
+        str(w.message) for w in caught if "out" in str(w.message) or "has the id" in str(w.message)
+    ]
 
 
 def test_the_warning_comes_from_the_rank_that_has_the_ids() -> None:

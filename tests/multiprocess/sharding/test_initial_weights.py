@@ -1,4 +1,5 @@
-"""Rows find their shards: the user's own, rank 0's, new ones by seed; and no rank holds a whole table for it."""
+"""Rows find their shards: the user's own, rank 0's, new ones by seed; and no rank holds a whole
+table for it."""
 
 import gc
 import weakref
@@ -17,7 +18,11 @@ from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
 CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise")
-PARTITIONS = {"wide": {"min_partition": 4}, "narrow": {"min_partition": 4}, "shared": {"min_partition": 4}}
+PARTITIONS = {
+    "wide": {"min_partition": 4},
+    "narrow": {"min_partition": 4},
+    "shared": {"min_partition": 4},
+}
 
 
 def _untrained(cut: str, meta: bool, seed: int, seed_by_rank: bool) -> dict[str, Tensor]:
@@ -45,7 +50,12 @@ def test_ranks_that_were_seeded_apart_all_take_rank_zeros_weights() -> None:
 def test_tables_built_on_meta_start_alike_on_any_ranks_and_sharding_types_and_rows_differ() -> None:
     runs = [
         run_on_ranks(_untrained, num_ranks, cut, True, 5, False)[0]
-        for num_ranks, cut in ((1, "table_wise"), (2, "row_wise"), (3, "column_wise"), (3, "table_row_wise"))
+        for num_ranks, cut in (
+            (1, "table_wise"),
+            (2, "row_wise"),
+            (3, "column_wise"),
+            (3, "table_row_wise"),
+        )
     ]
     tables = [key for key in runs[0] if "embedding" in key]
     for run in runs[1:]:
@@ -55,8 +65,12 @@ def test_tables_built_on_meta_start_alike_on_any_ranks_and_sharding_types_and_ro
         bound = 1 / len(rows) ** 0.5  # the config's default: uniform in +-1/sqrt(rows)
         assert len(rows.unique(dim=0)) == len(rows)
         assert 0.8 * bound < float(rows.abs().max()) <= bound
-    narrow, shared = (runs[0][f"ebc.embedding_bags.{name}.weight"][:11].flatten() for name in ("narrow", "shared"))
-    assert abs(float(torch.corrcoef(torch.stack([narrow, shared]))[0, 1])) < 0.5, "each table draws numbers of its own"
+    narrow, shared = (
+        runs[0][f"ebc.embedding_bags.{name}.weight"][:11].flatten() for name in ("narrow", "shared")
+    )
+    assert abs(float(torch.corrcoef(torch.stack([narrow, shared]))[0, 1])) < 0.5, (
+        "each table draws numbers of its own"
+    )
     other = run_on_ranks(_untrained, 2, "row_wise", True, 6, False)[0]
     assert not any(torch.equal(other[key], runs[0][key]) for key in tables)
 
@@ -100,7 +114,9 @@ class BigTable(ClickModel):
     """One table of 512 MB, built in configure_model."""
 
     def _build(self) -> None:
-        config = EmbeddingBagConfig(name="big", embedding_dim=56, num_embeddings=2_400_000, feature_names=["a"])
+        config = EmbeddingBagConfig(
+            name="big", embedding_dim=56, num_embeddings=2_400_000, feature_names=["a"]
+        )
         self.ebc = EmbeddingBagCollection(tables=[config])
 
 
@@ -109,7 +125,9 @@ def _peak_growth_bytes() -> int:
     train_sharded(seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}), 1)
     previous = _peak_bytes()
     model = BigTable(torch.optim.SGD, {"lr": 0.1}, meta=True)
-    make_trainer({"sharding_types": ["row_wise"]}).fit(_without_final_state(model), rank_loader(2, rank))
+    make_trainer({"sharding_types": ["row_wise"]}).fit(
+        _without_final_state(model), rank_loader(2, rank)
+    )
     return _peak_bytes() - previous
 
 
@@ -136,10 +154,13 @@ def _refit_with_another_optimizer() -> dict[str, Any]:
         model, rank_loader(1, rank), verbose=False
     )
     states = []
-    # A plan by columns does not suit the second optimizer, and the third keeps gradients: rows travel each time.
+    # A plan by columns does not suit the second optimizer, and the third keeps gradients: rows
+    # travel each time.
     for optimizer in (torch.optim.Adagrad, torch.optim.SGD, torch.optim.Adam):
         model.optimizer, model.options = optimizer, {"lr": 0.0}
-        make_trainer({"tables": {"wide": {"sharding_types": ["row_wise"]}}}).fit(model, rank_loader(1, rank))
+        make_trainer({"tables": {"wide": {"sharding_types": ["row_wise"]}}}).fit(
+            model, rank_loader(1, rank)
+        )
         states.append(model.final_state)
     return {"states": states}
 
@@ -152,7 +173,8 @@ def test_sharding_again_keeps_every_row_whatever_the_next_plan_and_optimizer() -
 
 
 def _left_over(cut: str) -> tuple[int, int]:
-    """Return how many whole tables are alive while training, and how many shards hang on autograd's graph."""
+    """Return how many whole tables are alive while training, and how many shards hang on autograd's
+    graph."""
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
     whole = [weakref.ref(parameter) for parameter in model.ebc.parameters()]
     actual: list[tuple[int, int]] = []
@@ -162,7 +184,10 @@ def _left_over(cut: str) -> tuple[int, int]:
             gc.collect()
             weights = trainer.strategy.run_tables.shards.weights().values()
             pieces = [piece.tensor for weight in weights for piece in weight.local_shards()]
-            actual.append((sum(ref() is not None for ref in whole), sum(p.grad_fn is not None for p in pieces)))
+            actual.append((
+                sum(ref() is not None for ref in whole),
+                sum(p.grad_fn is not None for p in pieces),
+            ))
 
     train_sharded(model, 2, {"sharding_types": [cut]}, callbacks=[Look()])
     return actual[0]

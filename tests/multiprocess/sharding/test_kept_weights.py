@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.click_model import ClickModel, largest_difference, seeded, train_sharded, train_unsharded
+from tests.support.click_model import (
+    ClickModel,
+    largest_difference,
+    seeded,
+    train_sharded,
+    train_unsharded,
+)
 from tests.support.ranks import run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
@@ -21,7 +27,9 @@ class Keeps(ClickModel):
         self.kept = {"tables": [bag.weight for bag in bags.values()]}
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) + 0.01 * self.kept["tables"][0].square().sum()
+        return (
+            super().training_step(batch, batch_idx) + 0.01 * self.kept["tables"][0].square().sum()
+        )
 
     def configure_optimizers(self) -> Any:
         groups = [{"params": self.kept["tables"], "lr": 0.05}, {"params": self.mlp.parameters()}]
@@ -32,7 +40,9 @@ def _fits_on_a_rank() -> tuple[list[dict[str, Tensor]], bool]:
     model = seeded(Keeps, *SGD)
     states = []
     for _ in range(2):
-        _, trainer = train_sharded(model, STEPS, {"sharding_types": ["row_wise"], "embedding_update": "dense"})
+        _, trainer = train_sharded(
+            model, STEPS, {"sharding_types": ["row_wise"], "embedding_update": "dense"}
+        )
         states.append(model.final_state)
     trainer.strategy.unshard()
     bags: Any = model.ebc.embedding_bags

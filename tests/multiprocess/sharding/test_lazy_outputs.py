@@ -1,4 +1,5 @@
-"""Rows that are waited for when they are first touched are, to user code, the tensors of the unsharded collection."""
+"""Rows that are waited for when they are first touched are, to user code, the tensors of the
+unsharded collection."""
 
 import copy
 from collections.abc import Callable
@@ -22,9 +23,16 @@ USES: dict[str, Callable[[KeyedTensor], Tensor]] = {
     "keys first": lambda kt: torch.cat([kt[key] for key in reversed(kt.keys())], 1),
     "by name": lambda kt: kt["f@t"] * kt["f@u"][:, :8],
     "dict": lambda kt: torch.cat(list(kt.to_dict().values()), 1),
-    "regroup": lambda kt: torch.cat(KeyedTensor.regroup([kt, kt], [kt.keys()[:1], kt.keys()[1:2]]), 1),
+    "regroup": lambda kt: torch.cat(
+        KeyedTensor.regroup([kt, kt], [kt.keys()[:1], kt.keys()[1:2]]), 1
+    ),
     "regroup as dict": lambda kt: torch.cat(
-        list(KeyedTensor.regroup_as_dict([kt], [kt.keys()[:2], kt.keys()[2:]], ["left", "right"]).values()), 1
+        list(
+            KeyedTensor.regroup_as_dict(
+                [kt], [kt.keys()[:2], kt.keys()[2:]], ["left", "right"]
+            ).values()
+        ),
+        1,
     ),
     "flattened": lambda kt: torch.cat(tree_flatten(kt)[0], 1),
     "rebuilt": lambda kt: tree_unflatten(*tree_flatten({"kt": kt}))["kt"].values(),
@@ -43,7 +51,8 @@ USES: dict[str, Callable[[KeyedTensor], Tensor]] = {
 
 
 def _awaited(output: Any) -> Any:
-    """As the tutorials of torchrec do with the outputs of sharded modules; unsharded ones have no `wait`."""
+    """As the tutorials of torchrec do with the outputs of sharded modules; unsharded ones have no
+    `wait`."""
     return output.wait() if isinstance(output, (LazyKeyedTensor, LazyJaggedTensor)) else output
 
 
@@ -95,7 +104,8 @@ def _train_plain(model: Any) -> dict[str, Tensor]:
 
 
 def test_values_and_columns_that_no_grad_sees_first_get_their_gradients() -> None:
-    """Either is made of the other: values of columns where sharding types differ, or else columns of values."""
+    """Either is made of the other: values of columns where sharding types differ, or else columns
+    of values."""
 
     def calls(sharding_types: dict[str, list[str]]) -> dict[str, tuple[Any, ...]]:
         tables = {name: {"sharding_types": types} for name, types in sharding_types.items()}
@@ -106,7 +116,11 @@ def test_values_and_columns_that_no_grad_sees_first_get_their_gradients() -> Non
         for name, actual in run_each_on_ranks(calls(types), 2)[0].items():
             expected = _plain(name)
             for key, value in expected.items():
-                assert torch.allclose(actual["state"][key], value, rtol=0, atol=2e-6), (types, name, key)
+                assert torch.allclose(actual["state"][key], value, rtol=0, atol=2e-6), (
+                    types,
+                    name,
+                    key,
+                )
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +130,17 @@ def used() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_whatever_user_code_does_with_bags_trains_as_unsharded(used: dict[str, Any], name: str) -> None:
+def test_whatever_user_code_does_with_bags_trains_as_unsharded(
+    used: dict[str, Any], name: str
+) -> None:
     expected = _plain(name)
     state = used[name]["state"]
     assert state.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.allclose(state[key], value, rtol=0, atol=2e-6), (key, float((state[key] - value).abs().max()))
+        assert torch.allclose(state[key], value, rtol=0, atol=2e-6), (
+            key,
+            float((state[key] - value).abs().max()),
+        )
     assert used[name]["counts"]["training 0"] == (STEPS, STEPS - 1)
     assert sum(used[name]["moved"].values()) > 1e-2
 
@@ -146,9 +165,13 @@ class Looks(Uses):
         }
         noted["shape"] = tuple(output.values().shape)
         noted["touched"] = type(output)
-        noted["attributes"] = sorted(vars(output)) == sorted(vars(KeyedTensor(["a"], [1], torch.ones(1, 1))))
+        noted["attributes"] = sorted(vars(output)) == sorted(
+            vars(KeyedTensor(["a"], [1], torch.ones(1, 1)))
+        )
         noted["said"] = str(output)
-        noted["copied"] = bool(torch.equal(copy.deepcopy(_detached(output)).values(), output.values()))
+        noted["copied"] = bool(
+            torch.equal(copy.deepcopy(_detached(output)).values(), output.values())
+        )
         noted["gradient"] = output.values().requires_grad
         self.noted.append(noted)
         return output.values()
@@ -168,7 +191,8 @@ class LooksAtRows(Sequences):
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         rows = self.ec(batch[0])
         noted: dict[str, Any] = {
-            "is": isinstance(rows, dict) and all(isinstance(item, JaggedTensor) for item in rows.values()),
+            "is": isinstance(rows, dict)
+            and all(isinstance(item, JaggedTensor) for item in rows.values()),
             "keys": list(rows),
             "untouched": all(type(item) is LazyJaggedTensor for item in rows.values()),
         }
@@ -227,7 +251,9 @@ class TouchedLate(Bags):
 
     def prepared(self, batch: Any, step: int) -> Any:
         features = KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"])
-        return features, KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"].flip(0))
+        return features, KeyedJaggedTensor(
+            ["f", "g"], batch["values"], lengths=batch["lengths"].flip(0)
+        )
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         if self.when == "next step" and self.retained:
@@ -267,7 +293,9 @@ def test_rows_are_those_of_their_lookup_whenever_they_are_touched() -> None:
     for rank_result in run_each_on_ranks({when: (_touched, when) for when in times}, 2):
         losses, state, seen = rank_result["first"]
         assert len(seen) == STEPS
-        assert not any(torch.equal(first, other) for first, other in zip(seen, seen[1:], strict=False))
+        assert not any(
+            torch.equal(first, other) for first, other in zip(seen, seen[1:], strict=False)
+        )
         for when in times[1:]:
             assert rank_result[when][0] == losses, when
             assert all(torch.equal(state[key], rank_result[when][1][key]) for key in state), when
@@ -278,14 +306,17 @@ def test_rows_are_those_of_their_lookup_whenever_they_are_touched() -> None:
 
 
 class BackwardsOrder(Bags):
-    """Looks two batches of features up, and touches the second one's bags first, on one rank or on both."""
+    """Looks two batches of features up, and touches the second one's bags first, on one rank or on
+    both."""
 
     on_ranks: tuple[int, ...] = ()
 
     def prepared(self, batch: Any, step: int) -> Any:
         return {
             "one": KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"]),
-            "other": KeyedJaggedTensor(["f", "g"], (batch["values"] + 1) % ROWS, lengths=batch["lengths"]),
+            "other": KeyedJaggedTensor(
+                ["f", "g"], (batch["values"] + 1) % ROWS, lengths=batch["lengths"]
+            ),
         }
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
@@ -311,4 +342,7 @@ def test_ranks_may_touch_rows_in_different_orders(depth: int) -> None:
         losses, state = rank_result["none"]
         for name in ("both", "one"):
             assert rank_result[name][0] == pytest.approx(losses, abs=1e-6), name
-            assert all(torch.allclose(state[key], rank_result[name][1][key], rtol=0, atol=1e-5) for key in state), name
+            assert all(
+                torch.allclose(state[key], rank_result[name][1][key], rtol=0, atol=1e-5)
+                for key in state
+            ), name

@@ -1,4 +1,5 @@
-"""Weights of ids that learn, in feature processors or layers of the user, get the gradients of one process."""
+"""Weights of ids that learn, in feature processors or layers of the user, get the gradients of one
+process."""
 
 import contextlib
 import io
@@ -28,7 +29,12 @@ from tests.support.click_model import (
 from tests.support.embedding_models import train_unsharded as train_by_ranks
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limit_of, train_plain
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
+from tests.support.ranks import (
+    rank_and_num_ranks,
+    run_each_on_ranks,
+    run_on_ranks,
+    run_on_warm_ranks,
+)
 from tests.support.trainers import DEFAULTS, make_trainer
 from tests.support.weighted_models import (
     CallsDiffer,
@@ -58,7 +64,10 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 UPDATES = ("SGD", "Adagrad", "Adam", "SGD sparse", "Adagrad dense")
 QUICK = [
-    *[(2, "processors together", "row_wise", "SGD"), (3, "processors by feature", "every", "Adagrad")],
+    *[
+        (2, "processors together", "row_wise", "SGD"),
+        (3, "processors by feature", "every", "Adagrad"),
+    ],
     *[(2, "a layer", "column_wise", "SGD sparse"), (3, "a layer", "table_wise", "SGD")],
     *[(2, "a layer", "every", "Adam"), (2, "processors together", "data_parallel", "SGD")],
 ]
@@ -75,7 +84,9 @@ def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tens
     types: set[str] = set()
 
     def look() -> None:
-        types.update(item.sharding_type for item in trained.trainer.strategy.run_tables.shards.plan.values())
+        types.update(
+            item.sharding_type for item in trained.trainer.strategy.run_tables.shards.plan.values()
+        )
 
     trained.on_train_start = look
     strategy = CUTS[cut] | ({"embedding_update": mode} if mode else {})
@@ -84,7 +95,9 @@ def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tens
 
 
 @pytest.mark.parametrize(("num_ranks", "model", "cut", "update"), slow_except(QUICK, CASES))
-def test_weights_that_learn_get_the_gradients_of_one_process(num_ranks: int, model: str, cut: str, update: str) -> None:
+def test_weights_that_learn_get_the_gradients_of_one_process(
+    num_ranks: int, model: str, cut: str, update: str
+) -> None:
     actual = run_on_warm_ranks(_fit, num_ranks, model, cut, update)
     kind, arguments = MODELS[model]
     name = update.split()[0]
@@ -96,7 +109,13 @@ def test_weights_that_learn_get_the_gradients_of_one_process(num_ranks: int, mod
     assert max(largest_difference(states[0], expected.final_state).values()) <= limit_of(name)
     previous = learned_weights(start.state_dict())
     assert previous
-    assert min(float((expected.final_state[key] - value).abs().max()) for key, value in previous.items()) > 1e-4
+    assert (
+        min(
+            float((expected.final_state[key] - value).abs().max())
+            for key, value in previous.items()
+        )
+        > 1e-4
+    )
 
 
 def _fit_unequal(cut: str, update: str) -> dict[str, Tensor]:
@@ -107,14 +126,20 @@ def _fit_unequal(cut: str, update: str) -> dict[str, Tensor]:
 
 
 def test_weights_of_features_with_unequal_batch_sizes_learn_too() -> None:
-    calls = {cut: (_fit_unequal, cut, update) for cut, update in (("table_wise", "fused"), ("row_wise", "sparse"))}
+    calls = {
+        cut: (_fit_unequal, cut, update)
+        for cut, update in (("table_wise", "fused"), ("row_wise", "sparse"))
+    }
     start = seeded(SharesBags, *OPTIMIZERS["SGD"])
     batches = zip(*[list(rank_loader(STEPS, rank)) for rank in range(2)], strict=True)
     expected = train_by_ranks(start, list(map(list, batches))).state_dict()
     for state in run_each_on_ranks(calls, 2)[0].values():
         assert max(largest_difference(state, expected).values()) <= limit_of("SGD")
     assert (
-        min(float((expected[key] - item).abs().max()) for key, item in learned_weights(start.state_dict()).items())
+        min(
+            float((expected[key] - item).abs().max())
+            for key, item in learned_weights(start.state_dict()).items()
+        )
         > 1e-4
     )
 
@@ -123,10 +148,19 @@ def _fit_on_nodes(cut: str, update: str) -> dict[str, Tensor]:
     """Train on a rank of two nodes, as torchrun would tell it."""
     rank, num_ranks = rank_and_num_ranks()
     number, local = divmod(rank, 2)
-    os.environ.update(TORCHELASTIC_RUN_ID="none", LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="2", GROUP_RANK=str(number))
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="none",
+        LOCAL_RANK=str(local),
+        LOCAL_WORLD_SIZE="2",
+        GROUP_RANK=str(number),
+    )
     os.environ.update(GROUP_WORLD_SIZE="2", WORLD_SIZE=str(num_ranks))
     model = seeded(WeightsOfALayer, *OPTIMIZERS["SGD"])
-    options = ALL | {"sharding_types": [cut], "embedding_update": update, "tables": {"*": {"min_partition": 4}}}
+    options = ALL | {
+        "sharding_types": [cut],
+        "embedding_update": update,
+        "tables": {"*": {"min_partition": 4}},
+    }
     strategy = TorchRecShardedStrategy(**options)
     trainer = pl.Trainer(strategy=strategy, devices=2, num_nodes=2, **DEFAULTS)
     trainer.fit(model, rank_loader(STEPS, rank))
@@ -145,7 +179,9 @@ def test_weights_learn_on_two_nodes(cut: str) -> None:
 def _freeze(update: str, later: int) -> tuple[str, dict[str, Tensor]]:
     model = seeded(FreezesTables, *OPTIMIZERS["SGD"], later)
     try:
-        make_trainer({"embedding_update": update}).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
+        make_trainer({"embedding_update": update}).fit(
+            model, rank_loader(STEPS, rank_and_num_ranks()[0])
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}", {}
     return "", model.final_state
@@ -169,7 +205,9 @@ def test_frozen_tables_pass_gradients_to_the_weights_or_are_refused(
 ) -> None:
     for rank, actual in enumerate(frozen):
         message, state = actual[str(case)]
-        assert re.match(FREEZING[case], message, re.DOTALL) if FREEZING[case] else not message, message
+        assert re.match(FREEZING[case], message, re.DOTALL) if FREEZING[case] else not message, (
+            message
+        )
         if not message and rank == 0:
             start = seeded(FreezesTables, *OPTIMIZERS["SGD"], case[1])
             expected = _train_freezing(start)
@@ -182,7 +220,9 @@ def _train_freezing(model: FreezesTables) -> dict[str, Tensor]:
 
 def _freeze_processors() -> dict[str, Tensor]:
     model = seeded(FreezesProcessors, *OPTIMIZERS["SGD"], True)
-    make_trainer({"find_unused_parameters": True}).fit(model, rank_loader(2 * STEPS, rank_and_num_ranks()[0]))
+    make_trainer({"find_unused_parameters": True}).fit(
+        model, rank_loader(2 * STEPS, rank_and_num_ranks()[0])
+    )
     return model.final_state
 
 
@@ -205,16 +245,33 @@ def _refused(kind: type[ClickModel], strategy: dict[str, Any], *arguments: Any) 
 ON_RANK_0 = r"ShardingError: 'ebc.*' was called with ids whose weights need a gradient on ranks \[0\] of 2, and on no"
 REFUSED: dict[str, tuple[type[ClickModel], dict[str, Any], str]] = {
     "a processor frozen on one rank": (FreezesProcessors, {}, ON_RANK_0),
-    "a layer frozen on one rank, by hand": (FreezesBeforeBackward, {"embedding_update": "sparse"}, ON_RANK_0),
-    "two lookups": (LooksUpTwice, {"embedding_update": "fused"}, "OptimizerError: .*more than one lookup of 'e?b"),
-    "calls that differ": (CallsDiffer, {}, "ProvenanceError: .*'ebc' is called with an input that is not the part"),
-    "ranks that disagree": (RanksDisagree, {}, "IdsError: .*weights of any type that need a gradient; rank 1: "),
+    "a layer frozen on one rank, by hand": (
+        FreezesBeforeBackward,
+        {"embedding_update": "sparse"},
+        ON_RANK_0,
+    ),
+    "two lookups": (
+        LooksUpTwice,
+        {"embedding_update": "fused"},
+        "OptimizerError: .*more than one lookup of 'e?b",
+    ),
+    "calls that differ": (
+        CallsDiffer,
+        {},
+        "ProvenanceError: .*'ebc' is called with an input that is not the part",
+    ),
+    "ranks that disagree": (
+        RanksDisagree,
+        {},
+        "IdsError: .*weights of any type that need a gradient; rank 1: ",
+    ),
 }
 
 
 def test_what_would_be_other_numbers_is_refused_on_every_rank() -> None:
     calls = {
-        name: (_refused, kind, item, *[False] * ("processor" in name)) for name, (kind, item, _) in REFUSED.items()
+        name: (_refused, kind, item, *[False] * ("processor" in name))
+        for name, (kind, item, _) in REFUSED.items()
     }
     rank_results = run_each_on_ranks(calls, 2)
     for actual in rank_results:
@@ -236,7 +293,9 @@ def _resume(path: str) -> dict[str, Tensor]:
     model = seeded(PositionWeighted, *OPTIMIZERS["Adagrad"])
     with torch.no_grad():
         model.ebc._feature_processors.position_weights["a"].fill_(7.0)
-    make_trainer(max_epochs=2).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]), ckpt_path=path)
+    make_trainer(max_epochs=2).fit(
+        model, rank_loader(STEPS, rank_and_num_ranks()[0]), ckpt_path=path
+    )
     return model.final_state
 
 
@@ -256,16 +315,24 @@ def test_a_feature_processor_is_resumed_with_its_tables_on_more_ranks(tmp_path: 
 
 def _train_two_epochs(num_ranks: int) -> dict[str, Tensor]:
     """Train an epoch of the batches of two ranks, and one of those of `num_ranks`."""
-    later = [join_batches([make_batch(1000 * step + rank) for rank in range(num_ranks)]) for step in range(STEPS)]
-    return train_plain(seeded(PositionWeighted, *OPTIMIZERS["Adagrad"]), [*global_batches(STEPS), *later])
+    later = [
+        join_batches([make_batch(1000 * step + rank) for rank in range(num_ranks)])
+        for step in range(STEPS)
+    ]
+    return train_plain(
+        seeded(PositionWeighted, *OPTIMIZERS["Adagrad"]), [*global_batches(STEPS), *later]
+    )
 
 
 def _fit_ahead(depth: int) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the trained state, and what validation steps have found and how many lookups were prefetched."""
+    """Return the trained state, and what validation steps have found and how many lookups were
+    prefetched."""
     rank, _ = rank_and_num_ranks()
     batches = [make_batch(10 * step + rank) for step in range(6)]
     draw = torch.Generator().manual_seed(rank)
-    batches = [batch | {"matrix": torch.randint(0, 60, (8, 4), generator=draw)} for batch in batches]
+    batches = [
+        batch | {"matrix": torch.randint(0, 60, (8, 4), generator=draw)} for batch in batches
+    ]
     loader = DataLoader(batches, batch_size=None)
     model = seeded(Evaluated, *OPTIMIZERS["Adagrad"])
     trainer = make_trainer(ALL | {"prefetch": {"depth": depth}}, max_epochs=2)

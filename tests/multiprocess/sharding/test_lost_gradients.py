@@ -1,4 +1,5 @@
-"""A lookup whose gradient would not reach its tables is an error before the first step, and not a table that stays."""
+"""A lookup whose gradient would not reach its tables is an error before the first step, and not a
+table that stays."""
 
 from typing import Any
 
@@ -14,13 +15,18 @@ def _detached(module: Any, arguments: Any, output: Tensor) -> Tensor:
 
 
 class Losing(ClickModel):
-    """Loses the gradient between kernels and exchange, as an operation without a form for backward does."""
+    """Loses the gradient between kernels and exchange, as an operation without a form for backward
+    does."""
 
     lose = ""
 
     def on_train_start(self) -> None:
         (lookup,) = self.trainer.strategy.run_tables.lookups
-        parts = {"": [], "some": lookup.setup.sharded._lookups[:1], "all": lookup.setup.sharded._lookups}[self.lose]
+        parts = {
+            "": [],
+            "some": lookup.setup.sharded._lookups[:1],
+            "all": lookup.setup.sharded._lookups,
+        }[self.lose]
         for part in parts:
             part.register_forward_hook(_detached)
 
@@ -41,7 +47,9 @@ def test_it_names_the_collection() -> None:
     per_rank = run_each_on_ranks({lose: (_fit, lose) for lose in ("", "all", "some")}, 2)
     for messages in per_rank:
         assert messages[""] == ""
-        message = "ShardingError: 'ebc' was looked up for training, and no gradient of its rows reaches"
+        message = (
+            "ShardingError: 'ebc' was looked up for training, and no gradient of its rows reaches"
+        )
         assert f"{message} its tables: they would stay as they are" in messages["all"]
         # "some of its tables" on a rank that holds others too.
         assert message in messages["some"]

@@ -1,4 +1,5 @@
-"""Tables whose ids have no fixed range, on 2 and 3 ranks: with the rows, and the ids of rows, of one process."""
+"""Tables whose ids have no fixed range, on 2 and 3 ranks: with the rows, and the ids of rows, of
+one process."""
 
 import zlib
 from pathlib import Path
@@ -75,7 +76,8 @@ def _train(
     resumes: str = "",
     strategy: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train in the steps from one to another; save a checkpoint, or resume from one that was saved before them."""
+    """Train in the steps from one to another; save a checkpoint, or resume from one that was saved
+    before them."""
     rank, num_ranks = rank_and_num_ranks()
     model = seeded(kind, **options)
     trainer = make_trainer(strategy, max_epochs=2 if resumes else 1)
@@ -94,12 +96,15 @@ def _train(
 
 
 def _torchrec_state(kind: type[ManagedModel], state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Train TorchRec's unsharded module by a plain loop. Its kernel for a CPU only finds rows: it begins with the ids.
+    """Train TorchRec's unsharded module by a plain loop. Its kernel for a CPU only finds rows: it
+    begins with the ids.
 
     Without eviction an id has one row, from the step on in which it is first looked up.
     """
     model = seeded(kind)
-    model.load_state_dict({key: value for key, value in state.items() if "hash_zch" in key}, strict=False)
+    model.load_state_dict(
+        {key: value for key, value in state.items() if "hash_zch" in key}, strict=False
+    )
     optimizer = model.configure_optimizers()
     model.mc._managed_collision_collection.eval()
     for step in range(STEPS):
@@ -113,7 +118,9 @@ def _torchrec_state(kind: type[ManagedModel], state: dict[str, Tensor]) -> dict[
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_managed_collisions_train_as_torchrec_does_in_one_process(num_ranks: int) -> None:
     kinds = {kind.__name__: kind for kind in (ManagedModel, ManagedSequences)}
-    actual = run_each_on_ranks({name: (_train, kind, {}) for name, kind in kinds.items()}, num_ranks)
+    actual = run_each_on_ranks(
+        {name: (_train, kind, {}) for name, kind in kinds.items()}, num_ranks
+    )
     for name, kind in kinds.items():
         state = actual[0][name]["state"]
         expected = _torchrec_state(kind, state)
@@ -125,12 +132,17 @@ def test_managed_collisions_train_as_torchrec_does_in_one_process(num_ranks: int
 
 
 def test_the_collections_of_an_adapter_are_sharded() -> None:
-    first, two = (run_each_on_ranks({"": (_train, Adapted, {}, (0, 2 * STEPS))}, num_ranks) for num_ranks in (1, 2))
+    first, two = (
+        run_each_on_ranks({"": (_train, Adapted, {}, (0, 2 * STEPS))}, num_ranks)
+        for num_ranks in (1, 2)
+    )
     assert too_far(two[0][""]["state"], first[0][""]["state"], 1e-5) == {}
     assert sum(rank_result[""]["evicted"] for rank_result in two) == first[0][""]["evicted"] > 10
 
 
-def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int) -> dict[str, Tensor]:
+def _train_by_hand(
+    kind: type[ManagedModel], options: dict[str, Any], steps: int
+) -> dict[str, Tensor]:
     """Train plain tables of rows by a plain loop, and reset the rows that ids are evicted from."""
     model = seeded(kind, **options)
     tables_of_rows = model.mc._embedding_module
@@ -148,7 +160,9 @@ def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int
     with patch.object(id_mapping, "current_hour", Clock()):
         for step in range(steps):
             batch = joined([make_batch(100 * step + rank) for rank in range(OF)])
-            per_feature = list(batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()))
+            per_feature = list(
+                batch["ids"].split(batch["lengths"].view(len(FEATURES), -1).sum(1).tolist())
+            )
             for mapping, weight, first_rows, features in tables.values():
                 ids = torch.cat([per_feature[feature] for feature in features])
                 evicted = learn(mapping, ids)
@@ -166,7 +180,9 @@ def _train_by_hand(kind: type[ManagedModel], options: dict[str, Any], steps: int
             optimizer.step()
             for mapping, *_ in tables.values():
                 mapping.optimizer_stepped()
-    return {key: value.detach() for key, value in model.state_dict().items() if "collision" not in key}
+    return {
+        key: value.detach() for key, value in model.state_dict().items() if "collision" not in key
+    }
 
 
 def _first_rows(config: Any) -> Tensor:
@@ -194,7 +210,11 @@ def test_ordinary_tables_get_ids_of_any_range(tmp_path: Path) -> None:
     path, twice, later = f"{tmp_path}/half.ckpt", (0, 2 * STEPS), (STEPS, 2 * STEPS)
 
     def runs(*expected: str) -> dict[str, tuple[Any, ...]]:
-        calls = {"all": (twice, "", ""), "half": ((0, STEPS), path, ""), "resumed": (later, "", path)}
+        calls = {
+            "all": (twice, "", ""),
+            "half": ((0, STEPS), path, ""),
+            "resumed": (later, "", path),
+        }
         return {name: (_train, DynamicModel, {}, *calls[name], DYNAMIC) for name in expected}
 
     first = run_each_on_ranks(runs("all"), 1)[0]["all"]
@@ -229,7 +249,11 @@ def test_occupancy_collisions_and_evictions_are_logged() -> None:
         for description in ("occupancy", "collisions", "evictions")
     }
     assert entries[-1]["dynamic_ids/first/occupancy"] == selected / 36
-    assert entries[0]["dynamic_ids/mc.bags.goods/collisions"] > entries[-1]["dynamic_ids/mc.bags.goods/collisions"] > 0
+    assert (
+        entries[0]["dynamic_ids/mc.bags.goods/collisions"]
+        > entries[-1]["dynamic_ids/mc.bags.goods/collisions"]
+        > 0
+    )
     assert entries[-1]["dynamic_ids/mc.bags.users/evictions"] > 0
 
 
@@ -246,9 +270,13 @@ def test_options_that_a_table_with_dynamic_ids_cannot_have_are_refused() -> None
 
 
 def _served(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the answers of the sharded module, of the ordinary one that it becomes, of two servers, to new ids too."""
+    """Return the answers of the sharded module, of the ordinary one that it becomes, of two
+    servers, to new ids too."""
     rank, num_ranks = rank_and_num_ranks()
-    model, batch = seeded(DynamicModel), joined([make_batch(100 * step, kinds=90) for step in range(3)])
+    model, batch = (
+        seeded(DynamicModel),
+        joined([make_batch(100 * step, kinds=90) for step in range(3)]),
+    )
     trainer = make_trainer(DYNAMIC)
     trainer.fit(model, loader(0, STEPS, rank, num_ranks, OF))
     trainer.save_checkpoint(f"{folder}/trained.ckpt")
@@ -265,7 +293,9 @@ def _served(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for bits, name in ((None, "float"), (8, "packed")):
         export_for_serving(seeded(DynamicModel), batch, Path(folder, name), state=state, bits=bits)
         server = answer.Server(Path(folder, name))
-        answers.append(answer.leaves(server.answer({key: batch[key] for key in server.about["inputs"]}))[0])
+        answers.append(
+            answer.leaves(server.answer({key: batch[key] for key in server.about["inputs"]}))[0]
+        )
     return sharded, ordinary, *answers  # type: ignore[return-value]
 
 
@@ -280,18 +310,73 @@ def test_ids_find_their_rows_after_unshard_and_in_exports(tmp_path: Path) -> Non
 
 WITH_BUCKETS = {"ids": "dynamic", "buckets": 6}
 REFUSED: dict[str, tuple[type[ManagedModel], dict[str, Any], dict[str, Any], str]] = {
-    "padding": (Padded, {}, {"first": WITH_BUCKETS}, "padding_idx=0 is the number of a row of zeros"),
-    "type": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "sharding_types": ["table_wise"]}}, "can only be row_wise"),
-    "read": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "gathered_weight": True}}, "have no fixed ids"),
-    "kernel": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "compute_kernels": ["fused_uvm"]}}, "it needs fused"),
-    "ranks": (DynamicModel, {}, {"users": {**WITH_BUCKETS, "buckets": 3}}, "3 buckets, which 2 ranks cannot share"),
-    "checkpoint": (Checkpointed, {}, DYNAMIC["tables"], "is looked up inside of an activation checkpoint"),
+    "padding": (
+        Padded,
+        {},
+        {"first": WITH_BUCKETS},
+        "padding_idx=0 is the number of a row of zeros",
+    ),
+    "type": (
+        DynamicModel,
+        {},
+        {"users": {**WITH_BUCKETS, "sharding_types": ["table_wise"]}},
+        "can only be row_wise",
+    ),
+    "read": (
+        DynamicModel,
+        {},
+        {"users": {**WITH_BUCKETS, "gathered_weight": True}},
+        "have no fixed ids",
+    ),
+    "kernel": (
+        DynamicModel,
+        {},
+        {"users": {**WITH_BUCKETS, "compute_kernels": ["fused_uvm"]}},
+        "it needs fused",
+    ),
+    "ranks": (
+        DynamicModel,
+        {},
+        {"users": {**WITH_BUCKETS, "buckets": 3}},
+        "3 buckets, which 2 ranks cannot share",
+    ),
+    "checkpoint": (
+        Checkpointed,
+        {},
+        DYNAMIC["tables"],
+        "is looked up inside of an activation checkpoint",
+    ),
     "managed": (ManagedModel, {}, {"users": WITH_BUCKETS}, "its module maps ids itself"),
-    "torchrec's": (ManagedModel, {"total_num_buckets": 3}, {}, "have 3 buckets, which 2 ranks cannot share evenly"),
-    "subclass": (Subclassed, {}, {}, "_Own is a subclass and may map ids in another way. Unsharded, each of 2 ranks"),
-    "by hand": (MapsByHand, {}, {}, "ManagedCollisionCollection is used outside of a ManagedCollisionEmbedding"),
-    "unserved": (ManagedModel, {"track_id_freq": True}, {}, "HashZchManagedCollisionModule with track_id_freq"),
-    "left out": (ManagedModel, {"disable_fallback": True}, {}, "HashZchManagedCollisionModule with disable_fallback"),
+    "torchrec's": (
+        ManagedModel,
+        {"total_num_buckets": 3},
+        {},
+        "have 3 buckets, which 2 ranks cannot share evenly",
+    ),
+    "subclass": (
+        Subclassed,
+        {},
+        {},
+        "_Own is a subclass and may map ids in another way. Unsharded, each of 2 ranks",
+    ),
+    "by hand": (
+        MapsByHand,
+        {},
+        {},
+        "ManagedCollisionCollection is used outside of a ManagedCollisionEmbedding",
+    ),
+    "unserved": (
+        ManagedModel,
+        {"track_id_freq": True},
+        {},
+        "HashZchManagedCollisionModule with track_id_freq",
+    ),
+    "left out": (
+        ManagedModel,
+        {"disable_fallback": True},
+        {},
+        "HashZchManagedCollisionModule with disable_fallback",
+    ),
 }
 
 
@@ -306,7 +391,10 @@ def _refused(kind: type[ManagedModel], options: dict[str, Any], tables: dict[str
 
 
 def test_what_would_map_ids_otherwise_is_refused() -> None:
-    calls = {name: (_refused, kind, options, tables) for name, (kind, options, tables, _) in REFUSED.items()}
+    calls = {
+        name: (_refused, kind, options, tables)
+        for name, (kind, options, tables, _) in REFUSED.items()
+    }
     for rank_result in run_each_on_ranks(calls, 2):
         for name, (*_, message) in REFUSED.items():
             assert message in rank_result[name], name
@@ -323,41 +411,62 @@ class Resized(ManagedModel):
 def _resized(path: str) -> list[str]:
     _train(Resized, {}, (0, 1), saves=path)
     messages = []
-    for scale, resumes, options in ((2, path, {}), (2, "", {"start_from": path, "grow_tables": True})):
+    for scale, resumes, options in (
+        (2, path, {}),
+        (2, "", {"start_from": path, "grow_tables": True}),
+    ):
         try:
-            _train(Resized, {"scale": scale}, (0, 1), resumes=resumes, strategy={"checkpoint": options})
+            _train(
+                Resized, {"scale": scale}, (0, 1), resumes=resumes, strategy={"checkpoint": options}
+            )
         except CheckpointError as error:
             messages.append(str(error))
     return messages
 
 
-def test_a_table_with_mapped_ids_does_not_grow_and_no_advice_says_that_it_would(tmp_path: Path) -> None:
+def test_a_table_with_mapped_ids_does_not_grow_and_no_advice_says_that_it_would(
+    tmp_path: Path,
+) -> None:
     for messages in run_on_warm_ranks(_resized, 2, str(tmp_path / "it.ckpt")):
         assert len(messages) == 2
         for message in messages:
             assert (
-                "has 24, to which its ids are mapped: such a table cannot grow or shrink. Keep 24 rows; or" in message
+                "has 24, to which its ids are mapped: such a table cannot grow or shrink. Keep 24 "
+                "rows; or" in message
             )
             assert "grow_tables" not in message
 
 
-def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+def test_evicted_rows_are_reset_and_checkpoints_go_on_with_other_numbers_of_ranks(
+    tmp_path: Path,
+) -> None:
     path, twice = str(tmp_path), (0, 2 * STEPS)
-    first = run_each_on_ranks({name: (_train, *item, twice) for name, item in EVICTING.items()}, 1)[0]
+    first = run_each_on_ranks({name: (_train, *item, twice) for name, item in EVICTING.items()}, 1)[
+        0
+    ]
     two = run_each_on_ranks(
         {
             f"{when} {name}": (_train, *item, steps, saves)
             for name, item in EVICTING.items()
-            for when, steps, saves in (("all", twice, ""), ("half", (0, STEPS), f"{path}/{name}.ckpt"))
+            for when, steps, saves in (
+                ("all", twice, ""),
+                ("half", (0, STEPS), f"{path}/{name}.ckpt"),
+            )
         },
         2,
     )
     later = (STEPS, 2 * STEPS)
-    resumes = {name: (_train, *item, later, "", f"{path}/{name}.ckpt") for name, item in EVICTING.items()}
+    resumes = {
+        name: (_train, *item, later, "", f"{path}/{name}.ckpt") for name, item in EVICTING.items()
+    }
     resumed = {num_ranks: run_each_on_ranks(resumes, num_ranks)[0] for num_ranks in (1, 3)}
     for name in EVICTING:
         expected = first[name]["state"]
-        assert first[name]["evicted"] == sum(rank_result[f"all {name}"]["evicted"] for rank_result in two) > 10
+        assert (
+            first[name]["evicted"]
+            == sum(rank_result[f"all {name}"]["evicted"] for rank_result in two)
+            > 10
+        )
         assert too_far(two[0][f"all {name}"]["state"], expected, 1e-5) == {}, name
         assert first[name]["shared"] > 0, "they are left out, where the module says so"
         hand_trained = _train_by_hand(*EVICTING[name], 2 * STEPS)

@@ -1,4 +1,5 @@
-"""nn.Embeddings that configure_model builds take a rank's share, and start and train alike under any plan."""
+"""nn.Embeddings that configure_model builds take a rank's share, and start and train alike under
+any plan."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -10,7 +11,14 @@ from torch import Tensor, nn
 
 from lightning_distrec import meta_tables
 from tests.support.click_model import seeded
-from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded, whole_state
+from tests.support.embedding_models import (
+    TwoTower,
+    loader,
+    pairs,
+    too_far,
+    train_unsharded,
+    whole_state,
+)
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
@@ -39,7 +47,11 @@ class Late(TwoTower):
         # These stay on every rank: one is tied, one is read, one is small, one says so.
         self.tied, self.output = nn.Embedding(40, 8), nn.Linear(8, 40, bias=False)
         self.output.weight = self.tied.weight
-        self.read, self.small, self.kept = nn.Embedding(40, 8), nn.Embedding(10, 8), nn.Embedding(40, 8)
+        self.read, self.small, self.kept = (
+            nn.Embedding(40, 8),
+            nn.Embedding(10, 8),
+            nn.Embedding(40, 8),
+        )
         nn.init.constant_(self.kept.weight, 0.25)
         nn.init.uniform_(self.read.weight, 1, 2)
 
@@ -63,7 +75,10 @@ class Late(TwoTower):
 def _train(cut: str, seed: int, in_constructor: bool = False, in_context: bool = False) -> Any:
     rank, num_ranks = rank_and_num_ranks()
     torch.manual_seed(seed)
-    strategy = {"min_rows": MIN_ROWS, "tables": {"kept": {"replicated": True}, "*": {"min_partition": 4}}}
+    strategy = {
+        "min_rows": MIN_ROWS,
+        "tables": {"kept": {"replicated": True}, "*": {"min_partition": 4}},
+    }
     with meta_tables(min_rows=MIN_ROWS) if in_context else nullcontext():
         model = Late(in_constructor)
     trainer = make_trainer(strategy | {"sharding_types": [cut]})
@@ -74,15 +89,21 @@ def _train(cut: str, seed: int, in_constructor: bool = False, in_context: bool =
 @pytest.fixture(scope="module")
 def runs() -> list[Any]:
     plans = [(1, "column_wise", False), (3, "row_wise", False), (2, "table_wise", True)]
-    return [run_on_ranks(_train, ranks, cut, 5, context, context)[0] for ranks, cut, context in plans]
+    return [
+        run_on_ranks(_train, ranks, cut, 5, context, context)[0] for ranks, cut, context in plans
+    ]
 
 
-def test_embeddings_of_configure_model_start_alike_on_any_ranks_plan_and_place(runs: list[Any]) -> None:
+def test_embeddings_of_configure_model_start_alike_on_any_ranks_plan_and_place(
+    runs: list[Any],
+) -> None:
     first, _, sharded, _ = runs[0]
     assert sharded == ["item_embedding", "tags", "user_embedding"]
     for state, _, names, _ in runs[1:]:
         assert names == sharded
-        assert all(torch.equal(state[f"{name}.weight"], first[f"{name}.weight"]) for name in sharded)
+        assert all(
+            torch.equal(state[f"{name}.weight"], first[f"{name}.weight"]) for name in sharded
+        )
     users, items = first["user_embedding.weight"], first["item_embedding.weight"]
     assert not users[3].any()
     assert 0.9 < float(users.std()) < 1.1
@@ -116,7 +137,10 @@ def _train_seeded_by_rank() -> None:
 
 
 def test_ranks_that_write_other_values_are_told_before_the_first_step() -> None:
-    with pytest.raises(RankFailed, match=r"table 'item_embedding' was built without rows, and ranks \d and \d wrote"):
+    with pytest.raises(
+        RankFailed,
+        match=r"table 'item_embedding' was built without rows, and ranks \d and \d wrote",
+    ):
         run_on_ranks(_train_seeded_by_rank, 2)
 
 
@@ -139,7 +163,8 @@ class Large(pl.LightningModule):
 
 
 def _peak_mib(rows: int) -> tuple[float, int]:
-    """Return by how many MiB a rank's memory grew at most, and the bytes for tables that its plan estimates."""
+    """Return by how many MiB a rank's memory grew at most, and the bytes for tables that its plan
+    estimates."""
 
     def peak() -> float:
         with open("/proc/self/status") as file:
@@ -152,7 +177,9 @@ def _peak_mib(rows: int) -> tuple[float, int]:
             plans.append(trainer.strategy.run_tables.plan)
 
     def fit(rows: int) -> None:
-        trainer = make_trainer({"min_rows": 100, "sharding_types": ["row_wise"]}, callbacks=[Keep()])
+        trainer = make_trainer(
+            {"min_rows": 100, "sharding_types": ["row_wise"]}, callbacks=[Keep()]
+        )
         trainer.fit(Large(rows), loader([torch.arange(16)]))
 
     fit(1000)

@@ -1,4 +1,5 @@
-"""Numbers of numpy, such as `frame.item.max() + 1`, are numbers: of rows, of columns, and in options."""
+"""Numbers of numpy, such as `frame.item.max() + 1`, are numbers: of rows, of columns, and in
+options."""
 
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,16 @@ class WithBags(TwoTower):
     def __init__(self, kind: str) -> None:
         number = NUMBERS[kind]
         super().__init__(number(50), number(70), number(16))
-        table = EmbeddingBagConfig(name="t", embedding_dim=number(8), num_embeddings=number(50), feature_names=["f"])
+        table = EmbeddingBagConfig(
+            name="t", embedding_dim=number(8), num_embeddings=number(50), feature_names=["f"]
+        )
         self.bags = EmbeddingBagCollection(tables=[table])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         features = KeyedJaggedTensor(["f"], batch[0], lengths=torch.ones_like(batch[0]))
-        return super().training_step(batch, batch_idx) + self.bags(features).values().square().mean()
+        return (
+            super().training_step(batch, batch_idx) + self.bags(features).values().square().mean()
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adagrad(self.parameters(), lr=0.05)
@@ -67,5 +72,7 @@ def test_numbers_of_numpy_train_as_python_s(tmp_path: Path) -> None:
     results = run_each_on_ranks({n.__name__: (_train, n, str(tmp_path)) for n in numbers}, 2)[0]
     for number in numbers[1:]:
         assert too_far(results[number.__name__], results["int"], 0.0) == {}
-        saved, expected = (torch.load(tmp_path / f"{n.__name__}.ckpt", weights_only=True) for n in (number, int))
+        saved, expected = (
+            torch.load(tmp_path / f"{n.__name__}.ckpt", weights_only=True) for n in (number, int)
+        )
         assert too_far(saved["state_dict"], expected["state_dict"], 0.0) == {}

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
@@ -30,12 +36,15 @@ def _config(kind: Any, name: str, dim: int, feature: str) -> Any:
 
 
 class OddDims(ClickModel):
-    """Looks up tables of dims 16, 10, and both in one collection, beside those of the click model."""
+    """Looks up tables of dims 16, 10, and both in one collection, beside those of the click
+    model."""
 
     def __init__(self) -> None:
         super().__init__(*SGD)
         self.bags = EmbeddingBagCollection(tables=[_config(BAGS, "ten", 10, "a")])
-        self.mixed = EmbeddingBagCollection(tables=[_config(BAGS, "even", 16, "b"), _config(BAGS, "six", 6, "c")])
+        self.mixed = EmbeddingBagCollection(
+            tables=[_config(BAGS, "even", 16, "b"), _config(BAGS, "six", 6, "c")]
+        )
         self.rows = EmbeddingCollection(tables=[_config(ROWS, "ten", 10, "d")])
         self.head = nn.Linear(42, 1, bias=False)
 
@@ -62,7 +71,9 @@ class OnlyOdd(OddDims):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        return self.bags(features).values().sum(1) + 0 * (self.head.weight.sum() + self.mlp(torch.zeros(56)))
+        return self.bags(features).values().sum(1) + 0 * (
+            self.head.weight.sum() + self.mlp(torch.zeros(56))
+        )
 
 
 REFUSED: dict[str, tuple[type[Exception], str]] = {
@@ -122,11 +133,14 @@ def test_odd_dims_train_beside_sharded_tables_to_the_numbers_of_an_unsharded_run
                 raise kind(actual["said"][name])
     columns = "but FBGEMM's rows come in multiples of 4 columns, so that only embedding_dim"
     assert ranks[0]["warnings"] == [
-        f"'bags' is not sharded, every rank has all of it: table 'ten' has embedding_dim=10, {columns}=12 would be "
+        "'bags' is not sharded, every rank has all of it: table 'ten' has embedding_dim=10, "
+        f"{columns}=12 would be "
         "sharded.",
-        f"'mixed' is not sharded, every rank has all of it: table 'six' has embedding_dim=6, {columns}=8 would be "
+        "'mixed' is not sharded, every rank has all of it: table 'six' has embedding_dim=6, "
+        f"{columns}=8 would be "
         "sharded.",
-        f"'rows' is not sharded, every rank has all of it: table 'ten' has embedding_dim=10, {columns}=12 would be "
+        "'rows' is not sharded, every rank has all of it: table 'ten' has embedding_dim=10, "
+        f"{columns}=12 would be "
         "sharded.",
     ]
     assert ranks[1]["warnings"] == []

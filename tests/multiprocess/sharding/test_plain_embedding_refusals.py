@@ -1,4 +1,5 @@
-"""Plain embeddings that cannot be sharded exactly stay whole with a word, or are refused where they were asked for."""
+"""Plain embeddings that cannot be sharded exactly stay whole with a word, or are refused where they
+were asked for."""
 
 import os
 import re
@@ -44,12 +45,16 @@ WHOLE: dict[str, tuple[Callable[[], Embedding], str]] = {
     "narrow": (lambda: nn.Embedding(ROWS, 6), "embedding_dim=6"),
     "mine": (lambda: MyEmbedding(ROWS, DIM), "MyEmbedding is a subclass"),
     "tied": (rows_maker(), "output.weight"),
-    "watched": (_watched, r"its weight has gradient hooks, .* For wandb's watch, set log='parameters'"),
+    "watched": (
+        _watched,
+        r"its weight has gradient hooks, .* For wandb's watch, set log='parameters'",
+    ),
 }
 
 
 class LeftWhole(KeepsState):
-    """Embeddings that cannot be sharded exactly, and one that can; `tied` gives its weight to an output layer."""
+    """Embeddings that cannot be sharded exactly, and one that can; `tied` gives its weight to an
+    output layer."""
 
     def __init__(self, names: Sequence[str] = tuple(WHOLE), sharded: bool = True) -> None:
         super().__init__()
@@ -81,7 +86,9 @@ def _whole_batch(step: int, rank: int) -> Tensor:
     return order[8 * rank : 8 * rank + 8]
 
 
-def _fit_left_whole(strategy: dict[str, Any], *arguments: Any) -> tuple[list[str], dict[str, Tensor], list[str]]:
+def _fit_left_whole(
+    strategy: dict[str, Any], *arguments: Any
+) -> tuple[list[str], dict[str, Tensor], list[str]]:
     """Return the warnings of this rank, the trained state and the tables that were sharded."""
     rank, _ = rank_and_num_ranks()
     model = seeded(LeftWhole, *arguments)
@@ -111,7 +118,10 @@ LEFT_WHOLE: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
 @pytest.fixture(scope="module")
 def left_whole() -> list[dict[str, Any]]:
     """What each rank said and trained, by case."""
-    calls = {case: (_fit_left_whole, strategy, *arguments) for case, (strategy, arguments) in LEFT_WHOLE.items()}
+    calls = {
+        case: (_fit_left_whole, strategy, *arguments)
+        for case, (strategy, arguments) in LEFT_WHOLE.items()
+    }
     return run_each_on_ranks(calls, 2)
 
 
@@ -130,7 +140,10 @@ def test_what_stays_whole_is_reported_once_by_rank_zero_and_trains_exactly(
     batches = [[_whole_batch(step, rank) for rank in range(2)] for step in range(3)]
     far = too_far(state, train_unsharded(seeded(LeftWhole, *arguments), batches).state_dict(), 1e-6)
     if requested:
-        assert any("'watched'" in text and "on rank 0, its weight has gradient hooks" in text for text in message)
+        assert any(
+            "'watched'" in text and "on rank 0, its weight has gradient hooks" in text
+            for text in message
+        )
     assert not far
 
 
@@ -146,7 +159,9 @@ class WatchedBags(LeftWhole):
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
-        table = EmbeddingBagConfig(name="bags", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+        table = EmbeddingBagConfig(
+            name="bags", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"]
+        )
         self.collection = EmbeddingBagCollection(tables=[table])
         _watch(self.collection.embedding_bags["bags"].weight)
 
@@ -160,17 +175,28 @@ class BadIds(LeftWhole):
 
 REFUSED: dict[str, tuple[type, tuple[str, ...], Any, str]] = {
     **{
-        name: (LeftWhole, tuple(WHOLE), ["item", name], f"ShardingError: .*'{name}' cannot be sharded: .*{reason}")
+        name: (
+            LeftWhole,
+            tuple(WHOLE),
+            ["item", name],
+            f"ShardingError: .*'{name}' cannot be sharded: .*{reason}",
+        )
         for name, (_, reason) in WHOLE.items()
     },
     "unknown path": (LeftWhole, (), ["itm"], "ConfigError: .*'itm'; did you mean 'item'"),
-    "unknown path among known": (LeftWhole, (), ["item", "towers.0"], r"ConfigError: .*'towers\.0'"),
+    "unknown path among known": (
+        LeftWhole,
+        (),
+        ["item", "towers.0"],
+        r"ConfigError: .*'towers\.0'",
+    ),
     "no embedding": (LeftWhole, ("tied",), ["output"], "ConfigError: .*'output'.* item, tied"),
     "watched bags": (
         WatchedBags,
         (),
         "all",
-        "ShardingError: .*table 'collection.bags' has gradient hooks.* For wandb's watch, set log='parameters'",
+        "ShardingError: .*table 'collection.bags' has gradient hooks.* For wandb's watch, set "
+        "log='parameters'",
     ),
     "weight": (ReadsWeight, (), ["item"], "ShardedWeightError: .*gathered_weight"),
     "bad ids": (BadIds, (), "all", rf"IdsError: .*'item' has the id {ROWS + 2}"),
@@ -182,7 +208,9 @@ def _refused(case: str) -> tuple[str, int]:
     kind, names, convert, _ = REFUSED[case]
     model = seeded(kind, names)
     try:
-        make_trainer({"convert_embeddings": convert}).fit(model, loader([torch.arange(1, 9) + rank_and_num_ranks()[0]]))
+        make_trainer({"convert_embeddings": convert}).fit(
+            model, loader([torch.arange(1, 9) + rank_and_num_ranks()[0]])
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}", model.steps
     return "nothing was raised", model.steps
@@ -214,10 +242,16 @@ class Rows(LeftWhole):
 
 WRONG_CALLS: dict[str, tuple[Callable[[], LeftWhole], Arguments]] = {
     "offsets from 2": (Bags, {"input": torch.arange(8), "offsets": torch.tensor([2, 4])}),
-    "offsets beyond the ids": (Bags, {"input": torch.arange(8), "offsets": torch.tensor([0, 4, 20])}),
+    "offsets beyond the ids": (
+        Bags,
+        {"input": torch.arange(8), "offsets": torch.tensor([0, 4, 20])},
+    ),
     "offsets that go down": (Bags, {"input": torch.arange(8), "offsets": torch.tensor([0, 6, 3])}),
     "ids without offsets": (Bags, {"input": torch.arange(8)}),
-    "offsets and two dimensions": (Bags, {"input": torch.arange(8).view(4, 2), "offsets": torch.tensor([0, 4])}),
+    "offsets and two dimensions": (
+        Bags,
+        {"input": torch.arange(8).view(4, 2), "offsets": torch.tensor([0, 4])},
+    ),
     "weights of a mean": (
         Bags,
         {"input": torch.arange(8).view(4, 2), "per_sample_weights": torch.ones(4, 2)},
@@ -253,7 +287,9 @@ def rank_results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_an_error_of_ours_on_every_rank(rank_results: list[dict[str, Any]], case: str) -> None:
+def test_what_cannot_be_is_an_error_of_ours_on_every_rank(
+    rank_results: list[dict[str, Any]], case: str
+) -> None:
     for actual in rank_results:
         message, steps = actual[f"refused {case}"]
         assert re.match(REFUSED[case][3], message, re.DOTALL), message

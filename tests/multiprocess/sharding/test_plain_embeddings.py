@@ -1,6 +1,8 @@
-"""nn.Embedding and nn.EmbeddingBag of an unchanged LightningModule, sharded, give the numbers of one unsharded process.
+"""nn.Embedding and nn.EmbeddingBag of an unchanged LightningModule, sharded, give the numbers of
+one unsharded process.
 
-What is compared with is a plain torch loop over all ranks' batches, whose loss is the mean of the ranks' losses.
+What is compared with is a plain torch loop over all ranks' batches, whose loss is the mean of the
+ranks' losses.
 """
 
 from collections.abc import Sequence
@@ -38,7 +40,8 @@ class EveryKind(KeepsState):
         self.optimizer = optimizer
         self.tables = nn.ModuleDict({kind: (KINDS | UNEQUAL)[kind][0]() for kind in kinds})
         self.heads = nn.ModuleDict({
-            kind: nn.Linear(table.embedding_dim, 2, bias=False) for kind, table in self.tables.items()
+            kind: nn.Linear(table.embedding_dim, 2, bias=False)
+            for kind, table in self.tables.items()
         })
 
     def training_step(self, batch: dict[str, Arguments], batch_idx: int) -> Tensor:
@@ -50,7 +53,9 @@ class EveryKind(KeepsState):
             elif "offsets" in arguments:
                 rows = table(*arguments.values())
             else:
-                rows = table(arguments["input"], **{k: v for k, v in arguments.items() if k != "input"})
+                rows = table(
+                    arguments["input"], **{k: v for k, v in arguments.items() if k != "input"}
+                )
             losses.append((self.heads[kind](rows) - 1).pow(2).sum() / 20)
         return torch.stack(losses).sum()
 
@@ -59,7 +64,9 @@ class EveryKind(KeepsState):
         return kind(self.parameters(), **options)
 
 
-def _train_every_kind(optimizer: str, cuts: dict[str, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _train_every_kind(
+    optimizer: str, cuts: dict[str, str]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the trained state, and how each table was cut. cuts: kind -> how it is to be cut."""
     rank, num_ranks = rank_and_num_ranks()
     model = seeded(EveryKind, optimizer, tuple(cuts))
@@ -67,31 +74,49 @@ def _train_every_kind(optimizer: str, cuts: dict[str, str]) -> tuple[dict[str, T
 
     def look() -> None:
         plan = model.trainer.strategy.run_tables.shards.plan
-        actual.update({name.removeprefix("tables."): sharding.sharding_type for name, sharding in plan.items()})
+        actual.update({
+            name.removeprefix("tables."): sharding.sharding_type for name, sharding in plan.items()
+        })
 
     model.on_train_start = look  # type: ignore[method-assign]
-    tables = {f"tables.{kind}": {"sharding_types": [cut], "min_partition": 4} for kind, cut in cuts.items()}
+    tables = {
+        f"tables.{kind}": {"sharding_types": [cut], "min_partition": 4}
+        for kind, cut in cuts.items()
+    }
     trainer = make_trainer({"convert_embeddings": "all", "tables": tables})
-    trainer.fit(model, loader([draw_batch(step, rank, num_ranks, tuple(cuts)) for step in range(STEPS)]))
+    trainer.fit(
+        model, loader([draw_batch(step, rank, num_ranks, tuple(cuts)) for step in range(STEPS)])
+    )
     return model.final_state, actual
 
 
-def _train_every_kind_unsharded(optimizer: str, kinds: Sequence[str], num_ranks: int) -> tuple[EveryKind, EveryKind]:
+def _train_every_kind_unsharded(
+    optimizer: str, kinds: Sequence[str], num_ranks: int
+) -> tuple[EveryKind, EveryKind]:
     """Return the model at the start and trained."""
     start = seeded(EveryKind, optimizer, kinds)
-    batches = [[draw_batch(step, rank, num_ranks, kinds) for rank in range(num_ranks)] for step in range(STEPS)]
+    batches = [
+        [draw_batch(step, rank, num_ranks, kinds) for rank in range(num_ranks)]
+        for step in range(STEPS)
+    ]
     return start, train_unsharded(start, batches)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), slow_except([("SGD", 3), ("Adagrad", 2), ("Adam", 2)], product(OPTIMIZERS, [2, 3]))
+    ("name", "num_ranks"),
+    slow_except([("SGD", 3), ("Adagrad", 2), ("Adam", 2)], product(OPTIMIZERS, [2, 3])),
 )
-def test_every_kind_of_call_has_the_weights_of_one_unsharded_process(name: str, num_ranks: int) -> None:
+def test_every_kind_of_call_has_the_weights_of_one_unsharded_process(
+    name: str, num_ranks: int
+) -> None:
     # torch's own Adam takes no gradients of nn.Embedding(sparse=True), sharded or not.
     kinds = tuple(kind for kind in KINDS if name != "Adam" or "sparse" not in kind)
     # Each kind is cut in another way for each optimizer, so that all pairs of them occur.
-    cuts = {kind: CUTS[(list(KINDS).index(kind) + list(OPTIMIZERS).index(name) + num_ranks) % 3] for kind in kinds}
+    cuts = {
+        kind: CUTS[(list(KINDS).index(kind) + list(OPTIMIZERS).index(name) + num_ranks) % 3]
+        for kind in kinds
+    }
     state, actual = run_on_warm_ranks(_train_every_kind, num_ranks, name, cuts)[0]
     assert actual == cuts
     start, trained = _train_every_kind_unsharded(name, kinds, num_ranks)
@@ -113,7 +138,9 @@ def _hook() -> list[str]:
     table.register_forward_pre_hook(lambda *_: seen.append("before forward"))
     table.register_forward_hook(lambda *_: seen.append("forward"))
     table.register_full_backward_hook(lambda *_: seen.append("backward"))
-    make_trainer({"convert_embeddings": "all"}).fit(model, loader([draw_batch(0, 0, 2, ("matrix",))]))
+    make_trainer({"convert_embeddings": "all"}).fit(
+        model, loader([draw_batch(0, 0, 2, ("matrix",))])
+    )
     return seen
 
 
@@ -127,14 +154,20 @@ def two_rank_results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_ranks_may_look_up_unequal_numbers_of_bags(two_rank_results: list[dict[str, Any]], cut: str) -> None:
+def test_ranks_may_look_up_unequal_numbers_of_bags(
+    two_rank_results: list[dict[str, Any]], cut: str
+) -> None:
     state, _ = two_rank_results[0][cut]
     _, trained = _train_every_kind_unsharded("Adagrad", tuple(UNEQUAL), 2)
     assert not too_far(state, trained.state_dict(), limit_of("Adagrad"))
 
 
-def test_hooks_on_an_embedding_run_while_it_is_sharded(two_rank_results: list[dict[str, Any]]) -> None:
-    assert [actual["hooks"] for actual in two_rank_results] == [["before forward", "forward", "backward"]] * 2
+def test_hooks_on_an_embedding_run_while_it_is_sharded(
+    two_rank_results: list[dict[str, Any]],
+) -> None:
+    assert [actual["hooks"] for actual in two_rank_results] == [
+        ["before forward", "forward", "backward"]
+    ] * 2
 
 
 class OneTable(KeepsState):
@@ -160,7 +193,9 @@ class OneTable(KeepsState):
 def _clicks(step: int, rank: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(1000 * step + rank)
     batch = {name: torch.randint(0, ROWS, (8,), generator=draw) for name in ("user", "item")}
-    batch |= {name: torch.randint(0, ROWS, (8, 3), generator=draw) for name in ("tags", "other_tags")}
+    batch |= {
+        name: torch.randint(0, ROWS, (8, 3), generator=draw) for name in ("tags", "other_tags")
+    }
     return batch | {"label": torch.randint(0, 2, (8,), generator=draw).float()}
 
 
@@ -173,7 +208,8 @@ def _train_one_table(optimizer: str, strategy: dict[str, Any]) -> dict[str, Tens
 
 
 class SparseModel(KeepsState):
-    """As users of SparseAdam write it: an optimizer for the embeddings, one for the rest, stepped by hand.
+    """As users of SparseAdam write it: an optimizer for the embeddings, one for the rest, stepped
+    by hand.
 
     `items` is also what a method of nn.ModuleDict is called, in which torchrec puts its tables.
     """
@@ -200,7 +236,10 @@ class SparseModel(KeepsState):
 
     def configure_optimizers(self) -> Any:
         tables = [p for n, p in self.named_parameters() if not n.startswith("head")]
-        return [torch.optim.SparseAdam(tables, lr=0.001), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+        return [
+            torch.optim.SparseAdam(tables, lr=0.001),
+            torch.optim.SGD(self.head.parameters(), lr=0.1),
+        ]
 
 
 def _train_sparse(cut: str) -> dict[str, Tensor]:
@@ -222,24 +261,31 @@ def rank_results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "Adagrad kept"])
-def test_a_table_looked_up_twice_in_a_step_is_updated_once(rank_results: list[dict[str, Any]], name: str) -> None:
+def test_a_table_looked_up_twice_in_a_step_is_updated_once(
+    rank_results: list[dict[str, Any]], name: str
+) -> None:
     optimizer = name.split()[0]
     start = seeded(OneTable, optimizer)
     batches = [[_clicks(step, rank) for rank in range(len(rank_results))] for step in range(STEPS)]
     # The ranks' batches have one size: the mean of their losses is the loss of the joined batch.
     joined = [
-        [{key: torch.cat([batch[key] for batch in step_values]) for key in step_values[0]}] for step_values in batches
+        [{key: torch.cat([batch[key] for batch in step_values]) for key in step_values[0]}]
+        for step_values in batches
     ]
     expected = train_unsharded(start, joined).state_dict()
     assert not too_far(rank_results[0][name], expected, limit_of(optimizer))
 
 
-def test_sparse_adam_has_the_weights_of_one_unsharded_process(rank_results: list[dict[str, Any]]) -> None:
+def test_sparse_adam_has_the_weights_of_one_unsharded_process(
+    rank_results: list[dict[str, Any]],
+) -> None:
     model = seeded(SparseModel)
     optimizers = model.configure_optimizers()
     for step in range(STEPS):
         model.zero_grad()
-        torch.stack([model.loss(_clicks(step, rank)) for rank in range(len(rank_results))]).mean().backward()
+        torch.stack([
+            model.loss(_clicks(step, rank)) for rank in range(len(rank_results))
+        ]).mean().backward()
         for optimizer in optimizers:
             optimizer.step()
     for cut in CUTS:

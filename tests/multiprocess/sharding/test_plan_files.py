@@ -1,4 +1,5 @@
-"""A plan is saved, read by people, changed, and followed: on real ranks, with the numbers of an unsharded run."""
+"""A plan is saved, read by people, changed, and followed: on real ranks, with the numbers of an
+unsharded run."""
 
 import json
 import os
@@ -49,14 +50,23 @@ def fit(
     **options: Any,
 ) -> dict[str, Any]:
     """Train on this rank; return the plan that was followed, the losses and the weights."""
-    strategy = {"planning": planning, "tables": tables, "sharding_types": cuts, "memory_bytes_per_rank": memory_bytes}
+    strategy = {
+        "planning": planning,
+        "tables": tables,
+        "sharding_types": cuts,
+        "memory_bytes_per_rank": memory_bytes,
+    }
     strategy["checkpoint"] = {"distributed": not one_file}
     trainer = make_trainer(strategy, **options)
     module = seeded(ClickModel, *optimizer)
     trainer.fit(module, rank_loader(steps, rank_and_num_ranks()[0]), ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
-    return {"plan": sharded_tables_of(module).plan, "losses": module.losses, "state": module.final_state}
+    return {
+        "plan": sharded_tables_of(module).plan,
+        "losses": module.losses,
+        "state": module.final_state,
+    }
 
 
 def refusal(*args: Any, folder: str, **options: Any) -> str:
@@ -79,7 +89,9 @@ def _fit_and_save(folder: str) -> dict[str, Any]:
         "narrow": {"sharding_types": ["row_wise"]},
     }
     fit(save=f"{folder}/file.ckpt", tables=tables, one_file=True)
-    return fit(logger=CSVLogger(folder, name="logs", version=0), save=f"{folder}/it.ckpt", tables=tables)
+    return fit(
+        logger=CSVLogger(folder, name="logs", version=0), save=f"{folder}/it.ckpt", tables=tables
+    )
 
 
 def _follow(folder: str) -> dict[str, Any]:
@@ -102,7 +114,9 @@ def test_a_saved_plan_is_followed_bit_by_bit_from_logs_and_checkpoints(tmp_path:
     assert _plans_below(tmp_path) == ["it.ckpt/plan.json", "logs/version_0/plan.json"]
     log, checkpoint = load_plan(tmp_path / "logs" / "version_0"), load_plan(tmp_path / "it.ckpt")
     assert log == checkpoint
-    assert {name: table.sharding_type for name, table in log.tables.items()}["ebc.wide"] == "column_wise"
+    assert {name: table.sharding_type for name, table in log.tables.items()}[
+        "ebc.wide"
+    ] == "column_wise"
     for expected, actual in zip(first, run_on_warm_ranks(_follow, 2, str(tmp_path)), strict=True):
         assert actual.pop("resumed")["plan"] != expected["plan"]
         assert actual.pop("resumed by its plan")["plan"] == expected["plan"]
@@ -111,13 +125,18 @@ def test_a_saved_plan_is_followed_bit_by_bit_from_logs_and_checkpoints(tmp_path:
         for mode, is_equal in actual.items():
             assert is_equal["plan"] == expected["plan"], mode
             assert is_equal["losses"] == expected["losses"], mode
-            assert all(torch.equal(is_equal["state"][key], value) for key, value in expected["state"].items()), mode
+            assert all(
+                torch.equal(is_equal["state"][key], value)
+                for key, value in expected["state"].items()
+            ), mode
 
 
 def _follow_on_other_ranks(folder: str) -> list[Any]:
     os.environ[OF_CHECKPOINT] = "1"
     fits = [fit(ckpt_path=f"{folder}/it.ckpt", max_steps=STEPS)]
-    fits.append(fit(ckpt_path=f"{folder}/it.ckpt", max_steps=STEPS, cuts=["table_wise", "row_wise"]))
+    fits.append(
+        fit(ckpt_path=f"{folder}/it.ckpt", max_steps=STEPS, cuts=["table_wise", "row_wise"])
+    )
     del os.environ[OF_CHECKPOINT]
     return [{name: table.sharding_type for name, table in each["plan"].items()} for each in fits]
 
@@ -125,8 +144,16 @@ def _follow_on_other_ranks(folder: str) -> list[Any]:
 def test_on_other_ranks_tables_keep_the_sharding_types_of_a_checkpoint(tmp_path: Path) -> None:
     run_on_warm_ranks(_fit_and_save, 2, str(tmp_path))
     types, limited_types = run_on_warm_ranks(_follow_on_other_ranks, 1, str(tmp_path))[0]
-    assert types == {"ebc.wide": "column_wise", "ebc.narrow": "row_wise", "ebc.shared": "table_wise"}
-    assert limited_types == {"ebc.wide": "table_wise", "ebc.narrow": "row_wise", "ebc.shared": "table_wise"}
+    assert types == {
+        "ebc.wide": "column_wise",
+        "ebc.narrow": "row_wise",
+        "ebc.shared": "table_wise",
+    }
+    assert limited_types == {
+        "ebc.wide": "table_wise",
+        "ebc.narrow": "row_wise",
+        "ebc.shared": "table_wise",
+    }
 
 
 def _follow_with_little_memory(folder: str) -> str:
@@ -150,7 +177,9 @@ def test_the_plan_in_a_checkpoint_is_listed_verified_and_reported(
     assert marker["files"]["plan.json"] == (path / "plan.json").stat().st_size
     assert verify(path) == []
     assert main(["checkpoint", "inspect", str(path)]) == EXIT_OK
-    assert f"plan       plan.json, for planning={{'plan_file': '{path}'}}" in capsys.readouterr().out
+    assert (
+        f"plan       plan.json, for planning={{'plan_file': '{path}'}}" in capsys.readouterr().out
+    )
     content = (path / "plan.json").read_text()
     (path / "plan.json").write_text(content.replace('"rank": 0', '"rank": 1', 1))
     assert verify(path) == ["plan.json"]
@@ -180,10 +209,15 @@ def _fit_table_wise(folder: str) -> dict[str, Any]:
 
 
 def _follow_changed(file: str) -> dict[str, Any]:
-    actual = {"SGD": fit({"plan_file": file}), "Adagrad": fit({"plan_file": file}, optimizer=ADAGRAD)}
+    actual = {
+        "SGD": fit({"plan_file": file}),
+        "Adagrad": fit({"plan_file": file}, optimizer=ADAGRAD),
+    }
     module, rank = seeded(ClickModel, *SGD), rank_and_num_ranks()[0]
     make_trainer({"sharding_types": ["table_wise"]}).fit(module, rank_loader(2, rank))
-    make_trainer({"planning": {"plan_file": file}}).fit(module, rank_loader(STEPS - 2, rank, first=2))
+    make_trainer({"planning": {"plan_file": file}}).fit(
+        module, rank_loader(STEPS - 2, rank, first=2)
+    )
     actual["moved"] = {"plan": sharded_tables_of(module).plan, "state": module.final_state}
     return actual
 
@@ -201,7 +235,8 @@ def test_a_file_changed_by_hand_is_followed_and_trains_as_unsharded(tmp_path: Pa
     }
     ranks = run_on_warm_ranks(_follow_changed, 2, str(changed))
     for name, state in plain.items():
-        assert max(largest_difference(ranks[0][name]["state"], state).values()) < 1e-5  # rank 0 has the whole tables
+        # rank 0 has the whole tables
+        assert max(largest_difference(ranks[0][name]["state"], state).values()) < 1e-5
     for actual in ranks:
         for run_values in actual.values():
             assert run_values["plan"] == expected.for_torchrec([torch.device("cpu")] * 2)
@@ -216,7 +251,9 @@ def _refusals(folder: str, other_values: str, four_values: str) -> dict[str, str
     }
 
 
-def test_a_file_of_another_model_or_number_of_ranks_fails_on_every_rank_before_training(tmp_path: Path) -> None:
+def test_a_file_of_another_model_or_number_of_ranks_fails_on_every_rank_before_training(
+    tmp_path: Path,
+) -> None:
     run_on_warm_ranks(_fit_table_wise, 2, str(tmp_path / "two"))
     file = tmp_path / "two" / "logs" / "version_0" / "plan.json"
     content = json.loads(file.read_text())
@@ -226,14 +263,26 @@ def test_a_file_of_another_model_or_number_of_ranks_fails_on_every_rank_before_t
     tables["ebc.narrow"]["shards"][0]["sizes"][0] += 1
     other_values, four_values = tmp_path / "other.json", tmp_path / "four.json"
     other_values.write_text(json.dumps(content))
-    four_values.write_text(json.dumps({**json.loads(file.read_text()), "num_ranks": 4, "ranks_per_node": 4}))
+    four_values.write_text(
+        json.dumps({**json.loads(file.read_text()), "num_ranks": 4, "ranks_per_node": 4})
+    )
     folder = tmp_path / "refused"
     for actual in run_on_warm_ranks(_refusals, 2, str(folder), str(other_values), str(four_values)):
-        assert actual["other model"].startswith(f"PlanError: plan_file='{other_values}' does not suit this run:\n")
-        assert "table 'ebc.wyde' is in the plan only; did you mean 'ebc.wide'?" in actual["other model"]
-        assert "table 'ebc.narrow' is 38 x 8 FP32 in the plan, 37 x 8 FP32 in the module" in actual["other model"]
+        assert actual["other model"].startswith(
+            f"PlanError: plan_file='{other_values}' does not suit this run:\n"
+        )
+        assert (
+            "table 'ebc.wyde' is in the plan only; did you mean 'ebc.wide'?"
+            in actual["other model"]
+        )
+        assert (
+            "table 'ebc.narrow' is 38 x 8 FP32 in the plan, 37 x 8 FP32 in the module"
+            in actual["other model"]
+        )
         assert "it is for 4 ranks, and there are 2" in actual["other ranks"]
-        assert actual["gone"].startswith(f"ConfigError: the plan {folder}/gone.json cannot be read: No such file")
+        assert actual["gone"].startswith(
+            f"ConfigError: the plan {folder}/gone.json cannot be read: No such file"
+        )
     assert _plans_below(folder) == []
     assert not list(folder.rglob("*.ckpt"))
 
@@ -250,7 +299,9 @@ def test_a_file_that_only_rank_0_sees_is_followed_by_all(tmp_path: Path) -> None
         (tmp_path / str(rank)).mkdir()
     shutil.copy(tmp_path / "logs" / "version_0" / "plan.json", tmp_path / "0" / "plan.json")
     expected = load_plan(tmp_path / "0").for_torchrec([torch.device("cpu")] * 2)
-    assert all(actual["plan"] == expected for actual in run_on_warm_ranks(_follow_alone, 2, str(tmp_path)))
+    assert all(
+        actual["plan"] == expected for actual in run_on_warm_ranks(_follow_alone, 2, str(tmp_path))
+    )
 
 
 def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
@@ -258,7 +309,10 @@ def _evaluate(folder: str, plan_file: str) -> dict[str, Any]:
     rank = rank_and_num_ranks()[0]
 
     def trainer(name: str, planning: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
-        options = {"logger": CSVLogger(folder, name=name, version=0), "default_root_dir": f"{folder}/{name}"} | options
+        options = {
+            "logger": CSVLogger(folder, name=name, version=0),
+            "default_root_dir": f"{folder}/{name}",
+        } | options
         return make_trainer({"planning": planning, "checkpoint": {"distributed": True}}, **options)
 
     actual = {}
@@ -294,7 +348,9 @@ def test_only_fits_with_a_logger_save_plans_and_evaluations_follow_them(tmp_path
     folder = tmp_path / "runs"
     for actual in run_on_warm_ranks(_evaluate, 2, str(folder), str(file)):
         for name, plan in actual.items():
-            followed = {table: plan[table].sharding_spec.shards[0].placement.rank() for table in plan}
+            followed = {
+                table: plan[table].sharding_spec.shards[0].placement.rank() for table in plan
+            }
             expected = {name: t.shards[0].rank for name, t in load_plan(file).tables.items()}
             assert followed | {"ebc.wide": 0} == expected, name
             assert plan["ebc.wide"].sharding_type == "table_wise", name
@@ -317,6 +373,8 @@ def test_a_folder_that_cannot_be_written_is_a_warning_that_names_the_file(tmp_pa
     selected = tmp_path / "logs" / "version_0" / "plan.json"
     selected.mkdir(parents=True)
     actual = run_on_warm_ranks(_fit_where_the_disk_refuses, 2, str(tmp_path))
-    message = f"the plan is not saved: {selected} cannot be written (Is a directory). Training continues"
+    message = (
+        f"the plan is not saved: {selected} cannot be written (Is a directory). Training continues"
+    )
     assert any(text.startswith(message) for text in actual[0]["said"]), actual[0]["said"]
     assert all(len(rank_result["losses"]) == 2 for rank_result in actual)

@@ -1,4 +1,5 @@
-"""The benchmark of plans at tiny size: every plan gets its turns, and is the one that training follows."""
+"""The benchmark of plans at tiny size: every plan gets its turns, and is the one that training
+follows."""
 
 from pathlib import Path
 
@@ -9,10 +10,18 @@ from tests.benchmarks.performance_contenders import Turn
 from tests.benchmarks.performance_rounds import join_ranks
 from tests.benchmarks.plan_quality_plans import Space, default_bandwidths
 from tests.benchmarks.plan_quality_text import PLANNERS
-from tests.benchmarks.plan_quality_turns import OURS_DEFAULT, TORCHRECS_DEFAULT, Job, Measured, take_turns
+from tests.benchmarks.plan_quality_turns import (
+    OURS_DEFAULT,
+    TORCHRECS_DEFAULT,
+    Job,
+    Measured,
+    take_turns,
+)
 from tests.support.ranks import run_on_ranks
 
-JOB = Job(NodeLayout.from_node_sizes(2), num_plans=9, rounds=1, turn=Turn(first=1, counted=2, last=1))
+JOB = Job(
+    NodeLayout.from_node_sizes(2), num_plans=9, rounds=1, turn=Turn(first=1, counted=2, last=1)
+)
 
 
 def measure(folder: str) -> Measured:
@@ -24,7 +33,10 @@ def measure(folder: str) -> Measured:
 def test_every_plan_takes_its_turns_and_planners_plans_are_among_them(tmp_path: Path) -> None:
     actual: Measured = run_on_ranks(measure, 2, str(tmp_path))[0]
     assert len(actual.plans) == JOB.num_plans
-    assert all([len(steps) for steps in tried.rounds] == [JOB.turn.counted] for tried in actual.plans.values())
+    assert all(
+        [len(steps) for steps in tried.rounds] == [JOB.turn.counted]
+        for tried in actual.plans.values()
+    )
     assert set(PLANNERS) <= set(actual.equal_plans)
     assert set(actual.equal_plans.values()) <= set(actual.plans)
     assert actual.bandwidths.intra_node.origin.startswith("measured")

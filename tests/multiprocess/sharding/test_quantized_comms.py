@@ -18,7 +18,11 @@ LIMIT = 5e-4
 
 
 def fit_each(cut: str) -> dict[str, dict[str, torch.Tensor]]:
-    ways = {"exact": None, "fp16": {"forward": "fp16"}, "both": {"forward": "fp16", "backward": "bf16"}}
+    ways = {
+        "exact": None,
+        "fp16": {"forward": "fp16"},
+        "both": {"forward": "fp16", "backward": "bf16"},
+    }
     states = {}
     for name, comms in ways.items():
         model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
@@ -39,7 +43,9 @@ def test_rounded_rows_and_gradients_train_nearly_the_same_weights(cut):
 def start_table() -> str:
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
     with redirect_stdout(io.StringIO()) as message:
-        make_trainer({"quantized_comms": {"forward": "fp16", "backward": "bf16"}}).fit(model, rank_loader(1, 0))
+        make_trainer({"quantized_comms": {"forward": "fp16", "backward": "bf16"}}).fit(
+            model, rank_loader(1, 0)
+        )
     return " ".join(message.getvalue().split())
 
 
@@ -50,7 +56,10 @@ def test_the_start_table_shows_that_numbers_are_rounded():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"forward": "fp8"}, "'fp8' is not known"), ({"onward": "fp16"}, "there is no option 'onward'")],
+    [
+        ({"forward": "fp8"}, "'fp8' is not known"),
+        ({"onward": "fp16"}, "there is no option 'onward'"),
+    ],
 )
 def test_unknown_types_are_refused(options, message):
     from lightning_distrec import TorchRecShardedStrategy

@@ -9,7 +9,13 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec import sharded_l2
 from lightning_distrec.errors import ShardingError
-from tests.support.click_model import ClickModel, join_batches, largest_difference, make_batch, seeded
+from tests.support.click_model import (
+    ClickModel,
+    join_batches,
+    largest_difference,
+    make_batch,
+    seeded,
+)
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, limit_of
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
@@ -39,7 +45,9 @@ def _train(
     rank = rank_and_num_ranks()[0]
     model = seeded(WithTerm, *OPTIMIZERS[name])
     batches = [_batch(step, rank, sizes) for step in range(STEPS)]
-    make_trainer(strategy, accumulate_grad_batches=accumulate).fit(model, DataLoader(batches, batch_size=None))
+    make_trainer(strategy, accumulate_grad_batches=accumulate).fit(
+        model, DataLoader(batches, batch_size=None)
+    )
     return model.final_state, model.losses
 
 
@@ -60,7 +68,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "Adam unequal": ("Adam", EVERY_CUT, "unequal"),
     "Adam accumulated": ("Adam", EVERY_CUT, "equal", 3),
     "SGD": ("SGD", SPARSE | {"tables": {"wide": {"sharding_types": ["row_wise"]}}}, "unequal"),
-    "Adagrad": ("Adagrad", SPARSE | {"tables": {"wide": {"sharding_types": ["row_wise"]}}}, "equal"),
+    "Adagrad": (
+        "Adagrad",
+        SPARSE | {"tables": {"wide": {"sharding_types": ["row_wise"]}}},
+        "equal",
+    ),
     "RowWiseAdagrad": ("RowWiseAdagrad", {"embedding_update": "dense"}, "equal"),
 }
 

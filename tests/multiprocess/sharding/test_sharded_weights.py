@@ -1,4 +1,5 @@
-"""What a module may do with the weights of sharded tables gives what one process gives, or raises by name."""
+"""What a module may do with the weights of sharded tables gives what one process gives, or raises
+by name."""
 
 import copy
 import io
@@ -17,7 +18,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from lightning_distrec import NormalizeRows
 from lightning_distrec.errors import ConfigError, ShardedWeightError, ShardingError
 from tests.support.click_model import seeded
-from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded, whole_state
+from tests.support.embedding_models import (
+    TwoTower,
+    loader,
+    pairs,
+    too_far,
+    train_unsharded,
+    whole_state,
+)
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -49,7 +57,9 @@ def _truncated(weight: nn.Parameter) -> None:
 
 
 def _own(weight: nn.Parameter) -> None:
-    weight.data.uniform_(-1 / weight.shape[0] ** 0.5, 1 / weight.shape[1] ** 0.5).mul_(2).clamp_(max=0.1)
+    weight.data.uniform_(-1 / weight.shape[0] ** 0.5, 1 / weight.shape[1] ** 0.5).mul_(2).clamp_(
+        max=0.1
+    )
 
 
 def _noisy(weight: nn.Parameter) -> None:
@@ -58,7 +68,13 @@ def _noisy(weight: nn.Parameter) -> None:
         weight += 0.1 * torch.randn(weight.shape)
 
 
-DRAWS = {"truncated": _truncated, "xavier": _xavier, "kaiming": _kaiming, "own": _own, "noisy": _noisy}
+DRAWS = {
+    "truncated": _truncated,
+    "xavier": _xavier,
+    "kaiming": _kaiming,
+    "own": _own,
+    "noisy": _noisy,
+}
 
 
 class Draws(TwoTower):
@@ -93,18 +109,26 @@ def _drawn(draw: str, hook: str, types: list[str]) -> Any:
 
 @pytest.mark.parametrize(
     ("types", "num_ranks"),
-    [(["row_wise"], 2), (["column_wise"], 2), pytest.param(["table_wise"], 3, marks=pytest.mark.slow)],
+    [
+        (["row_wise"], 2),
+        (["column_wise"], 2),
+        pytest.param(["table_wise"], 3, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_drawn_in_hooks_are_those_of_one_process(types: list[str], num_ranks: int) -> None:
     hooks = dict(zip(DRAWS, ["on_fit_start", "on_train_start"] * 3, strict=False))
-    actual = run_each_on_ranks({draw: (_drawn, draw, hook, types) for draw, hook in hooks.items()}, num_ranks)
+    actual = run_each_on_ranks(
+        {draw: (_drawn, draw, hook, types) for draw, hook in hooks.items()}, num_ranks
+    )
     for draw in DRAWS:
         expected = seeded(Draws, draw)
         pl.seed_everything(7, verbose=False)
         expected.draw_all()
         state, _ = actual[0][draw]
         assert too_far(state, expected.drawn[0], 0.0) == {}, draw
-        assert all(torch.equal(rank_result[draw][1], expected.drawn[1]) for rank_result in actual), draw
+        assert all(
+            torch.equal(rank_result[draw][1], expected.drawn[1]) for rank_result in actual
+        ), draw
 
 
 # -- sums and norms in the loss
@@ -116,7 +140,9 @@ class Penalized(TwoTower):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         squares = sum(weight.pow(2).sum() for weight in self.parameters())
-        norms = sum(weight.norm() + torch.linalg.vector_norm(weight, 3) for weight in self.parameters())
+        norms = sum(
+            weight.norm() + torch.linalg.vector_norm(weight, 3) for weight in self.parameters()
+        )
         self.penalty = float(norms + squares + self.item_embedding.weight.abs().mean())
         return loss + 0.01 * squares + 0.02 * norms + self.item_embedding.weight.abs().mean()
 
@@ -150,7 +176,9 @@ class Looks(TwoTower):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.norms.append(self.trainer.strategy.gradient_norms(norm_type=2))
-        self.norms_of_lightning.append({name: float(norm) for name, norm in grad_norm(self, norm_type=2).items()})
+        self.norms_of_lightning.append({
+            name: float(norm) for name, norm in grad_norm(self, norm_type=2).items()
+        })
         if self.hook is not None:
             self.hook(self)
 
@@ -162,7 +190,13 @@ def _norms(types: list[str]) -> dict[str, Any]:
     state = whole_state(model)
     full = {name: strategy.full_parameter(name) for name, _ in model.named_parameters()}
     part = strategy.full_parameter("item_embedding", rows=(30, 45))  # of two shards
-    return {"norms": model.norms, "lightning": model.norms_of_lightning, "state": state, "full": full, "part": part}
+    return {
+        "norms": model.norms,
+        "lightning": model.norms_of_lightning,
+        "state": state,
+        "full": full,
+        "part": part,
+    }
 
 
 @pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
@@ -172,14 +206,23 @@ def test_gradient_norms_and_full_parameters_are_those_of_one_process(types: list
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
         optimizer.zero_grad()
-        torch.stack([model.training_step(pairs(step, rank), 0) for rank in range(2)]).mean().backward()
+        torch.stack([
+            model.training_step(pairs(step, rank), 0) for rank in range(2)
+        ]).mean().backward()
         expected = {name: float(norm) for name, norm in grad_norm(model, norm_type=2).items()}
         assert list(actual[0]["norms"][step]) == list(expected)
-        assert actual[0]["norms"][step] == actual[1]["norms"][step] == pytest.approx(expected, rel=1e-4)
+        assert (
+            actual[0]["norms"][step]
+            == actual[1]["norms"][step]
+            == pytest.approx(expected, rel=1e-4)
+        )
         assert actual[0]["lightning"][step] == pytest.approx(expected, rel=1e-4)
         optimizer.step()
     for rank_result in actual:
-        assert all(torch.equal(rank_result["full"][name], value) for name, value in actual[0]["state"].items())
+        assert all(
+            torch.equal(rank_result["full"][name], value)
+            for name, value in actual[0]["state"].items()
+        )
         assert torch.equal(rank_result["part"], actual[0]["state"]["item_embedding.weight"][30:45])
 
 
@@ -206,11 +249,16 @@ LOADED: dict[str, Hook] = {
     "data": lambda model: setattr(model.item_embedding.weight, "data", ROWS.clone()),
     "all": _copy_all,
     "rows": _set_rows,
-    "another module": lambda model: setattr(model, "item_embedding", nn.Embedding.from_pretrained(ROWS.clone())),
+    "another module": lambda model: setattr(
+        model, "item_embedding", nn.Embedding.from_pretrained(ROWS.clone())
+    ),
 }
 PARAMETER = r"take the place of the weight of the sharded table 'item_embedding'.*embedding.weight.copy_\(rows\)"
 REPLACED: dict[str, tuple[Hook, str]] = {
-    "parameter": (lambda model: setattr(model.item_embedding, "weight", nn.Parameter(ROWS)), PARAMETER),
+    "parameter": (
+        lambda model: setattr(model.item_embedding, "weight", nn.Parameter(ROWS)),
+        PARAMETER,
+    ),
     "registered": (
         lambda model: model.item_embedding.register_parameter("weight", nn.Parameter(ROWS)),
         PARAMETER,
@@ -252,7 +300,9 @@ def test_rows_that_a_hook_loads_are_trained_and_other_parameters_are_refused() -
             LOADED[name](model)
             for step in range(STEPS):
                 optimizer.zero_grad()
-                torch.stack([model.training_step(pairs(step, rank), 0) for rank in range(2)]).mean().backward()
+                torch.stack([
+                    model.training_step(pairs(step, rank), 0) for rank in range(2)
+                ]).mean().backward()
                 optimizer.step()
             assert too_far(results[name], model.state_dict(), 1e-5) == {}, name
 
@@ -261,7 +311,8 @@ def test_rows_that_a_hook_loads_are_trained_and_other_parameters_are_refused() -
 
 
 class Property(TwoTower):
-    """Reads the table's weight in a property, whose AttributeErrors nn.Module replaces by its own."""
+    """Reads the table's weight in a property, whose AttributeErrors nn.Module replaces by its
+    own."""
 
     @property
     def items(self) -> Tensor:
@@ -269,11 +320,26 @@ class Property(TwoTower):
 
 
 REFUSED: dict[str, tuple[Hook, str]] = {
-    "property": (lambda model: model.items, r"of the sharded table 'item_embedding' was read \(__getitem__\)"),
-    "matmul": (lambda model: torch.ones(2, 16) @ model.item_embedding.weight.T, r"read \(T\).*full_parameter"),
-    "linear": (lambda model: nn.functional.linear(torch.ones(2, 16), model.item_embedding.weight), r"\(linear\)"),
-    "histogram": (lambda model: [p.detach().cpu().numpy() for p in model.parameters()], r"'user_embedding' .*\(numpy"),
-    "norms of rows": (lambda model: [p.norm(dim=1) for p in model.parameters()], r"\(norm\).*full_parameter"),
+    "property": (
+        lambda model: model.items,
+        r"of the sharded table 'item_embedding' was read \(__getitem__\)",
+    ),
+    "matmul": (
+        lambda model: torch.ones(2, 16) @ model.item_embedding.weight.T,
+        r"read \(T\).*full_parameter",
+    ),
+    "linear": (
+        lambda model: nn.functional.linear(torch.ones(2, 16), model.item_embedding.weight),
+        r"\(linear\)",
+    ),
+    "histogram": (
+        lambda model: [p.detach().cpu().numpy() for p in model.parameters()],
+        r"'user_embedding' .*\(numpy",
+    ),
+    "norms of rows": (
+        lambda model: [p.norm(dim=1) for p in model.parameters()],
+        r"\(norm\).*full_parameter",
+    ),
     "normalized": (
         lambda model: [nn.functional.normalize(p.data, dim=0) for p in model.parameters()],
         r"\(normalize\)",
@@ -296,7 +362,10 @@ REFUSED: dict[str, tuple[Hook, str]] = {
         lambda model: torch.save([p.data for p in model.parameters()], io.BytesIO()),
         "to pickle it, which full_parameter",
     ),
-    "averaged": (lambda model: torch.zeros(70, 16).lerp_(model.item_embedding.weight.data, 0.1), "none of its shards"),
+    "averaged": (
+        lambda model: torch.zeros(70, 16).lerp_(model.item_embedding.weight.data, 0.1),
+        "none of its shards",
+    ),
 }
 
 
@@ -314,7 +383,8 @@ def _refused(names: list[str]) -> dict[str, str]:
             except ShardedWeightError as error:
                 message.setdefault(name, str(error))
 
-    pair = ["user_embedding", "item_embedding"]  # by "all", one whose weight is read would stay on every rank
+    # by "all", one whose weight is read would stay on every rank
+    pair = ["user_embedding", "item_embedding"]
     _fit(seeded(PropertyLooks, try_each), ["row_wise"], convert_embeddings=pair)
     return message
 
@@ -370,14 +440,22 @@ def test_what_others_read_of_shards_is_refused_with_the_name_of_the_table(tmp_pa
         for call, message in messages.items():
             assert "full_parameter('" in message, call
             if call != "save_file of parameters":
-                assert f"'{name}' in a state_dict is all ranks' shards of a table, and" in message, call
-                assert f"trainer.strategy.full_parameter('{name}') returns them on every rank" in message, call
+                assert (
+                    f"'{name}' in a state_dict is all ranks' shards of a table, and" in message
+                ), call
+                assert (
+                    f"trainer.strategy.full_parameter('{name}') returns them on every rank"
+                    in message
+                ), call
     assert not list(tmp_path.iterdir())
 
 
 def test_full_parameter_refuses_what_is_not_there_on_every_rank() -> None:
     for message in run_on_warm_ranks(_wrong_calls, 2):
-        assert re.search("no parameter 'item_embeding.weight'; did you mean 'item_embedding.weight", message["unknown"])
+        assert re.search(
+            "no parameter 'item_embeding.weight'; did you mean 'item_embedding.weight",
+            message["unknown"],
+        )
         assert re.search("the ranks ask for different parameters", message["different"])
         assert re.search(r"rows=\(0, 71\) are not within the 70 rows", message["rows"])
 
@@ -389,7 +467,9 @@ def _fused_norms() -> None:
 
 
 def test_gradient_norms_of_fused_tables_are_refused() -> None:
-    with pytest.raises(RankFailed, match="OptimizerError: gradient_norms: table 'user_embedding' has no gradient"):
+    with pytest.raises(
+        RankFailed, match="OptimizerError: gradient_norms: table 'user_embedding' has no gradient"
+    ):
         run_on_warm_ranks(_fused_norms, 2)
 
 
@@ -398,7 +478,8 @@ def _normalized(types: list[str], max_norm: float | None) -> dict[str, Tensor]:
     rank, _ = rank_and_num_ranks()
     names = ["item_embedding.weight", "user_tower.0.weight"]
     trainer = make_trainer(
-        {"convert_embeddings": "all", "sharding_types": types}, callbacks=[NormalizeRows(names, max_norm)]
+        {"convert_embeddings": "all", "sharding_types": types},
+        callbacks=[NormalizeRows(names, max_norm)],
     )
     trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
     return whole_state(model)
@@ -406,17 +487,25 @@ def _normalized(types: list[str], max_norm: float | None) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
 def test_rows_are_normalized_over_shards_as_in_one_process(types: list[str]) -> None:
-    actual = run_each_on_ranks({str(norm): (_normalized, types, norm) for norm in (None, 0.3)}, 2)[0]
+    actual = run_each_on_ranks({str(norm): (_normalized, types, norm) for norm in (None, 0.3)}, 2)[
+        0
+    ]
     for norm in (None, 0.3):
         model = copy.deepcopy(seeded(TwoTower))
         optimizer = model.configure_optimizers()
         for step in range(STEPS):
             optimizer.zero_grad()
-            torch.stack([model.training_step(pairs(step, rank), 0) for rank in range(2)]).mean().backward()
+            torch.stack([
+                model.training_step(pairs(step, rank), 0) for rank in range(2)
+            ]).mean().backward()
             optimizer.step()
             for weight in (model.item_embedding.weight.data, model.user_tower[0].weight.data):
                 norms = weight.norm(dim=1, keepdim=True)
-                weight.copy_(nn.functional.normalize(weight) if norm is None else weight * (norm / norms).clamp(max=1))
+                weight.copy_(
+                    nn.functional.normalize(weight)
+                    if norm is None
+                    else weight * (norm / norms).clamp(max=1)
+                )
         assert too_far(actual[str(norm)], model.state_dict(), 1e-5) == {}
 
 
@@ -425,5 +514,7 @@ def test_normalize_rows_refuses_what_it_cannot_scale() -> None:
         NormalizeRows("item_embedding.weight")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_norm=0 must be above 0"):
         NormalizeRows(["item_embedding.weight"], max_norm=0)
-    with pytest.raises(ConfigError, match="no parameter 'items.weight'; it has user_embedding.weight"):
+    with pytest.raises(
+        ConfigError, match="no parameter 'items.weight'; it has user_embedding.weight"
+    ):
         NormalizeRows(["items.weight"]).on_fit_start(None, TwoTower())  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Tables that are sharded within groups of ranks, each with a replica: exact at sync_interval=1, or with a warning."""
+"""Tables that are sharded within groups of ranks, each with a replica: exact at sync_interval=1, or
+with a warning."""
 
 import copy
 import os
@@ -39,7 +40,12 @@ from tests.support.console import fit_by_console
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import OPTIMIZERS, State, limit_of, loss_of
 from tests.support.prefetched_faults import Signalled
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
+from tests.support.ranks import (
+    rank_and_num_ranks,
+    run_each_on_ranks,
+    run_on_ranks,
+    run_on_warm_ranks,
+)
 from tests.support.resuming import Life, Run, live, problems_of
 from tests.support.trainers import DEFAULTS, make_trainer
 from tests.support.weighted_models import PositionWeighted
@@ -69,7 +75,12 @@ def joined(step: int, ranks: Iterable[int] = range(4), unequal: bool = False) ->
 
 
 def fit(
-    kind: type, name: str, options: dict[str, Any], groups: dict[str, int], unequal: bool = False, **trainer_values: Any
+    kind: type,
+    name: str,
+    options: dict[str, Any],
+    groups: dict[str, int],
+    unequal: bool = False,
+    **trainer_values: Any,
 ) -> dict[str, Any]:
     """Train in groups; return the state on rank 0, and what this rank has after the fit."""
     rank = rank_and_num_ranks()[0]
@@ -77,11 +88,20 @@ def fit(
     trainer = make_trainer(options | {"sharding_groups": {"size": 2} | groups}, **trainer_values)
     batches = [batch_of(step, rank, unequal) for step in range(STEPS)]
     evaluated = [batch_of(STEPS, rank)] if kind is EvaluatedModel else None
-    trainer.fit(model, DataLoader(batches, batch_size=None), evaluated and DataLoader(evaluated, batch_size=None))
+    trainer.fit(
+        model,
+        DataLoader(batches, batch_size=None),
+        evaluated and DataLoader(evaluated, batch_size=None),
+    )
     tables = sharded_tables_of(model)
     assert tables is not None
-    shards = {name: [s.tensor.detach().clone() for s in w.local_shards()] for name, w in tables.weights().items()}
-    shards["mlp"] = [p.detach().clone() for p in model.mlp.parameters() if not isinstance(p, DTensor)]
+    shards = {
+        name: [s.tensor.detach().clone() for s in w.local_shards()]
+        for name, w in tables.weights().items()
+    }
+    shards["mlp"] = [
+        p.detach().clone() for p in model.mlp.parameters() if not isinstance(p, DTensor)
+    ]
     scores = {key: float(value) for key, value in trainer.callback_metrics.items()}
     return {"state": model.final_state, "shards": shards, "scores": scores}
 
@@ -97,7 +117,9 @@ class ByHand(ClickModel):
         step_by_hand(self, self.optimizers(), self.manual_backward, batch, batch_idx)
 
 
-def step_by_hand(model: Any, optimizer: Any, backward: Any, batch: dict[str, Tensor], index: int) -> None:
+def step_by_hand(
+    model: Any, optimizer: Any, backward: Any, batch: dict[str, Tensor], index: int
+) -> None:
     for scale in (1.0, 0.3):
         backward(scale * loss_of(model, batch))
     if index % 3 == 2:
@@ -117,14 +139,19 @@ class Unfrozen(ClickModel):
 
 
 class UsedInPart(SequenceModel):
-    """Leaves one table out in the second group, as a branch by data may; `group` is set where there are no ranks."""
+    """Leaves one table out in the second group, as a branch by data may; `group` is set where there
+    are no ranks."""
 
     group: int | None = None
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         group = rank_and_num_ranks()[0] // 2 if self.group is None else self.group
-        rows = self.ebc(KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"]))
-        bags = [_mean(rows[name].values(), rows[name].lengths()) for name in FEATURES[: 4 - 2 * group]]
+        rows = self.ebc(
+            KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        )
+        bags = [
+            _mean(rows[name].values(), rows[name].lengths()) for name in FEATURES[: 4 - 2 * group]
+        ]
         bags += [torch.zeros_like(bags[0])] * (4 - len(bags))
         return self.mlp(self.first(torch.cat(bags, 1))).squeeze(-1)
 
@@ -170,13 +197,17 @@ AVERAGED: dict[str, tuple[Any, ...]] = {
         callbacks=[NormalizeRows([WIDE, WIDE.replace("wide", "narrow")], max_norm=0.4)],
     ),
     "unfrozen": call(Unfrozen, "Adam", EVERY_TYPE, {"sync_interval": 3}),
-    "validated": call(EvaluatedModel, "Adagrad", EVERY_TYPE, {"sync_interval": 3}, val_check_interval=4),
+    "validated": call(
+        EvaluatedModel, "Adagrad", EVERY_TYPE, {"sync_interval": 3}, val_check_interval=4
+    ),
 }
 RUNS = {
     **{f"exact {name}": run for name, run in EXACT.items()},
     **{f"averaged {name}": run for name, run in AVERAGED.items()},
 }
-EXACT_RUNS, AVERAGED_RUNS = ([name for name in RUNS if name.startswith(kind)] for kind in ("exact", "averaged"))
+EXACT_RUNS, AVERAGED_RUNS = (
+    [name for name in RUNS if name.startswith(kind)] for kind in ("exact", "averaged")
+)
 QUICK = ("exact Adagrad", "exact unequal, not prefetched")
 QUICK_AVERAGED = ("averaged Adagrad", "averaged validated")
 
@@ -185,8 +216,12 @@ QUICK_AVERAGED = ("averaged Adagrad", "averaged validated")
 def actual(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
     """What each rank has after each run that a test of this session asks for."""
     module_values = [item for item in request.session.items if item.path == request.path]
-    requested = {item.callspec.params.get("run") for item in module_values if hasattr(item, "callspec")}
-    rank_results = run_each_on_ranks({name: run for name, run in RUNS.items() if name in requested}, 4)
+    requested = {
+        item.callspec.params.get("run") for item in module_values if hasattr(item, "callspec")
+    }
+    rank_results = run_each_on_ranks(
+        {name: run for name, run in RUNS.items() if name in requested}, 4
+    )
     return {name: [rank_result[name] for rank_result in rank_results] for name in rank_results[0]}
 
 
@@ -215,7 +250,9 @@ def train_plain(run: str) -> State:
 
 
 @pytest.mark.parametrize("run", slow_except(QUICK, EXACT_RUNS))
-def test_groups_that_exchange_gradients_train_as_one_process(run: str, actual: dict[str, Any]) -> None:
+def test_groups_that_exchange_gradients_train_as_one_process(
+    run: str, actual: dict[str, Any]
+) -> None:
     differences = largest_difference(actual[run][0]["state"], train_plain(run))
     assert max(differences.values()) <= limit_of(RUNS[run][1][1]), differences
 
@@ -229,10 +266,11 @@ def test_replicas_are_equal_to_the_bit_after_a_fit(run: str, actual: dict[str, A
 
 
 def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tuple[State, float]:
-    """Train two copies by a plain loop, tables each on half of the batch, other layers on all of it.
+    """Train two copies by a plain loop, tables each on half of the batch, other layers on all of
+    it.
 
-    synchronized: steps after which tables are averaged. scored: after which the loss of the batch after the last is
-    taken. Returns the state, and that loss.
+    synchronized: steps after which tables are averaged. scored: after which the loss of the batch
+    after the last is taken. Returns the state, and that loss.
     """
     _, (kind, name, *_), options = RUNS[run]
     models = [seeded(kind, *OPTIMIZERS[name]) for _ in GROUPS]
@@ -246,7 +284,9 @@ def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tupl
             if kind is Unfrozen:
                 unfreeze(model, step)
             loss_of(model, joined(step, ranks)).backward()
-        for first, other in zip(*([p for n, p in m.named_parameters() if "ebc" not in n] for m in models), strict=True):
+        for first, other in zip(
+            *([p for n, p in m.named_parameters() if "ebc" not in n] for m in models), strict=True
+        ):
             first.grad = other.grad = (first.grad + other.grad) / 2
         if "gradient_clip_val" in options:
             clip_by_one_norm(models)
@@ -264,7 +304,9 @@ def train_apart(run: str, synchronized: Container[int], scored: int = 0) -> tupl
 
 def clip_by_one_norm(models: list[ClickModel]) -> None:
     """Scale the gradients of both copies by one factor, of the mean of their squares."""
-    squares = torch.stack([p.grad.square().sum() for model in models for p in model.parameters()]).sum() / len(models)
+    squares = torch.stack([
+        p.grad.square().sum() for model in models for p in model.parameters()
+    ]).sum() / len(models)
     factor = (LIMIT / (squares.sqrt() + 1e-6)).clamp(max=1.0)
     for gradient in {id(p.grad): p.grad for model in models for p in model.parameters()}.values():
         gradient.mul_(factor)
@@ -279,13 +321,17 @@ def average(models: list[ClickModel], optimizers: list[Any]) -> None:
             for key in other:
                 state.setdefault(key, torch.zeros_like(other[key]))
         for tensors in [pair, *(tuple(state[key] for state in states) for key in states[0])]:
-            mean = torch.maximum(*tensors) if tensors[0].dim() == 0 else (tensors[0] + tensors[1]) / 2
+            mean = (
+                torch.maximum(*tensors) if tensors[0].dim() == 0 else (tensors[0] + tensors[1]) / 2
+            )
             for tensor in tensors:
                 tensor.copy_(mean)
 
 
 @pytest.mark.parametrize("run", slow_except(QUICK_AVERAGED, AVERAGED_RUNS))
-def test_groups_that_average_rows_train_as_copies_that_train_apart(run: str, actual: dict[str, Any]) -> None:
+def test_groups_that_average_rows_train_as_copies_that_train_apart(
+    run: str, actual: dict[str, Any]
+) -> None:
     validates = "validated" in run
     # A validation synchronises after step 4, and the third step from there on is the last.
     state, score = train_apart(run, (3, 4, 7) if validates else (3, 6, 7), scored=4 * validates)
@@ -294,14 +340,19 @@ def test_groups_that_average_rows_train_as_copies_that_train_apart(run: str, act
     assert max(differences.values()) <= limit, differences
     if validates:
         assert actual[run][0]["scores"]["val_loss"] == pytest.approx(score, abs=1e-5)
-    assert max(largest_difference(train_plain(run), state).values()) > 10 * limit, "a warning says that it is inexact"
+    assert max(largest_difference(train_plain(run), state).values()) > 10 * limit, (
+        "a warning says that it is inexact"
+    )
 
 
 def in_groups(*types: str, interval: int = 1, size: int = 2) -> dict[str, Any]:
     """Return the strategy's options for three tables of these sharding types, in groups."""
     tables: dict[str, Any] = {}
     for table, kind in zip(("wide", "narrow", "shared"), types, strict=True):
-        tables[table] = {"sharding_types": [kind], **({"min_partition": 4} if kind == "column_wise" else {})}
+        tables[table] = {
+            "sharding_types": [kind],
+            **({"min_partition": 4} if kind == "column_wise" else {}),
+        }
     return {"tables": tables, "sharding_groups": {"size": size, "sync_interval": interval}}
 
 
@@ -315,8 +366,14 @@ ELSEWHERE = (
 )
 LIVES = {
     "averaged": Life(Run(strategy=in_groups(RW, CW, TW, interval=3), save=MIDDLE), 4, ((4, {}),)),
-    "exact": Life(Run(strategy=in_groups(RW, CW, TW)), 4, ((4, {"strategy": in_groups(CW, TW, RW)}), *ELSEWHERE)),
-    "exact, Adam": Life(Run(optimizer=ADAM, strategy=in_groups(RW, CW, TW), save=MIDDLE), 4, ELSEWHERE),
+    "exact": Life(
+        Run(strategy=in_groups(RW, CW, TW)),
+        4,
+        ((4, {"strategy": in_groups(CW, TW, RW)}), *ELSEWHERE),
+    ),
+    "exact, Adam": Life(
+        Run(optimizer=ADAM, strategy=in_groups(RW, CW, TW), save=MIDDLE), 4, ELSEWHERE
+    ),
     "to groups": Life(Run(strategy={}), 2, ((4, {"strategy": in_groups(RW, CW, TW)}),)),
 }
 
@@ -331,7 +388,9 @@ def fit_stopped(folder: str, resumes: bool) -> tuple[int, State]:
     """Fit until SIGTERM comes to rank 1 in the fourth step, or resume from what was saved then."""
     rank, num_ranks = rank_and_num_ranks()
     model = seeded(ClickModel, *OPTIMIZERS["Adagrad"])
-    options = {"stopping": {"on_sigterm": "checkpoint"}} | ({} if resumes else {"sharding_groups": {"size": 1}})
+    options = {"stopping": {"on_sigterm": "checkpoint"}} | (
+        {} if resumes else {"sharding_groups": {"size": 1}}
+    )
     callbacks = [] if resumes else [Signalled({1: 0.0}, 3, False)]
     trainer = make_trainer(options, callbacks=callbacks, default_root_dir=folder)
     share = range(rank * 4 // num_ranks, (rank + 1) * 4 // num_ranks)
@@ -354,12 +413,17 @@ def test_groups_that_are_stopped_save_what_goes_on_without_groups(tmp_path: Path
 
 
 def count_bytes(interval: int) -> tuple[float, float]:
-    """Return what a rank sent to other groups in a step, and the plan's estimate, in the mean over ranks."""
+    """Return what a rank sent to other groups in a step, and the plan's estimate, in the mean over
+    ranks."""
     rank = rank_and_num_ranks()[0]
     model = seeded(ClickModel, *OPTIMIZERS["Adagrad"])
     groups = {"size": 2, "sync_interval": interval}
     counted = Communication()
-    options = {"sharding_groups": groups, "batch_size_per_rank": 8, "tables": {"*": {"pooling_factor": 2}}}
+    options = {
+        "sharding_groups": groups,
+        "batch_size_per_rank": 8,
+        "tables": {"*": {"pooling_factor": 2}},
+    }
     trainer = make_trainer(options, callbacks=[counted])
     plans = []
     model.on_train_start = lambda: plans.append(trainer.strategy.run_tables.plan)  # type: ignore[method-assign]
@@ -374,15 +438,20 @@ def test_the_plan_estimates_what_groups_send_to_each_other(interval: int) -> Non
 
 
 def fit_again() -> tuple[State, list[float]]:
-    """Fit one module in groups, without them, in others, and evaluate it; return what rank 0 has, and the scores."""
+    """Fit one module in groups, without them, in others, and evaluate it; return what rank 0 has,
+    and the scores."""
     rank = rank_and_num_ranks()[0]
     model = seeded(EvaluatedModel, *OPTIMIZERS["SGD"])
     batches, last = [batch_of(step, rank) for step in range(STEPS)], [batch_of(STEPS, rank)]
     for size in (2, None, 1):
-        make_trainer({"sharding_groups": {"size": size}}).fit(model, DataLoader(batches, batch_size=None))
+        make_trainer({"sharding_groups": {"size": size}}).fit(
+            model, DataLoader(batches, batch_size=None)
+        )
     loader = DataLoader(last, batch_size=None)
     scores = [
-        make_trainer({"sharding_groups": {"size": size}}).test(model, loader, verbose=False)[0]["val_loss"]
+        make_trainer({"sharding_groups": {"size": size}}).test(model, loader, verbose=False)[0][
+            "val_loss"
+        ]
         for size in (1, 2, None)
     ]
     return model.final_state, scores
@@ -397,7 +466,9 @@ def test_a_module_goes_from_groups_to_one_and_to_others() -> None:
         loss_of(model, joined(step)).backward()
         optimizer.step()
     rank_results = run_on_warm_ranks(fit_again, 4)
-    assert max(largest_difference(rank_results[0][0], model.state_dict()).values()) <= limit_of("SGD")
+    assert max(largest_difference(rank_results[0][0], model.state_dict()).values()) <= limit_of(
+        "SGD"
+    )
     for _, scores in rank_results:
         assert scores == pytest.approx([float(loss_of(model, joined(STEPS)))] * 3, abs=1e-5)
 
@@ -406,17 +477,48 @@ SIZE_2 = {"sharding_groups": {"size": 2}}
 AT_3 = {"sharding_groups": {"size": 2, "sync_interval": 3}}
 INCREMENTAL = {"checkpoint": {"incremental": {"every": 2, "full_every": 4}}}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "divisor": ({"sharding_groups": {"size": 3}}, "ConfigError: sharding_groups: size=3 does not divide the 4 ranks"),
-    "fused": (SIZE_2 | {"embedding_update": "fused"}, "ConfigError: (rank .: )?table 'ebc.wide' is updated inside of"),
-    "type": (SIZE_2 | {"sharding_types": ["data_parallel"]}, "PlanError: .*not possible within sharding_groups"),
-    "two levels": (SIZE_2 | {"sharding_types": ["table_row_wise"]}, "PlanError: .*not possible within sharding_groups"),
-    "replicated": (SIZE_2 | {"tables": {"wide": {"replicated": True}}}, "PlanError: .*within sharding_groups"),
-    "gathered": (AT_3 | {"tables": {"wide": {"gathered_weight": True}}}, "ConfigError: .*each group has other weights"),
-    "averages": (AT_3, "ConfigError: (rank .: )?the callback EMAWeightAveraging averages weights of which each group"),
-    "norm 1": (AT_3, "ConfigError: (rank .: )?NormalizeRows: rows of '.*wide.weight' are to have norm 1"),
+    "divisor": (
+        {"sharding_groups": {"size": 3}},
+        "ConfigError: sharding_groups: size=3 does not divide the 4 ranks",
+    ),
+    "fused": (
+        SIZE_2 | {"embedding_update": "fused"},
+        "ConfigError: (rank .: )?table 'ebc.wide' is updated inside of",
+    ),
+    "type": (
+        SIZE_2 | {"sharding_types": ["data_parallel"]},
+        "PlanError: .*not possible within sharding_groups",
+    ),
+    "two levels": (
+        SIZE_2 | {"sharding_types": ["table_row_wise"]},
+        "PlanError: .*not possible within sharding_groups",
+    ),
+    "replicated": (
+        SIZE_2 | {"tables": {"wide": {"replicated": True}}},
+        "PlanError: .*within sharding_groups",
+    ),
+    "gathered": (
+        AT_3 | {"tables": {"wide": {"gathered_weight": True}}},
+        "ConfigError: .*each group has other weights",
+    ),
+    "averages": (
+        AT_3,
+        "ConfigError: (rank .: )?the callback EMAWeightAveraging averages weights "
+        "of which each group",
+    ),
+    "norm 1": (
+        AT_3,
+        "ConfigError: (rank .: )?NormalizeRows: rows of '.*wide.weight' are to have norm 1",
+    ),
     "incremental": (SIZE_2 | INCREMENTAL, "ConfigError: .*'incremental'"),
-    "mapped": (SIZE_2 | {"tables": {"narrow": {"ids": "dynamic"}}}, "PlanError: .*each of the sharding_groups"),
-    "unequal": ({}, r"ConfigError: sharding_groups: ranks have unequal \(size, sync_interval\): .*Give all the same"),
+    "mapped": (
+        SIZE_2 | {"tables": {"narrow": {"ids": "dynamic"}}},
+        "PlanError: .*each of the sharding_groups",
+    ),
+    "unequal": (
+        {},
+        r"ConfigError: sharding_groups: ranks have unequal \(size, sync_interval\): .*Give all the same",
+    ),
 }
 
 
@@ -425,10 +527,18 @@ def refuse_each() -> dict[str, str]:
     for name, (options, _) in REFUSED.items():
         rank = rank_and_num_ranks()[0]
         model = seeded(ClickModel, *OPTIMIZERS["SGD"])
-        arguments = {"sharding_groups": {"size": 1 + rank % 2}} if name == "unequal" else copy.deepcopy(options)
+        arguments = (
+            {"sharding_groups": {"size": 1 + rank % 2}}
+            if name == "unequal"
+            else copy.deepcopy(options)
+        )
         try:
-            callbacks = {"averages": [EMAWeightAveraging()], "norm 1": [NormalizeRows([WIDE])]}.get(name, [])
-            make_trainer(arguments, callbacks=callbacks).fit(model, DataLoader([batch_of(0, rank)], batch_size=None))
+            callbacks = {"averages": [EMAWeightAveraging()], "norm 1": [NormalizeRows([WIDE])]}.get(
+                name, []
+            )
+            make_trainer(arguments, callbacks=callbacks).fit(
+                model, DataLoader([batch_of(0, rank)], batch_size=None)
+            )
         except Exception as error:
             actual[name] = f"{type(error).__name__}: {error}"
         assert not model.losses
@@ -442,10 +552,13 @@ def test_what_groups_cannot_be_is_refused_on_every_rank_before_the_first_step() 
 
 
 def fit_on_unequal_nodes() -> str:
-    """Fit in groups of two, on nodes of three ranks and of one, as torchrun would tell it; return the error."""
+    """Fit in groups of two, on nodes of three ranks and of one, as torchrun would tell it; return
+    the error."""
     rank = rank_and_num_ranks()[0]
     node, local = divmod(rank, 3)
-    os.environ.update(TORCHELASTIC_RUN_ID="none", LOCAL_RANK=str(local), GROUP_RANK=str(node), WORLD_SIZE="4")
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="none", LOCAL_RANK=str(local), GROUP_RANK=str(node), WORLD_SIZE="4"
+    )
     os.environ.update(GROUP_WORLD_SIZE="2", LOCAL_WORLD_SIZE=str((3, 1)[node]))
     model = seeded(ClickModel, *OPTIMIZERS["SGD"])
     strategy = TorchRecShardedStrategy(sharding_groups={"size": 2})
@@ -460,7 +573,10 @@ def fit_on_unequal_nodes() -> str:
 
 def test_groups_that_lie_on_their_nodes_differently_are_refused() -> None:
     for message in run_on_ranks(fit_on_unequal_nodes, 4):  # new ones: a process keeps its place
-        assert "size=2 makes groups that lie on unequal numbers of ranks of their nodes (the nodes have 3, 1" in message
+        assert (
+            "size=2 makes groups that lie on unequal numbers of ranks of their nodes (the nodes "
+            "have 3, 1" in message
+        )
 
 
 @pytest.mark.parametrize(
@@ -480,11 +596,25 @@ def test_what_the_options_cannot_be(arguments: dict[str, Any], expected: str) ->
 
 @pytest.mark.slow
 def test_a_yaml_trains_in_groups(tmp_path: Path) -> None:
-    options = {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": copy.deepcopy(AT_3)}
-    trainer = {"strategy": options, "devices": 4, "max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1}
+    options = {
+        "class_path": "lightning_distrec.TorchRecShardedStrategy",
+        "init_args": copy.deepcopy(AT_3),
+    }
+    trainer = {
+        "strategy": options,
+        "devices": 4,
+        "max_epochs": 1,
+        "limit_train_batches": 4,
+        "limit_val_batches": 1,
+    }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
     data = f"--data.init_args.cache_dir={Path(__file__).parents[3] / 'data' / 'movielens-100k'}"
-    configs = ["--config", "recipes/movielens_dlrm/cpu.yaml", "--config", str(tmp_path / "job.yaml")]
+    configs = [
+        "--config",
+        "recipes/movielens_dlrm/cpu.yaml",
+        "--config",
+        str(tmp_path / "job.yaml"),
+    ]
     done = fit_by_console(*configs, data, f"--trainer.logger.init_args.save_dir={tmp_path}")
     assert "Embedding tables over 2 ranks in each of 2 groups" in done.stdout
     assert "sync_interval=3 is not exact" in done.stderr

@@ -1,4 +1,5 @@
-"""Lookups on the short path leave the bits of torchrec's own exchanges: losses, weights and optimizer state."""
+"""Lookups on the short path leave the bits of torchrec's own exchanges: losses, weights and
+optimizer state."""
 
 from itertools import product
 from typing import Any
@@ -27,7 +28,8 @@ STEPS = 7
 
 
 class ReadsByKey(ClickModel):
-    """Gives features in another order than that of the tables, and reads outputs by key, one of them twice."""
+    """Gives features in another order than that of the tables, and reads outputs by key, one of
+    them twice."""
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         keys = ["a", "d", "c", "b"]
@@ -37,7 +39,8 @@ class ReadsByKey(ClickModel):
 
 
 class TwoCollections(ClickModel):
-    """Looks up two collections in a step, of which the second has its own tables, and is called twice."""
+    """Looks up two collections in a step, of which the second has its own tables, and is called
+    twice."""
 
     def _build(self) -> None:
         super()._build()
@@ -45,11 +48,16 @@ class TwoCollections(ClickModel):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        rows = self.ebc(features).values() - self.second(features).values() * self.second(features).values()
+        rows = (
+            self.ebc(features).values()
+            - self.second(features).values() * self.second(features).values()
+        )
         return self.mlp(rows).squeeze(-1)
 
 
-def _train(short: bool, model: type, update: str, cut: str, trainer: dict[str, Any], *arguments: Any) -> Any:
+def _train(
+    short: bool, model: type, update: str, cut: str, trainer: dict[str, Any], *arguments: Any
+) -> Any:
     """Return losses and weights, and how many batches went the short path."""
     sent: list[int] = []
 
@@ -73,7 +81,9 @@ def _train(short: bool, model: type, update: str, cut: str, trainer: dict[str, A
     return actual.losses, actual.final_state, len(sent)
 
 
-def _difference(model: type, optimizer: str, cut: str, pooling: str, trainer: dict[str, Any]) -> str:
+def _difference(
+    model: type, optimizer: str, cut: str, pooling: str, trainer: dict[str, Any]
+) -> str:
     """Train both ways; return what differs."""
     kind, options, update = OPTIMIZERS[optimizer]
     arguments = (model, update, cut, trainer, kind, options, pooling)
@@ -85,7 +95,9 @@ def _difference(model: type, optimizer: str, cut: str, pooling: str, trainer: di
         return f"{sent} of {STEPS} batches went the short path, and {none} where it was off"
     if losses != other_losses:
         return f"losses {losses} and {other_losses}"
-    return ", ".join(key for key, value in state.items() if not torch.equal(value, other_state[key]))
+    return ", ".join(
+        key for key, value in state.items() if not torch.equal(value, other_state[key])
+    )
 
 
 def _differences(cases: list[tuple[Any, ...]]) -> dict[str, str]:
@@ -97,7 +109,13 @@ def test_the_short_path_leaves_the_same_bits() -> None:
         (ClickModel, "SGD fused", "table_wise", "sum", {}),
         (ReadsByKey, "Adagrad fused", "table_wise", "mean", {}),
         (ReadsByKey, "RowWiseAdagrad fused", "row_wise", "mean", {}),
-        (ClickModel, "Adam dense", "row_wise", "sum", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+        (
+            ClickModel,
+            "Adam dense",
+            "row_wise",
+            "sum",
+            {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        ),
     ]
     assert run_on_warm_ranks(_differences, 2, few) == [{}, {}]
 
@@ -107,7 +125,9 @@ def test_the_short_path_leaves_the_same_bits() -> None:
 def test_the_short_path_leaves_the_same_bits_in_all_cases(num_ranks: int) -> None:
     cases: list[tuple[Any, ...]] = [
         (model, optimizer, cut, pooling, {})
-        for model, optimizer, cut, pooling in product((ClickModel, ReadsByKey), OPTIMIZERS, CUTS, POOLINGS)
+        for model, optimizer, cut, pooling in product(
+            (ClickModel, ReadsByKey), OPTIMIZERS, CUTS, POOLINGS
+        )
     ]
     for options in (
         {"precision": "bf16-mixed"},
@@ -115,6 +135,14 @@ def test_the_short_path_leaves_the_same_bits_in_all_cases(num_ranks: int) -> Non
         {"gradient_clip_val": 0.05},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     ):
-        cases += [(ClickModel, optimizer, cut, "mean", options) for optimizer, cut in product(["Adam dense"], CUTS)]
-    cases += [(TwoCollections, optimizer, cut, "mean", {}) for optimizer, cut in product(["SGD fused"], CUTS)]
-    assert run_on_warm_ranks(_differences, num_ranks, cases, timeout_seconds=300) == [{}] * num_ranks
+        cases += [
+            (ClickModel, optimizer, cut, "mean", options)
+            for optimizer, cut in product(["Adam dense"], CUTS)
+        ]
+    cases += [
+        (TwoCollections, optimizer, cut, "mean", {})
+        for optimizer, cut in product(["SGD fused"], CUTS)
+    ]
+    assert (
+        run_on_warm_ranks(_differences, num_ranks, cases, timeout_seconds=300) == [{}] * num_ranks
+    )

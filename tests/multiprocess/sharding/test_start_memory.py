@@ -1,4 +1,5 @@
-"""What a rank holds at most while tables that were built whole are sharded; and ranks that cannot hold it say so."""
+"""What a rank holds at most while tables that were built whole are sharded; and ranks that cannot
+hold it say so."""
 
 import resource
 import warnings
@@ -30,7 +31,9 @@ class Bags(pl.LightningModule):
         super().__init__()
         # Not drawn, which takes longer than all else; but written, so that the memory is taken.
         weights = [torch.full((num_rows, DIM), float(number)) for number in range(NUM_TABLES)]
-        self.bags = nn.ModuleList(nn.EmbeddingBag(num_rows, DIM, mode="sum", _weight=weight) for weight in weights)
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(num_rows, DIM, mode="sum", _weight=weight) for weight in weights
+        )
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         return sum((bag(batch).mean() for bag in self.bags), torch.zeros(()))
@@ -41,9 +44,9 @@ class Bags(pl.LightningModule):
 
 def _fit(model: Bags) -> None:
     loader = DataLoader(torch.arange(32).view(8, 4), batch_size=2)
-    make_trainer({"sharding_types": ["row_wise"], "convert_embeddings": "all"}, max_steps=1, max_epochs=None).fit(
-        model, loader
-    )
+    make_trainer(
+        {"sharding_types": ["row_wise"], "convert_embeddings": "all"}, max_steps=1, max_epochs=None
+    ).fit(model, loader)
 
 
 def _status(name: str) -> int:
@@ -63,9 +66,12 @@ def _growth() -> tuple[int, int, int]:
 
 def test_peak_is_whole_tables_and_a_share_on_rank_zero_and_whole_tables_on_others() -> None:
     peaks, after, second = zip(*run_on_ranks(_growth, 2), strict=True)
-    whole, share = NUM_TABLES * WHOLE, NUM_TABLES * WHOLE  # of two ranks: half of the rows and of as much state
+    # of two ranks: half of the rows and of as much state
+    whole, share = NUM_TABLES * WHOLE, NUM_TABLES * WHOLE
     # Rank 0 has filled one table's shards, and freed that table, before the other's are made.
-    assert whole < peaks[0] < 1.05 * (whole + share / NUM_TABLES) + 80 * MIB, f"{peaks[0] / MIB:.0f} MiB"
+    assert whole < peaks[0] < 1.05 * (whole + share / NUM_TABLES) + 80 * MIB, (
+        f"{peaks[0] / MIB:.0f} MiB"
+    )
     # Nothing of rank 1's own rows is left when its shards are made, nor any state for them.
     assert whole < peaks[1] < 1.05 * whole + 80 * MIB, f"{peaks[1] / MIB:.0f} MiB"
     assert max(after) < 1.05 * share + 80 * MIB
@@ -82,8 +88,14 @@ def _warnings_of_a_small_node() -> str:
 
 
 def test_full_tables_of_all_ranks_of_a_node_are_a_warning_where_they_are_large() -> None:
-    message = "2 ranks of a node have built 1.0 MiB of full tables each, 2.0 MiB of its 1.0 MiB, before the strategy"
-    assert [message in words for words in run_on_ranks(_warnings_of_a_small_node, 2)] == [True, False]
+    message = (
+        "2 ranks of a node have built 1.0 MiB of full tables each, 2.0 MiB of its 1.0 MiB, "
+        "before the strategy"
+    )
+    assert [message in words for words in run_on_ranks(_warnings_of_a_small_node, 2)] == [
+        True,
+        False,
+    ]
 
 
 def _fit_after_a_failure() -> None:
@@ -92,7 +104,9 @@ def _fit_after_a_failure() -> None:
     place = "lightning_distrec.strategies.tables.set_up.shard_tables"
     with patch(place, side_effect=MemoryError), pytest.raises(MemoryError):
         _fit(model)
-    with pytest.raises(ShardingError, match="failed while rows moved to other shards, and they are lost. Build the"):
+    with pytest.raises(
+        ShardingError, match="failed while rows moved to other shards, and they are lost. Build the"
+    ):
         _fit(model)
 
 
@@ -113,8 +127,11 @@ def test_ranks_say_which_tables_do_not_fit_before_one_is_ended_by_a_limit() -> N
     with pytest.raises(RankFailed) as failure:
         run_on_ranks(_fit_within, 2, WHOLE)  # half of the shards and their state
     message = str(failure.value)
-    assert message.count("rank 0's process cannot hold its shards") >= 2, "both ranks raise the same"
+    assert message.count("rank 0's process cannot hold its shards") >= 2, (
+        "both ranks raise the same"
+    )
     assert "table 'bags.0' (1,500,000 x 32): 183.1 MiB in full on every rank" in message
     assert (
-        "Build tables in configure_model or under meta_tables(): no rank holds a full one then. Or use more" in message
+        "Build tables in configure_model or under meta_tables(): no rank holds a full one then. "
+        "Or use more" in message
     )

@@ -1,4 +1,5 @@
-"""No stage of a large table's life takes a rank more than its share, but those that must hold the whole table."""
+"""No stage of a large table's life takes a rank more than its share, but those that must hold the
+whole table."""
 
 import gc
 import weakref
@@ -29,7 +30,11 @@ def test_full_tables_are_freed_with_the_state_that_has_them() -> None:
 
 
 def _collections_of_garbage() -> list[int]:
-    model, trainer, counts = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.1}), make_trainer(), []
+    model, trainer, counts = (
+        seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.1}),
+        make_trainer(),
+        [],
+    )
     trainer.fit(model, rank_loader(1, 0))
     with patch("lightning_distrec.strategies.torchrec_run.gc") as collector:
         for module in (model, seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.1})):
@@ -45,9 +50,12 @@ def test_a_run_looks_for_left_shards_only_where_there_are_some() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_table_of_two_gigabytes_lives_within_the_share_of_each_rank(tmp_path: Path) -> None:
-    rows = measure(Life(gib=2.0), tmp_path)  # below, a checkpoint is one file, for which rank 0 gathers the table
+    # below, a checkpoint is one file, for which rank 0 gathers the table
+    rows = measure(Life(gib=2.0), tmp_path)
     peaks = {row["stage"]: max(row["peaks"]) for row in rows}
     print({stage: peak // 2**20 for stage, peak in peaks.items()})
     assert [row for row in rows if exceeds(row)] == []
     for stage in (*WHOLE, COPIES):
-        assert peaks[stage] > next(row["needed"] for row in rows if row["stage"] == stage), "it measures nothing"
+        assert peaks[stage] > next(row["needed"] for row in rows if row["stage"] == stage), (
+            "it measures nothing"
+        )

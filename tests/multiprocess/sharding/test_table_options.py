@@ -41,7 +41,9 @@ class Mixed(EvaluatedModel):
 
     def __init__(self) -> None:
         super().__init__(*ADAM)
-        config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"])
+        config = EmbeddingBagConfig(
+            name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"]
+        )
         self.replicated = EmbeddingBagCollection(tables=[config])
         self.replicated_rows, self.own_rows = nn.Embedding(12, 8), nn.Embedding(12, 8)
 
@@ -69,15 +71,23 @@ def _keep() -> dict[str, Any]:
     trainer.fit(model, rank_loader(STEPS, rank))
     actual["second"] = model.final_state
     changed = OPTIONS | {"tables": OPTIONS["tables"] | {"own_*": {"replicated": True}}}
-    with pytest.raises(ShardingError, match="'own_rows' was sharded in an earlier run .* would leave it unsharded"):
+    with pytest.raises(
+        ShardingError, match="'own_rows' was sharded in an earlier run .* would leave it unsharded"
+    ):
         make_trainer(changed).fit(model, rank_loader(STEPS, rank))
     return actual
 
 
-WHOLE = ("ebc.embedding_bags.narrow.weight", "replicated.embedding_bags.t.weight", "replicated_rows.weight")
+WHOLE = (
+    "ebc.embedding_bags.narrow.weight",
+    "replicated.embedding_bags.t.weight",
+    "replicated_rows.weight",
+)
 
 
-def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_an_unsharded_run() -> None:
+def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_an_unsharded_run() -> (
+    None
+):
     ranks = run_on_warm_ranks(_keep, 2)
     start = seeded(Mixed)
     first = train_unsharded(start, STEPS, 2)
@@ -85,9 +95,9 @@ def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_
     for state, expected in ((ranks[0]["state"], first), (ranks[0]["second"], second)):
         difference = largest_difference(state, expected.final_state)
         assert max(difference.values()) < 1e-5, difference
-    assert float((first.replicated_rows.weight - start.replicated_rows.weight).abs().max()) > 1e-3, (
-        "the table has learnt"
-    )
+    assert (
+        float((first.replicated_rows.weight - start.replicated_rows.weight).abs().max()) > 1e-3
+    ), "the table has learnt"
     for actual in ranks:
         assert actual["cuts"] == {
             "ebc.wide": "row_wise",
@@ -100,13 +110,16 @@ def test_tables_that_are_kept_whole_train_beside_sharded_ones_to_the_numbers_of_
 
 
 class OnMeta(Mixed):
-    """Builds the collection that is to be kept whole without memory, and says itself that it is to be."""
+    """Builds the collection that is to be kept whole without memory, and says itself that it is to
+    be."""
 
     def table_options(self) -> dict[str, Any]:
         return {"replicated.t": {"replicated": True}, "narrow": {"sharding_types": ["row_wise"]}}
 
     def configure_model(self) -> None:
-        config = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"])
+        config = EmbeddingBagConfig(
+            name="t", embedding_dim=8, num_embeddings=60, feature_names=["a"]
+        )
         self.replicated = EmbeddingBagCollection(tables=[config])
 
 
@@ -115,7 +128,8 @@ REFUSED: dict[str, tuple[type, dict[str, Any], type[Exception], str]] = {
         Mixed,
         {"ebc.wide": {"compute_kernels": ["fused_uvm"]}},
         PlanError,
-        "table 'ebc.wide': compute_kernels=.*on cpu rows are in the host's memory already; allow fused",
+        "table 'ebc.wide': compute_kernels=.*on cpu rows are in the host's memory already; allow "
+        "fused",
     ),
     "cache": (
         Mixed,
@@ -144,21 +158,30 @@ def _refuse() -> dict[str, str]:
 
 def _keep_whole() -> dict[str, Any]:
     model = seeded(OnMeta)
-    options = {"convert_embeddings": "all", "tables": {"narrow": {"sharding_types": ["table_wise"]}}}
+    options = {
+        "convert_embeddings": "all",
+        "tables": {"narrow": {"sharding_types": ["table_wise"]}},
+    }
     with contextlib.redirect_stdout(io.StringIO()) as table:
         train_sharded(model, 1, options)
     sharded = sharded_tables_of(model)
     assert sharded is not None
-    return model.final_state | {"table": table.getvalue(), "narrow": sharded.plan["ebc.narrow"].sharding_type}
+    return model.final_state | {
+        "table": table.getvalue(),
+        "narrow": sharded.plan["ebc.narrow"].sharding_type,
+    }
 
 
 def test_a_collection_that_is_kept_whole_has_its_rows_from_configure_model() -> None:
     ranks = run_on_warm_ranks(_keep_whole, 2)
     assert "table_options() of 'OnMeta' has options of replicated.t, narrow" in ranks[0]["table"]
-    assert ranks[0]["narrow"] == "table_wise", "the strategy's options override those that a module ships"
+    assert ranks[0]["narrow"] == "table_wise", (
+        "the strategy's options override those that a module ships"
+    )
     first, second = (state["replicated.embedding_bags.t.weight"] for state in ranks)
     assert torch.equal(first, second)
-    # torchrec draws them uniformly, up to one by the root of the number of rows; one step moves them a little.
+    # torchrec draws them uniformly, up to one by the root of the number of rows; one step moves
+    # them a little.
     assert 0.01 < float(first.std()) < 0.5
     assert len(first.unique()) > 400
 

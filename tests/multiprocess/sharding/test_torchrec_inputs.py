@@ -1,4 +1,5 @@
-"""Inputs of TorchRec's own models: a KeyedJaggedTensor and others made of it, a TensorDict; and its quantization."""
+"""Inputs of TorchRec's own models: a KeyedJaggedTensor and others made of it, a TensorDict; and its
+quantization."""
 
 import copy
 from typing import Any
@@ -11,7 +12,14 @@ from torchrec import KeyedJaggedTensor
 from torchrec.inference.modules import quantize_embeddings, quantize_inference_model
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.support.click_model import FEATURES, ClickModel, largest_difference, rank_loader, seeded, train_unsharded
+from tests.support.click_model import (
+    FEATURES,
+    ClickModel,
+    largest_difference,
+    rank_loader,
+    seeded,
+    train_unsharded,
+)
 from tests.support.plain_loop import limit_of
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import make_trainer
@@ -45,7 +53,9 @@ class Negatives(InBatch):
 
     def looked_up(self, batch: dict[str, Any]) -> Tensor:
         features = batch["features"]
-        others = KeyedJaggedTensor(features.keys(), (features.values() * 7 + 1) % 11, lengths=features.lengths())
+        others = KeyedJaggedTensor(
+            features.keys(), (features.values() * 7 + 1) % 11, lengths=features.lengths()
+        )
         return super().looked_up(batch) - self.ebc(others).values()
 
 
@@ -91,7 +101,9 @@ def test_what_is_made_of_a_batch_beside_the_whole_trains_as_in_one_process(cut: 
     for kind in KINDS:
         start = seeded(kind, *SGD)
         expected = train_unsharded(start, STEPS, 2).final_state
-        assert max(largest_difference(actual[kind.__name__], expected).values()) <= limit_of("SGD"), kind
+        assert max(largest_difference(actual[kind.__name__], expected).values()) <= limit_of(
+            "SGD"
+        ), kind
         assert largest_difference(expected, start.state_dict())["tables"] > 1e-3
 
 
@@ -109,7 +121,10 @@ def _quantized(in_place: bool) -> list[str]:
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
     trainer.strategy.unshard()
-    kinds = [type(model.ebc).__module__, type(quantize_embeddings(model, torch.qint8, inplace=True).ebc).__module__]
+    kinds = [
+        type(model.ebc).__module__,
+        type(quantize_embeddings(model, torch.qint8, inplace=True).ebc).__module__,
+    ]
     return messages + kinds
 
 
@@ -117,6 +132,8 @@ def _quantized(in_place: bool) -> list[str]:
 def test_a_sharded_module_is_not_quantized_without_a_word(in_place: bool) -> None:
     for first, second, *kinds in run_each_on_ranks({"one": (_quantized, in_place)}, 2)[0].values():
         for message in (first, second):
-            assert message.startswith("ShardingError: a sharded module cannot be quantized: this rank has only shards")
+            assert message.startswith(
+                "ShardingError: a sharded module cannot be quantized: this rank has only shards"
+            )
             assert "trainer.strategy.unshard()" in message
         assert kinds == ["torchrec.modules.embedding_modules", "torchrec.quant.embedding_modules"]

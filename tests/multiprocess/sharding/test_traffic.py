@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
 from lightning_distrec.callbacks.communication import DENSE_GRADIENTS, KINDS
@@ -27,15 +33,25 @@ DENSE_BYTES = 4
 STEPS = 4
 COLLECTIONS = 2
 UNUSED = 8
-"""Bytes a step of the place for the weights' sizes, which each exchange of sizes has, where there are no weights."""
+"""Bytes a step of the place for the weights' sizes, which each exchange of sizes has, where there
+are no weights."""
 AGREED = COLLECTIONS * 8 * 8
-"""Bytes a step that are no ids. With each lookup every rank sends each other one eight numbers: that its
-ids are in range, how many examples it has, of which types they are, that nobody asked it to stop, that no buffer was
-written to, that it goes on, and a digest of its param groups with its negative."""
+"""Bytes a step that are no ids. With each lookup every rank sends each other one eight numbers:
+that its
+ids are in range, how many examples it has, of which types they are, that nobody asked it to stop,
+that no buffer was written to, that it goes on, and a digest of its param groups with its
+negative."""
 
 FEATURES = {"a": (2, 16), "b": (3, 24), "c": (4, 32), "d": (1, 8)}
-"""Feature -> ids per example, and rows of its tables: so many that the ids of a batch are each row once."""
-BAGS = {"wide": (["a"], 16), "long": (["b"], 8), "both": (["b"], 16), "two": (["c"], 24), "last": (["d"], 8)}
+"""Feature -> ids per example, and rows of its tables: so many that the ids of a batch are each row
+once."""
+BAGS = {
+    "wide": (["a"], 16),
+    "long": (["b"], 8),
+    "both": (["b"], 16),
+    "two": (["c"], 24),
+    "last": (["d"], 8),
+}
 """Table -> its features and dim."""
 
 
@@ -44,15 +60,25 @@ class Lookups(pl.LightningModule):
 
     def __init__(self, weighted: bool) -> None:
         super().__init__()
-        options = {name: {"feature_names": entry, "embedding_dim": dim} for name, (entry, dim) in BAGS.items()}
+        options = {
+            name: {"feature_names": entry, "embedding_dim": dim}
+            for name, (entry, dim) in BAGS.items()
+        }
         rows = {name: FEATURES[entry[0]][1] for name, (entry, _) in BAGS.items()}
         self.bags = EmbeddingBagCollection(
-            tables=[EmbeddingBagConfig(name=n, num_embeddings=rows[n], **o) for n, o in options.items()],
+            tables=[
+                EmbeddingBagConfig(name=n, num_embeddings=rows[n], **o) for n, o in options.items()
+            ],
             is_weighted=weighted,
         )
         self.rows = EmbeddingCollection(
             tables=[
-                EmbeddingConfig(name=f"of_{n}", embedding_dim=8, num_embeddings=rows[n], feature_names=BAGS[n][0])
+                EmbeddingConfig(
+                    name=f"of_{n}",
+                    embedding_dim=8,
+                    num_embeddings=rows[n],
+                    feature_names=BAGS[n][0],
+                )
                 for n in ("wide", "two")
             ]
         )
@@ -61,11 +87,14 @@ class Lookups(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         weights = torch.ones(len(batch["ids"])) if self.weighted else None
-        features = KeyedJaggedTensor(list(FEATURES), batch["ids"], lengths=batch["lengths"], weights=weights)
+        features = KeyedJaggedTensor(
+            list(FEATURES), batch["ids"], lengths=batch["lengths"], weights=weights
+        )
         unweighted = KeyedJaggedTensor(list(FEATURES), batch["ids"], lengths=batch["lengths"])
         rows = self.rows(unweighted)
         return self.scale.sum() * (
-            self.bags(features).values().sum() + sum(entry.values().sum() for entry in rows.values())
+            self.bags(features).values().sum()
+            + sum(entry.values().sum() for entry in rows.values())
         )
 
     def configure_optimizers(self) -> Any:
@@ -86,7 +115,8 @@ def _fit(
     comms: dict[str, str] | None = None,
     depth: int = 1,
 ) -> dict[str, Any]:
-    """Train a few steps; return what was sent in each, and on rank 0 what was estimated. cuts: of each table."""
+    """Train a few steps; return what was sent in each, and on rank 0 what was estimated. cuts: of
+    each table."""
     rank, num_ranks = rank_and_num_ranks()
     if nodes > 1:  # as torchrun would tell them
         on_node = num_ranks // nodes
@@ -112,15 +142,26 @@ def _fit(
             table_values["min_partition"] = 4
     callback = Communication()
     strategy = TorchRecShardedStrategy(
-        tables=options, batch_size_per_rank=EXAMPLES, prefetch={"depth": depth}, quantized_comms=comms
+        tables=options,
+        batch_size_per_rank=EXAMPLES,
+        prefetch={"depth": depth},
+        quantized_comms=comms,
     )
-    trainer = pl.Trainer(strategy=strategy, devices=num_ranks // nodes, num_nodes=nodes, **DEFAULTS, callbacks=callback)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        devices=num_ranks // nodes,
+        num_nodes=nodes,
+        **DEFAULTS,
+        callbacks=callback,
+    )
     actual: dict[str, Any] = {}
     model = Lookups(weighted)
 
     def look() -> None:
         setup = trainer.strategy.run_tables  # type: ignore[attr-defined]
-        actual["cuts"] = {name: sharding.sharding_type for name, sharding in setup.shards.plan.items()}
+        actual["cuts"] = {
+            name: sharding.sharding_type for name, sharding in setup.shards.plan.items()
+        }
         actual["plan"] = setup.plan
 
     model.on_train_start = look  # type: ignore[method-assign]
@@ -137,7 +178,12 @@ MIXED = {
     "last": "data_parallel",
     "of_two": "row_wise",
 }
-ON_NODES = {"": "table_row_wise", "wide": "table_column_wise", "of_wide": "column_wise", "of_two": "row_wise"}
+ON_NODES = {
+    "": "table_row_wise",
+    "wide": "table_column_wise",
+    "of_wide": "column_wise",
+    "of_two": "row_wise",
+}
 JOBS = {
     2: {
         **{cut: (_fit, cuts) for cut, cuts in SAME.items()},
@@ -161,11 +207,16 @@ WEIGHTED = ("weighted", "on_nodes, rounded")
 def actual() -> dict[tuple[int, str], list[dict[str, Any]]]:
     """What each rank sent, by the number of ranks and the name of the job."""
     ranks = {number: run_each_on_ranks(jobs, number) for number, jobs in JOBS.items()}
-    return {(number, job): [entry[job] for entry in ranks[number]] for number, jobs in JOBS.items() for job in jobs}
+    return {
+        (number, job): [entry[job] for entry in ranks[number]]
+        for number, jobs in JOBS.items()
+        for job in jobs
+    }
 
 
 @pytest.mark.parametrize(
-    ("ranks", "job"), [(ranks, job) for ranks, jobs in JOBS.items() for job in jobs if job != "ahead"]
+    ("ranks", "job"),
+    [(ranks, job) for ranks, jobs in JOBS.items() for job in jobs if job != "ahead"],
 )
 def test_estimated_bytes_are_those_that_ranks_send(actual: Any, ranks: int, job: str) -> None:
     rank_results = actual[ranks, job]
@@ -174,18 +225,29 @@ def test_estimated_bytes_are_those_that_ranks_send(actual: Any, ranks: int, job:
     for rank, local in enumerate(rank_results):
         sent = local["sent"]
         agreed = _agreed(rank_results[0], job in WEIGHTED) * (ranks - 1)
-        assert rank_results[0]["plan"].traffic.sent(IDS)[rank] + agreed == pytest.approx(sent[IDS], abs=1e-6)
+        assert rank_results[0]["plan"].traffic.sent(IDS)[rank] + agreed == pytest.approx(
+            sent[IDS], abs=1e-6
+        )
         assert traffic.sent(ROWS)[rank] == pytest.approx(sent[ROWS], abs=1e-6)
         assert traffic.sent(ROW_GRADIENTS)[rank] == pytest.approx(sent[ROW_GRADIENTS], abs=1e-6)
         dense = 2 * DENSE_BYTES * (ranks - 1) / ranks
-        assert traffic.sent(REPLICATED_GRADIENTS)[rank] + dense == pytest.approx(sent[DENSE_GRADIENTS], abs=1e-6)
+        assert traffic.sent(REPLICATED_GRADIENTS)[rank] + dense == pytest.approx(
+            sent[DENSE_GRADIENTS], abs=1e-6
+        )
     assert all(traffic.sent(kind).sum() > 0 for kind in (IDS, ROWS, ROW_GRADIENTS))
 
 
 def _agreed(local: dict[str, Any], weighted: bool) -> float:
-    """Return the bytes a step, for each other rank, that are no ids. Tables of one sharding type have one exchange."""
-    exchanges = {(name.partition(".")[0], cut) for name, cut in local["cuts"].items() if cut != "data_parallel"}
-    return AGREED + UNUSED * sum(not weighted or collection == "rows" for collection, _ in exchanges)
+    """Return the bytes a step, for each other rank, that are no ids. Tables of one sharding type
+    have one exchange."""
+    exchanges = {
+        (name.partition(".")[0], cut)
+        for name, cut in local["cuts"].items()
+        if cut != "data_parallel"
+    }
+    return AGREED + UNUSED * sum(
+        not weighted or collection == "rows" for collection, _ in exchanges
+    )
 
 
 def test_ids_that_travel_ahead_of_their_step_are_as_many(actual: Any) -> None:
@@ -204,16 +266,27 @@ def test_estimated_bytes_across_nodes_are_those_that_leave_nodes(actual: Any, jo
             local["across"][kind] for local in rank_results
         )  # of rings the counters know the mean of ranks only
         message = _agreed(rank_results[0], job in WEIGHTED) * 2 * 4 if kind == IDS else 0
-        assert rank_results[0]["plan"].traffic.across_nodes(kind).sum() + message == pytest.approx(remaining, abs=1e-6)
+        assert rank_results[0]["plan"].traffic.across_nodes(kind).sum() + message == pytest.approx(
+            remaining, abs=1e-6
+        )
 
 
 def test_every_cut_was_among_those_compared(actual: Any) -> None:
     cuts = {cut for rank_results in actual.values() for cut in rank_results[0]["cuts"].values()}
     assert cuts == {
-        *("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel"),
+        *(
+            "table_wise",
+            "row_wise",
+            "column_wise",
+            "table_row_wise",
+            "table_column_wise",
+            "data_parallel",
+        ),
     }
 
 
 def test_all_ranks_have_the_plan(actual: Any) -> None:
     for rank_results in actual.values():
-        assert all(local["plan"].tables == rank_results[0]["plan"].tables for local in rank_results[1:])
+        assert all(
+            local["plan"].tables == rank_results[0]["plan"].tables for local in rank_results[1:]
+        )

@@ -1,4 +1,5 @@
-"""KeyedJaggedTensors whose features share bags by inverse indices, in batches of unequal size: exact, or told."""
+"""KeyedJaggedTensors whose features share bags by inverse indices, in batches of unequal size:
+exact, or told."""
 
 from typing import Any
 
@@ -24,7 +25,8 @@ STEPS = 5
 
 
 def shared_bags(batch: dict[str, Tensor], form: str, step: int = 0) -> KeyedJaggedTensor:
-    """Return the features of a batch of which two examples share a bag of feature a, in one of several forms."""
+    """Return the features of a batch of which two examples share a bag of feature a, in one of
+    several forms."""
     size = len(batch["label"])
     lengths = list(batch["lengths"].split(size))
     ids = list(batch["ids"].split([int(part.sum()) for part in lengths]))
@@ -46,7 +48,9 @@ def shared_bags(batch: dict[str, Tensor], form: str, step: int = 0) -> KeyedJagg
         values=torch.cat([ids[place] for place in places]),
         lengths=torch.cat([lengths[place] for place in places]),
         stride_per_key_per_rank=None if equal else [[len(lengths[place])] for place in places],
-        inverse_indices=None if form == "none" else (order, inverse[[FEATURES.index(key) for key in order]]),
+        inverse_indices=None
+        if form == "none"
+        else (order, inverse[[FEATURES.index(key) for key in order]]),
     )
 
 
@@ -70,7 +74,12 @@ class SharesRows(SharesBags, SequenceModel):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         rows = self.ebc(shared_bags(batch, self.form, self.step))
         sums = [rows[name].values().sum(0) * rows[name].lengths().max() for name in FEATURES]
-        return self.mlp(self.first(torch.cat(sums)[None] / 10)).expand(len(batch["label"]), 1).squeeze(-1)
+        return (
+            self
+            .mlp(self.first(torch.cat(sums)[None] / 10))
+            .expand(len(batch["label"]), 1)
+            .squeeze(-1)
+        )
 
 
 CUTS: dict[str, dict[str, Any]] = {
@@ -80,14 +89,23 @@ CUTS: dict[str, dict[str, Any]] = {
     "sparse": {"embedding_update": "sparse"},
 }
 CASES = [
-    *[(SharesBags, "unequal batch sizes", cut, "SGD", "sum") for cut in ("column_wise", "data_parallel", "sparse")],
-    *[(SharesBags, "unequal batch sizes", "row_wise", name, "mean") for name in ("Adagrad", "RowWiseAdagrad")],
+    *[
+        (SharesBags, "unequal batch sizes", cut, "SGD", "sum")
+        for cut in ("column_wise", "data_parallel", "sparse")
+    ],
+    *[
+        (SharesBags, "unequal batch sizes", "row_wise", name, "mean")
+        for name in ("Adagrad", "RowWiseAdagrad")
+    ],
     (SharesBags, "unequal batch sizes", "table_wise", "RowWiseAdagrad", "mean"),
     (SharesBags, "unequal batch sizes", "every", "Adam", "mean"),
     *[(SharesBags, "equal batch sizes", "table_wise", name, "sum") for name in ("SGD", "Adagrad")],
     *[(SharesBags, "changing form", "table_wise", name, "mean") for name in ("SGD", "Adagrad")],
     *[(SharesBags, "changing order", cut, "SGD", "mean") for cut in ("table_wise", "row_wise")],
-    *[(SharesRows, form, "row_wise", "Adagrad", "sum") for form in ("unequal batch sizes", "none", "changing form")],
+    *[
+        (SharesRows, form, "row_wise", "Adagrad", "sum")
+        for form in ("unequal batch sizes", "none", "changing form")
+    ],
     (SharesRows, "unequal batch sizes", "table_wise", "SGD", "sum"),
 ]
 
@@ -101,7 +119,9 @@ def _model(kind: Any, form: str, name: str, pooling: str) -> ClickModel:
 def _train(kind: Any, form: str, cut: str, name: str, pooling: str) -> dict[str, Tensor]:
     model = _model(kind, form, name, pooling)
     # A step that calls with another form than the first one cannot be prefetched.
-    make_trainer(CUTS[cut] | {"prefetch": {"depth": 1}}).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
+    make_trainer(CUTS[cut] | {"prefetch": {"depth": 1}}).fit(
+        model, rank_loader(STEPS, rank_and_num_ranks()[0])
+    )
     return model.final_state
 
 
@@ -112,7 +132,14 @@ def test_bags_that_examples_share_train_the_tables_as_in_one_process() -> None:
         start = _model(kind, form, name, pooling)
         expected = train_unsharded(start, batches).state_dict()
         differences = largest_difference(actual[str((kind, form, cut, name, pooling))], expected)
-        assert max(differences.values()) <= limit_of(name), (kind, form, cut, name, pooling, differences)
+        assert max(differences.values()) <= limit_of(name), (
+            kind,
+            form,
+            cut,
+            name,
+            pooling,
+            differences,
+        )
         assert largest_difference(expected, start.state_dict())["tables"] > 1e-3
 
 
@@ -124,7 +151,11 @@ class GivesWrongIndices(SharesBags):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         features = shared_bags(batch, self.form)
         names, indices = features.inverse_indices()
-        inverse = {"none": None, "beyond": (names, indices + 1), "missing": (names[1:], indices[1:])}[self.change]
+        inverse = {
+            "none": None,
+            "beyond": (names, indices + 1),
+            "missing": (names[1:], indices[1:]),
+        }[self.change]
         if rank_and_num_ranks()[0] == 1:
             features = KeyedJaggedTensor(
                 keys=features.keys(),
@@ -150,6 +181,11 @@ def _train_wrong(change: str) -> None:
         ("missing", r"inverse_indices that lack the features \['a'\]"),
     ],
 )
-def test_inverse_indices_that_do_not_fit_on_one_rank_end_all_ranks(change: str, message: str) -> None:
-    with pytest.raises(RankFailed, match=f"(?s)IdsError: 'ebc' was called with {message}.*IdsError: 'ebc' was called"):
+def test_inverse_indices_that_do_not_fit_on_one_rank_end_all_ranks(
+    change: str, message: str
+) -> None:
+    with pytest.raises(
+        RankFailed,
+        match=f"(?s)IdsError: 'ebc' was called with {message}.*IdsError: 'ebc' was called",
+    ):
         run_on_warm_ranks(_train_wrong, 2, change)

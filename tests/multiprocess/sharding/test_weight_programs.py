@@ -1,4 +1,5 @@
-"""Random programs over one embedding's weight train as in one process: losses, the weight, and the layers around it."""
+"""Random programs over one embedding's weight train as in one process: losses, the weight, and the
+layers around it."""
 
 from typing import Any
 
@@ -19,8 +20,16 @@ def _train(seeds: list[int], is_gathered: bool) -> list[Any]:
     results = []
     for seed in seeds:
         model = seeded(WeightProgram, seed, is_gathered)
-        options = {"tables": {"table": {"gathered_weight": True}}} if is_gathered else {"embedding_update": "dense"}
-        trainer = make_trainer({"convert_embeddings": ["table"], "sharding_types": [TYPES[seed % 3]], **options})
+        options = (
+            {"tables": {"table": {"gathered_weight": True}}}
+            if is_gathered
+            else {"embedding_update": "dense"}
+        )
+        trainer = make_trainer({
+            "convert_embeddings": ["table"],
+            "sharding_types": [TYPES[seed % 3]],
+            **options,
+        })
         trainer.fit(model, loader([program_batch(step, rank) for step in range(STEPS)]))
         results.append((model.losses, whole_state(model)))
     return results
@@ -49,7 +58,9 @@ def test_programs_over_a_weight_train_as_in_one_process(is_gathered: bool, seeds
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("is_gathered", [True, False])
-def test_many_programs_over_a_weight_train_as_in_one_process(is_gathered: bool, num_ranks: int) -> None:
+def test_many_programs_over_a_weight_train_as_in_one_process(
+    is_gathered: bool, num_ranks: int
+) -> None:
     _compare(list(range(6, 36)), is_gathered, num_ranks)
 
 

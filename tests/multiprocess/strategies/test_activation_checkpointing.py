@@ -24,7 +24,8 @@ NUM_LAYERS, HIDDEN = 4, 2048
 
 
 class Deep(Recording):
-    """Layers that write buffers and draw random numbers; what they keep for backward is counted in each step."""
+    """Layers that write buffers and draw random numbers; what they keep for backward is counted in
+    each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +63,14 @@ def _fit(strategy: Any, kind: type[Deep] = Deep, **settings: Any) -> dict[str, A
     forwards = [vars(layer).get("forward") for layer in model.layers]
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | settings)
     trainer.fit(model, loader(rank, num_ranks, batch_size=8))
-    assert [vars(layer).get("forward") for layer in model.layers] == forwards, "layers are as before"
-    weights = model.state_dict() if isinstance(strategy, TunedDDPStrategy) else trainer.strategy.full_state_dict()
+    assert [vars(layer).get("forward") for layer in model.layers] == forwards, (
+        "layers are as before"
+    )
+    weights = (
+        model.state_dict()
+        if isinstance(strategy, TunedDDPStrategy)
+        else trainer.strategy.full_state_dict()
+    )
     weights = {name: value.clone() for name, value in weights.items()}
     # The least of all steps: in some, FSDP frees a buffer of an exchange later.
     return {"losses": model.losses, "weights": weights, "kept": min(model.kept)}
@@ -78,12 +85,19 @@ def _fsdp(option: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "activation_checkpointing: the module has no 'Laye', neither as a class nor as a path. Did you mean 'Layer'": (
+    "activation_checkpointing: the module has no 'Laye', neither as a class nor as a path. Did "
+    "you mean 'Layer'": (
         ["Laye"],
         {},
     ),
-    "'layers.0.up' is inside of 'layers.0', which recomputes it already": (["layers.0", "layers.0.up"], {}),
-    "activation_checkpointing=True: the module has no layers of parts that repeat": (True, {"kind": "Flat"}),
+    "'layers.0.up' is inside of 'layers.0', which recomputes it already": (
+        ["layers.0", "layers.0.up"],
+        {},
+    ),
+    "activation_checkpointing=True: the module has no layers of parts that repeat": (
+        True,
+        {"kind": "Flat"},
+    ),
 }
 
 
@@ -118,7 +132,9 @@ CASES: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def actual() -> list[dict[str, Any]]:
-    refusals = {message: (_refusal, option, *extra.values()) for message, (option, extra) in REFUSED.items()}
+    refusals = {
+        message: (_refusal, option, *extra.values()) for message, (option, extra) in REFUSED.items()
+    }
     return run_each_on_ranks(CASES | refusals, 2)
 
 
@@ -145,13 +161,19 @@ def test_recomputing_layers_keep_less(actual: list[dict[str, Any]]) -> None:
         ("ddp", DenseOptions()),
         ("ddp, all", DenseOptions(ddp_checkpointing=True)),
         ("ddp, by path", DenseOptions(ddp_checkpointing=["layers.0", "layers.3"])),
-        ("fsdp, all", DenseOptions(fsdp=FSDPOptions(wrap=["Layer"], activation_checkpointing=True))),
+        (
+            "fsdp, all",
+            DenseOptions(fsdp=FSDPOptions(wrap=["Layer"], activation_checkpointing=True)),
+        ),
     ],
 )
-def test_what_remains_is_estimated(actual: list[dict[str, Any]], case: str, options: DenseOptions) -> None:
+def test_what_remains_is_estimated(
+    actual: list[dict[str, Any]], case: str, options: DenseOptions
+) -> None:
     memory = _memory(case, options)
     whole, retained = (actual[0][item]["kept"] for item in (case.partition(",")[0], case))
-    states = NUM_LAYERS * torch.get_rng_state().nbytes  # of the random generator: left out of estimates
+    # of the random generator: left out of estimates
+    states = NUM_LAYERS * torch.get_rng_state().nbytes
     if case.startswith("fsdp"):  # what a forward allocates has gathered parameters too
         spared = _memory("fsdp", DenseOptions())["activations"] - memory["activations"]
         assert spared == pytest.approx(whole - retained, rel=0.1, abs=states + 1000)
@@ -169,11 +191,15 @@ def _memory(case: str, options: DenseOptions) -> dict[str, float]:
     settings = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
     job = Job(num_ranks=2, num_nodes=1, memory_bytes=10**10)
     advice = advise(module, job, settings, "cpu", profile, options=ChosenOptions(dense=options))
-    return next(item for item in advice.estimates if item.strategy.startswith(case.partition(",")[0])).memory
+    return next(
+        item for item in advice.estimates if item.strategy.startswith(case.partition(",")[0])
+    ).memory
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_layers_that_cannot_recompute_are_refused(actual: list[dict[str, Any]], message: str) -> None:
+def test_layers_that_cannot_recompute_are_refused(
+    actual: list[dict[str, Any]], message: str
+) -> None:
     for rank_result in actual:
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(rank_result[message])
@@ -182,6 +208,7 @@ def test_layers_that_cannot_recompute_are_refused(actual: list[dict[str, Any]], 
 def test_what_the_option_cannot_be() -> None:
     for strategy in (TunedDDPStrategy, TunedFSDPStrategy):
         with pytest.raises(
-            ConfigError, match=r"checkpointing='Layer': must be true or false, or a list: write \['Layer'\]"
+            ConfigError,
+            match=r"checkpointing='Layer': must be true or false, or a list: write \['Layer'\]",
         ):
             strategy(activation_checkpointing="Layer")

@@ -1,4 +1,5 @@
-"""Weight averages over shards are the averages of the unsharded run; summaries count whole tables."""
+"""Weight averages over shards are the averages of the unsharded run; summaries count whole
+tables."""
 
 import copy
 import io
@@ -9,7 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelSummary, RichModelSummary, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelSummary,
+    RichModelSummary,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
 
@@ -64,7 +70,9 @@ class Reference:
             for step in range(STEPS):
                 train_step(self.model, stepper, step)
                 self.averaged.update_parameters(self.model)
-            self.validated.append([float(self.averaged.module(make_batch(rank)).sum().detach()) for rank in range(2)])
+            self.validated.append([
+                float(self.averaged.module(make_batch(rank)).sum().detach()) for rank in range(2)
+            ])
             if epoch == 1:
                 self.after_two_epochs = copy.deepcopy(self.state)
 
@@ -77,7 +85,9 @@ class Reference:
 def train_step(model: ClickModel, optimizer: torch.optim.Optimizer, step: int) -> None:
     """One step on the global batch of two ranks."""
     optimizer.zero_grad()
-    model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
+    model.training_step(
+        join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step
+    ).backward()
     optimizer.step()
 
 
@@ -97,10 +107,17 @@ def test_a_moving_average_is_that_of_the_unsharded_run(optimizer: Any, tmp_path:
     # The callback moves the average into the model before the model's own on_train_end.
     assert max(largest_difference(actual[0][0], reference.state).values()) <= limit
     for rank in range(2):
-        assert actual[rank][1] == pytest.approx([rank_results[rank] for rank_results in reference.validated], abs=1e-4)
+        assert actual[rank][1] == pytest.approx(
+            [rank_results[rank] for rank_results in reference.validated], abs=1e-4
+        )
     saved = plain_checkpoint(tmp_path / "saved.ckpt")
-    assert max(largest_difference(saved["state_dict"], reference.after_two_epochs).values()) <= limit
-    assert max(largest_difference(saved["current_model_state"], reference.after_two_epochs).values()) > 1e-4
+    assert (
+        max(largest_difference(saved["state_dict"], reference.after_two_epochs).values()) <= limit
+    )
+    assert (
+        max(largest_difference(saved["current_model_state"], reference.after_two_epochs).values())
+        > 1e-4
+    )
 
 
 def test_a_second_fit_averages_again() -> None:
@@ -118,7 +135,9 @@ def test_a_second_fit_averages_again() -> None:
 
 def _stochastic(optimizer: Any) -> dict[str, Tensor]:
     model = seeded(Averaged, *optimizer)
-    average = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear")
+    average = StochasticWeightAveraging(
+        swa_lrs=0.5, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear"
+    )
     train_sharded(model, STEPS, max_epochs=EPOCHS, callbacks=[average])
     return model.final_state
 
@@ -148,7 +167,13 @@ def _summaries() -> tuple[str, str, int]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     model = seeded(ClickModel, *SGD)
-    train_sharded(model, 1, {"sharding_types": ["row_wise"]}, callbacks=[ModelSummary()], enable_model_summary=True)
+    train_sharded(
+        model,
+        1,
+        {"sharding_types": ["row_wise"]},
+        callbacks=[ModelSummary()],
+        enable_model_summary=True,
+    )
     rich = io.StringIO()
     with redirect_stdout(rich):
         options = {"callbacks": [RichModelSummary()], "enable_model_summary": True}

@@ -1,4 +1,5 @@
-"""A trained module is called outside of the Trainer, as recommend() and evaluation loops do; steps may return None."""
+"""A trained module is called outside of the Trainer, as recommend() and evaluation loops do; steps
+may return None."""
 
 from typing import Any
 
@@ -56,23 +57,35 @@ def _wanted(kind: type[TwoTower], num_ranks: int) -> list[dict[str, Any]]:
     for rank in range(num_ranks):
         users, items = pairs(STEPS, rank)
         scores, best = trained(users, items).detach(), _recommend(trained, users, items)
-        actual.append({"called": scores, "predicted": scores, "recommended": best, "recommended again": best})
+        actual.append({
+            "called": scores,
+            "predicted": scores,
+            "recommended": best,
+            "recommended again": best,
+        })
     return actual
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_trained_module_is_called_outside_of_the_trainer(num_ranks: int) -> None:
     kinds: list[type[TwoTower]] = [TwoTower, SkipsEvenBatches] if num_ranks == 1 else [TwoTower]
-    cases = {f"{kind.__name__} {depth}": (_train_and_call, kind, depth) for kind in kinds for depth in (1, 3)}
+    cases = {
+        f"{kind.__name__} {depth}": (_train_and_call, kind, depth)
+        for kind in kinds
+        for depth in (1, 3)
+    }
     actual = run_each_on_ranks(cases, num_ranks)
     for name, (_, kind, _) in cases.items():
         for rank, expected in enumerate(_wanted(kind, num_ranks)):
             for label, values in expected.items():
-                torch.testing.assert_close(actual[rank][name][label], values, atol=1e-5, rtol=0, msg=f"{name}: {label}")
+                torch.testing.assert_close(
+                    actual[rank][name][label], values, atol=1e-5, rtol=0, msg=f"{name}: {label}"
+                )
 
 
 def _call_on_rank_0(strategy: type[DDPStrategy], options: dict[str, Any]) -> list[str]:
-    """Return what a call on rank 0 alone says while the other rank fits again, and then has ended; "" elsewhere."""
+    """Return what a call on rank 0 alone says while the other rank fits again, and then has ended;
+    "" elsewhere."""
     rank, _ = rank_and_num_ranks()
     model, batches = seeded(TwoTower), loader([pairs(step, rank) for step in range(2)])
     Trainer(strategy=strategy(**options), devices=2, **DEFAULTS).fit(model, batches)
@@ -98,7 +111,12 @@ def test_a_call_on_one_rank_alone_is_refused_with_two_ways_out() -> None:
     }
     for name, case in cases.items():
         said = run_on_ranks(case[0], 2, *case[1:])[0]
-        assert "was called after the run on 1 of 2 ranks; others have begun another run." in said[0], name
+        assert (
+            "was called after the run on 1 of 2 ranks; others have begun another run." in said[0]
+        ), name
         assert "others have reached the end of their program" in said[1], name
-        for words in ("Call it on every rank", "or call trainer.strategy.unshard() on every rank first"):
+        for words in (
+            "Call it on every rank",
+            "or call trainer.strategy.unshard() on every rank first",
+        ):
             assert words in said[0], name

@@ -61,10 +61,16 @@ def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> O
     return fit(kind, TunedDDPStrategy(**options), **settings)
 
 
-@pytest.mark.parametrize(("comm_dtype", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_gradients_travel_and_are_added_as_16_bit_numbers(comm_dtype: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("comm_dtype", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_gradients_travel_and_are_added_as_16_bit_numbers(
+    comm_dtype: str, dtype: torch.dtype
+) -> None:
     settings = {"max_steps": 1, "max_epochs": -1}
-    results = run_on_warm_ranks(_fit_with, 2, "WithoutMomentum", {"comm_dtype": comm_dtype}, settings)
+    results = run_on_warm_ranks(
+        _fit_with, 2, "WithoutMomentum", {"comm_dtype": comm_dtype}, settings
+    )
     pl.seed_everything(5)
     start = WithoutMomentum()
     shares = []
@@ -72,7 +78,11 @@ def test_gradients_travel_and_are_added_as_16_bit_numbers(comm_dtype: str, dtype
         start.zero_grad()
         inputs, targets = next(iter(loader(rank, 2)))
         torch.nn.functional.mse_loss(start(inputs), targets).backward()
-        shares.append({name: (p.grad.to(dtype) / 2) for name, p in start.named_parameters() if p.grad is not None})
+        shares.append({
+            name: (p.grad.to(dtype) / 2)
+            for name, p in start.named_parameters()
+            if p.grad is not None
+        })
     for _, weights in results:
         for name, parameter in start.named_parameters():
             if name in shares[0]:
@@ -96,7 +106,9 @@ def _resume(folder: str) -> tuple[list[float], list[float]]:
     pl.seed_everything(9)
     model = BareAndTied()
     rank, num_ranks = rank_and_num_ranks()
-    trainer = pl.Trainer(strategy=TunedDDPStrategy(), devices=num_ranks, **DEFAULTS | {"max_epochs": 2})
+    trainer = pl.Trainer(
+        strategy=TunedDDPStrategy(), devices=num_ranks, **DEFAULTS | {"max_epochs": 2}
+    )
     trainer.fit(model, loader(rank, num_ranks), ckpt_path=f"{folder}/step=4.ckpt")
     return straight[0][4:], model.losses
 
@@ -109,7 +121,10 @@ def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"comm_dtype": "fp8"}, "comm_dtype='fp8' is not known.* Use one of 'fp32', 'bf16', 'fp16'"),
+        (
+            {"comm_dtype": "fp8"},
+            "comm_dtype='fp8' is not known.* Use one of 'fp32', 'bf16', 'fp16'",
+        ),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: must be above 0 MiB"),
     ],
 )
@@ -128,18 +143,23 @@ def _variables_as_before() -> Iterator[None]:
 def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() -> None:
     model = WithEmbedding()
     trainer = pl.Trainer(strategy=TunedDDPStrategy(comm_dtype="bf16"), devices=1, **DEFAULTS)
-    with pytest.raises(ConfigError, match="comm_dtype='bf16': 'table' has sparse gradients, which are sent as they"):
+    with pytest.raises(
+        ConfigError, match="comm_dtype='bf16': 'table' has sparse gradients, which are sent as they"
+    ):
         trainer.fit(model, loader())
     assert model.losses == []
 
 
 @pytest.mark.usefixtures("_variables_as_before")
-def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightning(tmp_path: Path) -> None:
+def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightning(
+    tmp_path: Path,
+) -> None:
     initial = set(os.environ)
     trainer = pl.Trainer(strategy="ddp_tuned", devices=1, **DEFAULTS)
     assert type(trainer.strategy) is TunedDDPStrategy
     trainer.strategy.connect(model := BareAndTied())
-    trainer.save_checkpoint(path := tmp_path / "before.ckpt")  # as Lightning's: the ranks have not met yet
+    # as Lightning's: the ranks have not met yet
+    trainer.save_checkpoint(path := tmp_path / "before.ckpt")
     before_fit = torch.load(path)["state_dict"]
     assert all(torch.equal(before_fit[name], value) for name, value in model.state_dict().items())
     trainer.strategy.remove_checkpoint(path)
@@ -150,7 +170,8 @@ def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightni
 
 
 def _pickled() -> list[tuple[float, ...]]:
-    """Return losses of a fit that goes on in a pickled copy of its trainer, and of one that goes on itself."""
+    """Return losses of a fit that goes on in a pickled copy of its trainer, and of one that goes on
+    itself."""
     rank, num_ranks = rank_and_num_ranks()
     actual = []
     for is_pickled in (True, False):

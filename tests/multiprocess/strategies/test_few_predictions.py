@@ -1,4 +1,5 @@
-"""Fewer examples than ranks: each is predicted once, or an error on every rank says what is missing."""
+"""Fewer examples than ranks: each is predicted once, or an error on every rank says what is
+missing."""
 
 from typing import Any
 
@@ -48,11 +49,15 @@ def predicted() -> list[dict[str, Any]]:
     return run_each_on_ranks({name: (_predict, name) for name in STRATEGIES}, 2)
 
 
-def test_one_example_is_predicted_once_where_a_prediction_makes_no_exchange(predicted: list[dict[str, Any]]) -> None:
+def test_one_example_is_predicted_once_where_a_prediction_makes_no_exchange(
+    predicted: list[dict[str, Any]],
+) -> None:
     assert [rank["ddp_tuned"] for rank in predicted] == [[14], []]
 
 
 @pytest.mark.parametrize("name", ["fsdp_tuned", "torchrec_sharded"])
-def test_ranks_that_take_part_in_a_prediction_need_a_batch(predicted: list[dict[str, Any]], name: str) -> None:
+def test_ranks_that_take_part_in_a_prediction_need_a_batch(
+    predicted: list[dict[str, Any]], name: str
+) -> None:
     for rank in predicted:
         assert "the ranks have 1, 0 batches of DataLoader: none that all of them have" in rank[name]

@@ -57,7 +57,9 @@ def _drawn(draw: str) -> tuple[dict[str, Tensor], Tensor]:
     model = _built(draw)
     rank, num_ranks = rank_and_num_ranks()
     options = DEFAULTS | {"max_steps": 1}
-    trainer = pl.Trainer(strategy=TunedFSDPStrategy(min_num_parameters=8), devices=num_ranks, **options)
+    trainer = pl.Trainer(
+        strategy=TunedFSDPStrategy(min_num_parameters=8), devices=num_ranks, **options
+    )
     trainer.fit(model, loader(rank, num_ranks))
     return model.drawn
 

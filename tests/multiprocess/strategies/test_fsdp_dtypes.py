@@ -37,7 +37,11 @@ class Blocks(Recording):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        return loss * torch.inf if OVERFLOWS.get(len(self.losses) - 1) == rank_and_num_ranks()[0] else loss
+        return (
+            loss * torch.inf
+            if OVERFLOWS.get(len(self.losses) - 1) == rank_and_num_ranks()[0]
+            else loss
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.05)
@@ -72,12 +76,16 @@ def _fit(kind: type[Recording], options: dict[str, Any], **settings: Any) -> Out
     rank, num_ranks = rank_and_num_ranks()
     model = kind()
     trainer = pl.Trainer(
-        strategy=TunedFSDPStrategy(**options), devices=num_ranks, **DEFAULTS | {"max_epochs": 2} | settings
+        strategy=TunedFSDPStrategy(**options),
+        devices=num_ranks,
+        **DEFAULTS | {"max_epochs": 2} | settings,
     )
     validates = loader(rank, num_ranks) if "limit_val_batches" in settings else None
     trainer.fit(model, loader(rank, num_ranks), validates)
     whole = {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}
-    return model.losses, whole | {"scale": torch.tensor(getattr(trainer.precision_plugin, "scaler", None) is not None)}
+    return model.losses, whole | {
+        "scale": torch.tensor(getattr(trainer.precision_plugin, "scaler", None) is not None)
+    }
 
 
 def _by_hand(
@@ -101,11 +109,15 @@ def _by_hand(
                 outputs = model(batch[0])
                 loss = functional.mse_loss(outputs, batch[1])
             model.losses.append(float(loss.detach()))
-            is_bad = kind is Blocks and OVERFLOWS.get(len(model.losses) - 1) == rank_and_num_ranks()[0]
+            is_bad = (
+                kind is Blocks and OVERFLOWS.get(len(model.losses) - 1) == rank_and_num_ranks()[0]
+            )
             scaler.scale(loss * torch.inf if is_bad else loss).backward()
             scaler.step(optimizer)
             scaler.update()
-    return model.losses, {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in model.state_dict().items()}
+    return model.losses, {
+        name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in model.state_dict().items()
+    }
 
 
 WRAPPED = {"wrap": ["Shifted"]}
@@ -143,7 +155,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"param_dtype": "bf16"},
         {"precision": "bf16-true"},
     ),
-    "param_dtype='fp16' with .*32-true'.: gradients of 16 bits need loss scaling": ({"param_dtype": "fp16"}, {}),
+    "param_dtype='fp16' with .*32-true'.: gradients of 16 bits need loss scaling": (
+        {"param_dtype": "fp16"},
+        {},
+    ),
     "param_dtype='fp16' with .*bf16-mixed'.: autocast computes in bfloat16": (
         {"param_dtype": "fp16"},
         {"precision": "bf16-mixed"},
@@ -162,7 +177,9 @@ def _refusal(options: dict[str, Any], settings: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def actual() -> list[dict[str, Any]]:
     cases = {case: (_both, case) for case in EACH}
-    return run_each_on_ranks(cases | {message: (_refusal, *case) for message, case in REFUSED.items()}, 2)
+    return run_each_on_ranks(
+        cases | {message: (_refusal, *case) for message, case in REFUSED.items()}, 2
+    )
 
 
 @pytest.mark.parametrize("case", EACH)
@@ -181,12 +198,16 @@ def test_types_are_not_those_of_float32(actual: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_types_that_contradict_the_precision_are_refused(actual: list[dict[str, Any]], message: str) -> None:
+def test_types_that_contradict_the_precision_are_refused(
+    actual: list[dict[str, Any]], message: str
+) -> None:
     for rank_result in actual:
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(rank_result[message])
 
 
 def test_a_type_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="param_dtype='float16' is not known.* Use one of 'fp32', 'bf16', 'fp16'"):
+    with pytest.raises(
+        ConfigError, match="param_dtype='float16' is not known.* Use one of 'fp32', 'bf16', 'fp16'"
+    ):
         TunedFSDPStrategy(param_dtype="float16")  # type: ignore[arg-type]

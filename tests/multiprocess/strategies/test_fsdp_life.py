@@ -46,7 +46,9 @@ def _straight(folder: str, strategy: Any = None, **settings: Any) -> list[float]
     pl.seed_everything(5)
     model = Numbers()
     saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    trainer = _trainer(strategy or _sharded(), callbacks=[saving], enable_checkpointing=True, **settings)
+    trainer = _trainer(
+        strategy or _sharded(), callbacks=[saving], enable_checkpointing=True, **settings
+    )
     trainer.fit(model, loader(*rank_and_num_ranks()))
     return model.losses
 
@@ -115,11 +117,13 @@ def test_one_file_is_a_checkpoint_of_lightning(tmp_path: Path) -> None:
     assert moments == [parameter.shape for parameter in Numbers().parameters()]
 
 
-# ---------------------------------------------------------------------------------------- further runs, and copies
+# ---------------------------------------------------------------------------------------- further
+# runs, and copies
 
 
 def _further_runs() -> tuple[list[float], list[float]]:
-    """Fit, validate and fit again with one module; and the same losses without the run in between."""
+    """Fit, validate and fit again with one module; and the same losses without the run in
+    between."""
     rank, num_ranks = rank_and_num_ranks()
     actual = []
     for looks in (True, False):
@@ -159,7 +163,9 @@ class KeepsCopies(pl.Callback):
         self.part = copy.deepcopy(pl_module.blocks)
 
     @torch.no_grad()
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         for local, current in zip(self.copy.parameters(), pl_module.parameters(), strict=True):
             local.lerp_(current, 0.1)
         self.losses.append(float(functional.mse_loss(self.copy(batch[0]), batch[1])))
@@ -182,7 +188,11 @@ def _averaged(strategy: Any) -> dict[str, Tensor]:
     trainer = _trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.8)])
     trainer.fit(model, loader(*rank_and_num_ranks()))
     distrec = isinstance(strategy, TunedFSDPStrategy)
-    return _whole(trainer) if distrec else {name: value.clone() for name, value in model.state_dict().items()}
+    return (
+        _whole(trainer)
+        if distrec
+        else {name: value.clone() for name, value in model.state_dict().items()}
+    )
 
 
 def _both(run: Any, stock: Any = "ddp") -> tuple[Any, Any]:
@@ -240,7 +250,9 @@ class Validated(WithBatchNorm):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.net[0](inputs)
         if self.bags is not None:
-            features = KeyedJaggedTensor(["f"], (inputs[:, 0] > 0).long(), lengths=torch.ones(len(inputs)).long())
+            features = KeyedJaggedTensor(
+                ["f"], (inputs[:, 0] > 0).long(), lengths=torch.ones(len(inputs)).long()
+            )
             hidden = hidden + self.bags(features).values()
         return self.net[1:](hidden)
 

@@ -19,7 +19,15 @@ from lightning_distrec import TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError, UnsupportedError
 from lightning_distrec.strategies.fully_sharded.fsdp_options import num_replicas
 from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks
-from tests.support.dense_models import WIDTH, BareAndTied, Layers, Numbers, Recording, WithEmbedding, loader
+from tests.support.dense_models import (
+    WIDTH,
+    BareAndTied,
+    Layers,
+    Numbers,
+    Recording,
+    WithEmbedding,
+    loader,
+)
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -36,7 +44,9 @@ class Plain(Recording):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 1)
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)
@@ -47,7 +57,9 @@ def _fit(precision: str) -> tuple[list[float], dict[str, Tensor]]:
     model = Plain()
     trainer = _trainer(TunedFSDPStrategy(**SMALL), precision=precision)
     trainer.fit(model, loader(*rank_and_num_ranks()))
-    return model.losses, {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}
+    return model.losses, {
+        name: value.clone() for name, value in trainer.strategy.full_state_dict().items()
+    }
 
 
 def _by_hand(precision: str) -> tuple[list[float], dict[str, Tensor]]:
@@ -55,7 +67,11 @@ def _by_hand(precision: str) -> tuple[list[float], dict[str, Tensor]]:
     pl.seed_everything(5)
     is_mixed = precision == "bf16-mixed"
     model = Plain() if is_mixed else Plain().to(torch.bfloat16)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False) if is_mixed else None
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        if is_mixed
+        else None
+    )
     options: dict[str, Any] = {"mp_policy": policy} if policy else {}
     for layer in (model.net[0], model.net[1], model.net[3]):
         fully_shard(layer, **options)
@@ -115,7 +131,9 @@ def _on_meta() -> tuple[dict[str, Tensor], list[float]]:
     _trainer(TunedFSDPStrategy(**SMALL)).fit(model, loader(*rank_and_num_ranks()))
     trainer = _trainer(TunedFSDPStrategy(**SMALL), max_epochs=0)
     trainer.fit(OnMeta(), loader(*rank_and_num_ranks()))
-    return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}, model.losses
+    return {
+        name: value.clone() for name, value in trainer.strategy.full_state_dict().items()
+    }, model.losses
 
 
 def _compiled() -> tuple[list[float], list[float]]:
@@ -124,7 +142,9 @@ def _compiled() -> tuple[list[float], list[float]]:
         pl.seed_everything(5)
         model = Layers()
         passed: Any = torch.compile(model, backend="aot_eager") if compiles else model
-        _trainer(TunedFSDPStrategy(**SMALL), max_epochs=1).fit(passed, loader(*rank_and_num_ranks()))
+        _trainer(TunedFSDPStrategy(**SMALL), max_epochs=1).fit(
+            passed, loader(*rank_and_num_ranks())
+        )
         actual.append(model.losses)
     return actual[0], actual[1]
 
@@ -189,9 +209,17 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         {"wrap": ["Linea"]},
         {},
     ),
-    "wrap: 'blocks' is a ModuleList, which is never called itself": (Layers, {"wrap": ["blocks"]}, {}),
+    "wrap: 'blocks' is a ModuleList, which is never called itself": (
+        Layers,
+        {"wrap": ["blocks"]},
+        {},
+    ),
     "wrap: 'one' shares a weight with another submodule": (BareAndTied, {"wrap": ["one"]}, {}),
-    "replicas=3: 2 ranks cannot be divided evenly among them. Use a divisor of 2": (Plain, {"replicas": 3}, {}),
+    "replicas=3: 2 ranks cannot be divided evenly among them. Use a divisor of 2": (
+        Plain,
+        {"replicas": 3},
+        {},
+    ),
     "fsdp_tuned supports '32-true'": (Plain, {}, {"plugins": Eighths()}),
 }
 
@@ -221,7 +249,9 @@ def actual() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_numbers_of_16_bits_are_those_of_a_loop_by_hand(actual: list[dict[str, Any]], precision: str) -> None:
+def test_numbers_of_16_bits_are_those_of_a_loop_by_hand(
+    actual: list[dict[str, Any]], precision: str
+) -> None:
     for rank_result in actual:
         assert rank_result[precision][0][0] == pytest.approx(rank_result[precision][1][0], rel=1e-6)
     distrec, per_hand = (weights for _, weights in actual[0][precision])
@@ -247,7 +277,9 @@ def test_a_compiled_module_has_the_losses_of_one_that_is_not(actual: list[dict[s
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank(actual: list[dict[str, Any]], message: str) -> None:
+def test_what_cannot_be_is_refused_on_every_rank(
+    actual: list[dict[str, Any]], message: str
+) -> None:
     for rank_result in actual:
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(rank_result[message])
@@ -260,7 +292,10 @@ def test_what_cannot_be_is_refused_on_every_rank(actual: list[dict[str, Any]], m
         ({"min_num_parameters": 0}, "min_num_parameters=0: must be at least 1"),
         ({"replicas": 0}, "replicas=0: must be 'nodes', or at least 1"),
         ({"replicas": "node"}, "replicas='node': must be a whole number, or 'nodes'"),
-        ({"reshard_after_forward": "never"}, "reshard_after_forward='never': must be 'auto', or true or false"),
+        (
+            {"reshard_after_forward": "never"},
+            "reshard_after_forward='never': must be 'auto', or true or false",
+        ),
     ],
 )
 def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:
@@ -271,7 +306,9 @@ def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> 
 def test_replicas_by_node_are_cut_over_its_ranks() -> None:
     assert num_replicas("nodes", [4] * 8) == 2
     assert num_replicas("nodes", [2, 2]) == 1
-    with pytest.raises(ConfigError, match="replicas='nodes': nodes have unequal numbers of ranks .1, 3."):
+    with pytest.raises(
+        ConfigError, match="replicas='nodes': nodes have unequal numbers of ranks .1, 3."
+    ):
         num_replicas("nodes", [3, 3, 3, 1])
 
 
@@ -285,7 +322,9 @@ def test_blocks_are_what_stands_beside_its_like_and_single_layers() -> None:
     assert paths(Layers(), least=10**6) == []
     assert paths(BareAndTied()) == ["out", "still"], "one and other share a weight"
     assert paths(Numbers()) == ["blocks.0", "blocks.1", "out"]
-    assert paths(Layers(), wrap=["Block", "blocks.1.layer"])[0] == "blocks.1.layer", "the inner one first"
+    assert paths(Layers(), wrap=["Block", "blocks.1.layer"])[0] == "blocks.1.layer", (
+        "the inner one first"
+    )
     attention = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
     assert paths(attention) == ["0", "1"], "its out_proj is not called"
 

@@ -1,4 +1,5 @@
-"""What is easily lost while weights are gathered and freed under `fsdp_tuned`: writes, unsent gradients, averages."""
+"""What is easily lost while weights are gathered and freed under `fsdp_tuned`: writes, unsent
+gradients, averages."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -30,7 +35,9 @@ def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
 
 def _state(trainer: pl.Trainer, model: nn.Module) -> State:
     strategy: Any = trainer.strategy
-    state = strategy.full_state_dict() if hasattr(strategy, "full_state_dict") else model.state_dict()
+    state = (
+        strategy.full_state_dict() if hasattr(strategy, "full_state_dict") else model.state_dict()
+    )
     return {name: value.clone() for name, value in state.items()}
 
 
@@ -141,7 +148,10 @@ class TogglesAround(ByHand):
         low.step(), high.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.net[0].parameters(), 0.05), torch.optim.SGD(self.net[2].parameters(), 0.05)]
+        return [
+            torch.optim.SGD(self.net[0].parameters(), 0.05),
+            torch.optim.SGD(self.net[2].parameters(), 0.05),
+        ]
 
 
 class Centers(nn.Module):
@@ -160,7 +170,8 @@ class Centers(nn.Module):
 
 
 class Centered(Recording):
-    """Blocks of that kind, and one whose weight is divided by a norm that every forward estimates."""
+    """Blocks of that kind, and one whose weight is divided by a norm that every forward
+    estimates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +199,8 @@ class AddsAGroup(Numbers):
 
 
 class Keeps(nn.Module):
-    """Computes with a parameter that it has in a dict too, as TorchRec's PositionWeightedModuleCollection does."""
+    """Computes with a parameter that it has in a dict too, as TorchRec's
+    PositionWeightedModuleCollection does."""
 
     def __init__(self, out: int) -> None:
         super().__init__()
@@ -201,7 +213,8 @@ class Keeps(nn.Module):
 
 
 class KeepsParameters(Recording):
-    """Layers that keep parameters in a dict, a list and an attribute; lists of them for the optimizer."""
+    """Layers that keep parameters in a dict, a list and an attribute; lists of them for the
+    optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +225,9 @@ class KeepsParameters(Recording):
         return self.net(inputs)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([{"params": self.low}, {"params": self.net[1:].parameters(), "lr": 3e-3}], lr=1e-2)
+        return torch.optim.AdamW(
+            [{"params": self.low}, {"params": self.net[1:].parameters(), "lr": 3e-3}], lr=1e-2
+        )
 
 
 def _keeps_and_averages(strategy: Callable[[], Any]) -> State:
@@ -232,7 +247,9 @@ def _keeps_and_averages(strategy: Callable[[], Any]) -> State:
 class Looks(pl.Callback):
     """Computes with the module after each step, before averages are taken."""
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         with torch.no_grad():
             pl_module(batch[0])
 
@@ -284,7 +301,9 @@ def test_weights_are_those_of_ddp(actual: list[dict[str, Any]], name: str) -> No
     for way in ("blocks", "root", "recomputed"):
         assert states[way].keys() == states["ddp"].keys()
         for key, value in states[way].items():
-            torch.testing.assert_close(value, states["ddp"][key], atol=1e-5, rtol=1e-5, msg=f"{way}: {key}")
+            torch.testing.assert_close(
+                value, states["ddp"][key], atol=1e-5, rtol=1e-5, msg=f"{way}: {key}"
+            )
 
 
 class Averages(Small):
@@ -358,12 +377,20 @@ def _in(options: dict[str, Any]) -> Callable[[], Any]:
 REFUSED: dict[str, Callable[[], None]] = {
     "a step has written to 'slow.weight' while it was gathered": _under(Averages, _in(ROOT)),
     "backward ran twice .gradients of gradients.": _under(Penalized, _in(BLOCKS)),
-    "parameters outside of blocks: 'fine' .float64., .* are of several types": _under(TwoTypes, _in(ROOT)),
+    "parameters outside of blocks: 'fine' .float64., .* are of several types": _under(
+        TwoTypes, _in(ROOT)
+    ),
     "'net.weight' has no shape before the first forward .a lazy module.": _under(Lazy, _in(ROOT)),
     "torch.optim.Adafactor fails, or has other numbers": _under(WithAdafactor, _in(BLOCKS)),
-    "self\\['pair'\\]\\[0\\] keeps a parameter in a tuple or a set": _under(KeepsForGood, _in(ROOT)),
-    "an earlier run has sharded this module as FSDPOptions.wrap=..,": _under(Small, _in(ROOT), _in(BLOCKS)),
-    "ddp_tuned: 'net.0.weight' was sharded over the ranks by an earlier": _under(Small, _in(ROOT), TunedDDPStrategy),
+    "self\\['pair'\\]\\[0\\] keeps a parameter in a tuple or a set": _under(
+        KeepsForGood, _in(ROOT)
+    ),
+    "an earlier run has sharded this module as FSDPOptions.wrap=..,": _under(
+        Small, _in(ROOT), _in(BLOCKS)
+    ),
+    "ddp_tuned: 'net.0.weight' was sharded over the ranks by an earlier": _under(
+        Small, _in(ROOT), TunedDDPStrategy
+    ),
 }
 
 
@@ -376,7 +403,9 @@ def _refusal(message: str) -> str:
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_would_be_lost_is_reported_on_every_rank(actual: list[dict[str, Any]], message: str) -> None:
+def test_what_would_be_lost_is_reported_on_every_rank(
+    actual: list[dict[str, Any]], message: str
+) -> None:
     for rank_result in actual:
         with pytest.raises(AssertionError, match=message):
             raise AssertionError(rank_result[message])
@@ -385,14 +414,21 @@ def test_what_would_be_lost_is_reported_on_every_rank(actual: list[dict[str, Any
 def _resumes_averages(folder: str) -> list[tuple[State, State]]:
     """Runs that never stopped, and that went on from their first epoch, with averages."""
     pairs = []
-    for average in (lambda: EMAWeightAveraging(decay=0.8), lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1)):
+    for average in (
+        lambda: EMAWeightAveraging(decay=0.8),
+        lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1),
+    ):
         states = []
         for path in (None, f"{folder}/{len(pairs)}/epoch=1.ckpt"):
             pl.seed_everything(5)
             model = Small()
             saving = ModelCheckpoint(f"{folder}/{len(pairs)}", filename="{epoch}", save_top_k=-1)
             callbacks = [average(), *([saving] if path is None else [])]
-            settings: dict[str, Any] = {"callbacks": callbacks, "enable_checkpointing": path is None, "max_epochs": 4}
+            settings: dict[str, Any] = {
+                "callbacks": callbacks,
+                "enable_checkpointing": path is None,
+                "max_epochs": 4,
+            }
             trainer = _trainer(TunedFSDPStrategy(**BLOCKS), **settings)
             trainer.fit(model, loader(*rank_and_num_ranks()), ckpt_path=path)
             states.append(_state(trainer, model))

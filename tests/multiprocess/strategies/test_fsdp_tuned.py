@@ -1,4 +1,5 @@
-"""`fsdp_tuned` has the numbers of Lightning's `ddp`, and of one process, however the module is cut."""
+"""`fsdp_tuned` has the numbers of Lightning's `ddp`, and of one process, however the module is
+cut."""
 
 from typing import Any
 
@@ -22,8 +23,14 @@ def _fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
     rank, num_ranks = rank_and_num_ranks()
     options = DEFAULTS | {"max_epochs": 2, "limit_val_batches": 2} | settings
     trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **options)
-    trainer.fit(model, loader(rank, num_ranks), loader(rank, num_ranks) if kind == "Layers" else None)
-    whole = trainer.strategy.full_state_dict() if isinstance(strategy, TunedFSDPStrategy) else model.state_dict()
+    trainer.fit(
+        model, loader(rank, num_ranks), loader(rank, num_ranks) if kind == "Layers" else None
+    )
+    whole = (
+        trainer.strategy.full_state_dict()
+        if isinstance(strategy, TunedFSDPStrategy)
+        else model.state_dict()
+    )
     return model.losses, {name: value.clone() for name, value in whole.items()}
 
 
@@ -48,7 +55,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "unused layers": (_both, "Unused", SMALL, {}),
     "single numbers": (_both, "Numbers", SMALL, {"gradient_clip_val": 0.1}),
     "blocks, and validation in between": (_both, "Layers", SMALL, {"val_check_interval": 2}),
-    "freed by backward only": (_both, "Layers", SMALL | {"reshard_after_forward": False}, FEWER_STEPS),
+    "freed by backward only": (
+        _both,
+        "Layers",
+        SMALL | {"reshard_after_forward": False},
+        FEWER_STEPS,
+    ),
     "offloaded, on a CPU to where they are": (_both, "BareAndTied", SMALL | {"offload": True}, {}),
     "computed once more": (_both, "Layers", SMALL | {"activation_checkpointing": True}, {}),
 }
@@ -77,8 +89,18 @@ def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> O
 AS_ONE: dict[str, tuple[Any, ...]] = {
     "BareAndTied": (_fit_with, "BareAndTied", SMALL, FEWER_STEPS),
     "Adversaries": (_fit_with, "Adversaries", SMALL, {}),
-    "Adversaries, their networks as blocks": (_fit_with, "Adversaries", {"wrap": ["maker", "judge"]}, {}),
-    "Numbers, in two replicas": (_fit_with, "Numbers", SMALL | {"replicas": 2}, {"gradient_clip_val": 0.1}),
+    "Adversaries, their networks as blocks": (
+        _fit_with,
+        "Adversaries",
+        {"wrap": ["maker", "judge"]},
+        {},
+    ),
+    "Numbers, in two replicas": (
+        _fit_with,
+        "Numbers",
+        SMALL | {"replicas": 2},
+        {"gradient_clip_val": 0.1},
+    ),
     "Numbers, as 64 bits": (_fit_with, "Numbers", SMALL, {"precision": "64-true"}),
 }
 
@@ -93,4 +115,6 @@ def test_weights_are_those_of_one_process_with_the_batches_of_all(num_ranks: int
         trainer = pl.Trainer(**DEFAULTS | {"max_epochs": 2} | settings)
         trainer.fit(single, whole_batches(num_ranks))
         for name, value in single.state_dict().items():
-            torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")
+            torch.testing.assert_close(
+                weights[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}"
+            )

@@ -1,5 +1,7 @@
-"""Optimizers that step inside of backward, and hooks on gradients, of layers without tables: exact, or refused."""
+"""Optimizers that step inside of backward, and hooks on gradients, of layers without tables: exact,
+or refused."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,7 +43,8 @@ class Case(NamedTuple):
     place: str
     """The hook in which it is registered."""
     optimized: str = "others"
-    """What configure_optimizers has: parameters of "none" of the layers, "all" of them, or those without hooks."""
+    """What configure_optimizers has: parameters of "none" of the layers, "all" of them, or those
+    without hooks."""
     by_hand: str = ""
     """The backward that training_step calls; "": Lightning does."""
     accumulates: int = 1
@@ -54,8 +57,12 @@ class Hooked(Recording):
         super().__init__()
         self.case = case
         self.automatic_optimization = not case.by_hand
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        table = EmbeddingBagConfig(name="t", embedding_dim=WIDTH, num_embeddings=20, feature_names=["f"])
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+        )
+        table = EmbeddingBagConfig(
+            name="t", embedding_dim=WIDTH, num_embeddings=20, feature_names=["f"]
+        )
         self.bags = EmbeddingBagCollection(tables=[table]) if has_table else None
         self.norms: list[float] = []
         self._register("__init__")
@@ -85,7 +92,11 @@ class Hooked(Recording):
     def configure_optimizers(self) -> Any:
         self._register("configure_optimizers")
         layers = {"none": [], "all": list(self.net), "others": [self.net[4]]}[self.case.optimized]
-        weights = [weight for layer in [*layers, *filter(None, [self.bags])] for weight in layer.parameters()]
+        weights = [
+            weight
+            for layer in [*layers, *filter(None, [self.bags])]
+            for weight in layer.parameters()
+        ]
         return torch.optim.SGD(weights, lr=0.02) if weights else None
 
     def on_fit_start(self) -> None:
@@ -103,7 +114,10 @@ class Hooked(Recording):
         if self.bags is not None:
             ids = (inputs > 0).long() * 5 + torch.arange(WIDTH) % 5
             lengths = torch.full((len(ids),), WIDTH)
-            inputs = inputs + self.bags(KeyedJaggedTensor(["f"], ids.flatten(), lengths=lengths)).values()
+            inputs = (
+                inputs
+                + self.bags(KeyedJaggedTensor(["f"], ids.flatten(), lengths=lengths)).values()
+            )
         return self.net(inputs)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -144,7 +158,11 @@ def _on_rank(case: Case, name: str, fits: int = 1) -> tuple[dict[str, Tensor], l
     rank, num_ranks = rank_and_num_ranks()
     pl.seed_everything(5)
     model = Hooked(case, name.startswith("dense"))
-    data = whole_batches(2) if name == "pipeline_parallel" or num_ranks == 1 else loader(rank, num_ranks)
+    data = (
+        whole_batches(2)
+        if name == "pipeline_parallel" or num_ranks == 1
+        else loader(rank, num_ranks)
+    )
     for _ in range(fits):
         trainer = _fit(model, STRATEGIES[name](), data, num_ranks)
     strategy: Any = trainer.strategy
@@ -188,14 +206,19 @@ BEFORE_SHARDING = [
 ]
 
 
-def _assert_equal(cases: list[Case], name: str, num_ranks: int, fits: int = 1) -> list[tuple[Hooked, Any]]:
+def _assert_equal(
+    cases: list[Case], name: str, num_ranks: int, fits: int = 1
+) -> list[tuple[Hooked, Any]]:
     calls = {str(case): (_on_rank, case, name, fits) for case in cases}
     ranks, pairs = run_each_on_ranks(calls, num_ranks), []
     for case in cases:
         model = _one_process(case, name.startswith("dense"), fits)
         state, _ = ranks[0][str(case)]
         for key, value in model.state_dict().items():
-            torch.testing.assert_close(state[key], value, rtol=0, atol=1e-6, msg=lambda m: f"{case} {key}: {m}")  # noqa: B023
+            place = f"{case} {key}: "
+            torch.testing.assert_close(
+                state[key], value, rtol=0, atol=1e-6, msg=functools.partial(str.__add__, place)
+            )
         pairs.append((model, [rank[str(case)][1] for rank in ranks]))
     return pairs
 
@@ -212,7 +235,11 @@ def test_so_they_are_on_one_rank(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ddp_tuned", "fsdp_tuned", "dense ddp"])
 def test_so_they_are_by_hand(name: str) -> None:
-    _assert_equal([Case(kind, "on_train_start", "all", "manual") for kind in ("in backward", "tutorial")], name, 2)
+    _assert_equal(
+        [Case(kind, "on_train_start", "all", "manual") for kind in ("in backward", "tutorial")],
+        name,
+        2,
+    )
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -222,7 +249,9 @@ def test_a_second_fit_takes_them_over_again(name: str) -> None:
 
 def test_hooks_that_read_see_gradients_of_all_ranks() -> None:
     for name in ("ddp_tuned", "fsdp_tuned"):
-        [(model, norms)] = _assert_equal([Case("reads", "on_train_start", "all", accumulates=2)], name, 2)
+        [(model, norms)] = _assert_equal(
+            [Case("reads", "on_train_start", "all", accumulates=2)], name, 2
+        )
         assert norms[0] == norms[1]
         # FSDP2 calls those of one block in the order of its parameters.
         assert sorted(norms[0]) == pytest.approx(sorted(model.norms), abs=1e-5)
@@ -230,24 +259,38 @@ def test_hooks_that_read_see_gradients_of_all_ranks() -> None:
 
 def test_a_hook_on_one_rank_leaves_the_collectives_of_all_alike() -> None:
     for name in ("ddp_tuned", "dense ddp"):
-        [(_, norms)] = _assert_equal([Case("reads on rank 0", "setup", "all", accumulates=2)], name, 2)
+        [(_, norms)] = _assert_equal(
+            [Case("reads on rank 0", "setup", "all", accumulates=2)], name, 2
+        )
         assert norms[0]
         assert not norms[1]
 
 
 def test_hooks_that_would_be_lost_are_refused_by_the_name_of_their_parameter() -> None:
     lost = "'net.0.weight' has a hook on its gradient that would be lost or run at other times: "
-    replaced = f"{lost}it was registered before sharding, or unshard(), replaced the parameter. Return an optimizer"
+    replaced = (
+        f"{lost}it was registered before sharding, or unshard(), replaced the parameter. "
+        "Return an optimizer"
+    )
     cases = {
-        (name, case): replaced for name in SHARDED for case in (Case("reads", "__init__"), Case("scales", "setup"))
+        (name, case): replaced
+        for name in SHARDED
+        for case in (Case("reads", "__init__"), Case("scales", "setup"))
     }
     cases["dense fsdp", BEFORE_SHARDING[2]] = replaced
     cases["fsdp_tuned", Case("scales", "on_train_start")] = (
         f"{lost}FSDP2 does not call hooks of register_hook on shards"
     )
-    cases["fsdp_tuned", Case("Adafactor", "on_train_start")] = "torch.optim.Adafactor fails, or has other numbers"
-    cases["ddp_tuned", Case("tutorial", "__init__", "all", "loss.backward")] = "Call self.manual_backward(loss)."
-    micro = "hooks of register_hook run for every micro-batch, and again for the batch. Return an optimizer"
+    cases["fsdp_tuned", Case("Adafactor", "on_train_start")] = (
+        "torch.optim.Adafactor fails, or has other numbers"
+    )
+    cases["ddp_tuned", Case("tutorial", "__init__", "all", "loss.backward")] = (
+        "Call self.manual_backward(loss)."
+    )
+    micro = (
+        "hooks of register_hook run for every micro-batch, and again for the batch. Return an "
+        "optimizer"
+    )
     cases["pipeline_parallel", Case("scales", "__init__", "all")] = micro
     ranks = run_each_on_ranks({str(key): (_refusal, key[1], key[0]) for key in cases}, 2)
     for messages in ranks:
@@ -257,6 +300,11 @@ def test_hooks_that_would_be_lost_are_refused_by_the_name_of_their_parameter() -
 
 def test_a_module_that_was_unsharded_has_lost_them() -> None:
     case = Case("in backward", "__init__", "all")
-    calls = {name: (_refusal_after_unsharding, case, name) for name in ("fsdp_tuned", "pipeline_parallel")}
+    calls = {
+        name: (_refusal_after_unsharding, case, name)
+        for name in ("fsdp_tuned", "pipeline_parallel")
+    }
     for messages in run_each_on_ranks(calls, 2):
-        assert all("before sharding, or unshard(), replaced" in message for message in messages.values()), messages
+        assert all(
+            "before sharding, or unshard(), replaced" in message for message in messages.values()
+        ), messages

@@ -1,4 +1,5 @@
-"""Tables sharded by TorchRec beside dense layers cut by FSDP2 give the numbers of one unsharded process."""
+"""Tables sharded by TorchRec beside dense layers cut by FSDP2 give the numbers of one unsharded
+process."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ class WithScale(EvaluatedModel):
         return super().forward(batch) * self.scale
 
     def on_train_end(self) -> None:
-        self.final_state = {name: value.clone() for name, value in self.trainer.strategy.full_state_dict().items()}
+        self.final_state = {
+            name: value.clone() for name, value in self.trainer.strategy.full_state_dict().items()
+        }
 
 
 class Sequences(SequenceModel):
@@ -64,7 +67,8 @@ class ByHand(WithScale):
 
 def _fit(kind: type[ClickModel], name: str, **settings: Any) -> dict[str, Tensor]:
     model = seeded(kind, *OPTIMIZERS[name])
-    strategy = HYBRID if kind is not Sequences else {key: HYBRID[key] for key in ("dense", "fsdp")}  # its own tables
+    # its own tables
+    strategy = HYBRID if kind is not Sequences else {key: HYBRID[key] for key in ("dense", "fsdp")}
     trainer = make_trainer(strategy, **settings)
     trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
     assert any(isinstance(parameter, DTensor) for parameter in model.mlp.parameters())
@@ -92,7 +96,11 @@ def actual() -> list[dict[str, Any]]:
 
 
 def _scaled() -> dict[str, Tensor]:
-    return _fit(WithScale, "SGD", plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 256.0))])
+    return _fit(
+        WithScale,
+        "SGD",
+        plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", 256.0))],
+    )
 
 
 def test_loss_scaling_reaches_tables_and_sharded_layers() -> None:
@@ -118,7 +126,9 @@ def _clip(parameters: Any) -> None:
 def test_weights_are_those_of_one_process(actual: list[dict[str, Any]], case: str) -> None:
     _, kind, name = CASES[case]
     clips = case.endswith(("clipped", "by hand"))
-    reference = train_plain(seeded(kind, *OPTIMIZERS[name]), global_batches(STEPS), *([_clip] if clips else []))
+    reference = train_plain(
+        seeded(kind, *OPTIMIZERS[name]), global_batches(STEPS), *([_clip] if clips else [])
+    )
     distrec = actual[0][case]
     assert distrec.keys() == reference.keys()
     for key, value in distrec.items():
@@ -129,7 +139,11 @@ def _saved_and_resumed(folder: str) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     saving = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
     straight = seeded(WithScale, *OPTIMIZERS["Adam"])
-    settings: dict[str, Any] = {"callbacks": [saving], "enable_checkpointing": True, "gradient_clip_val": 0.05}
+    settings: dict[str, Any] = {
+        "callbacks": [saving],
+        "enable_checkpointing": True,
+        "gradient_clip_val": 0.05,
+    }
     make_trainer(HYBRID, **settings).fit(straight, rank_loader(STEPS, rank))
     actual = {"straight": straight.losses[3:]}
     for name, strategy in {"resumed": HYBRID, "dense on every rank": EVERY_CUT}.items():
@@ -146,7 +160,9 @@ def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None
     for result in run_on_warm_ranks(_saved_and_resumed, 2, str(tmp_path)):
         assert result["resumed"] == pytest.approx(result["straight"], abs=1e-6)
         assert result["dense on every rank"] == pytest.approx(result["straight"], abs=1e-6)
-        assert result["resumed, validated"] == pytest.approx(result["dense on every rank, validated"], abs=1e-6)
+        assert result["resumed, validated"] == pytest.approx(
+            result["dense on every rank, validated"], abs=1e-6
+        )
 
 
 def _twice_and_averaged() -> dict[str, Any]:
@@ -157,7 +173,9 @@ def _twice_and_averaged() -> dict[str, Any]:
         for _ in range(2):
             make_trainer(strategy, accumulate_grad_batches=2).fit(model, rank_loader(STEPS, rank))
         averaged = seeded(WithScale, *OPTIMIZERS["Adam"])
-        make_trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(averaged, rank_loader(STEPS, rank))
+        make_trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(
+            averaged, rank_loader(STEPS, rank)
+        )
         actual[name] = model.losses, averaged.final_state
     return actual
 
@@ -186,7 +204,9 @@ def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> 
 
 def _without_tables() -> str:
     rank, num_ranks = rank_and_num_ranks()
-    trainer = pl.Trainer(strategy=TorchRecShardedStrategy(dense="fsdp"), devices=num_ranks, **DEFAULTS)
+    trainer = pl.Trainer(
+        strategy=TorchRecShardedStrategy(dense="fsdp"), devices=num_ranks, **DEFAULTS
+    )
     try:
         trainer.fit(BareAndTied(), loader(rank, num_ranks))
     except ConfigError as error:

@@ -1,4 +1,5 @@
-"""fit, validate, test and predict in any order and repeatedly, as a Trainer's user would call them."""
+"""fit, validate, test and predict in any order and repeatedly, as a Trainer's user would call
+them."""
 
 from typing import Any
 
@@ -34,7 +35,9 @@ def _losses(model: ClickModel, steps: range) -> list[float]:
     for step in steps:
         batch = join_batches([make_batch(1000 * step + rank) for rank in range(2)])
         with torch.no_grad():
-            losses.append(float(nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])))
+            losses.append(
+                float(nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"]))
+            )
     return losses
 
 
@@ -61,20 +64,29 @@ def test_fit_validate_test_and_predict_work_in_any_order_and_twice() -> None:
     start = seeded(EvaluatedModel, torch.optim.Adagrad, {"lr": 0.1})
     assert actual[0]["before"] == pytest.approx(sum(_losses(start, range(4))) / 4, abs=1e-6)
     for rank in range(2):
-        torch.testing.assert_close(actual[rank]["predicted"], start(make_batch(rank)).detach(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            actual[rank]["predicted"], start(make_batch(rank)).detach(), atol=1e-6, rtol=0
+        )
     first = train_unsharded(start, 10, 2)
     assert max(largest_difference(actual[0]["first fit"], first.final_state).values()) <= 1e-5
     assert actual[0]["test"] == pytest.approx(sum(_losses(first, range(4))) / 4, abs=1e-5)
-    # A second fit calls configure_optimizers again: weights go on, Adagrad's sums start anew, as always in Lightning.
+    # A second fit calls configure_optimizers again: weights go on, Adagrad's sums start anew, as
+    # always in Lightning.
     optimizer = first.configure_optimizers()
     for step in range(10, 20):
         optimizer.zero_grad()
-        first.training_step(join_batches([make_batch(1000 * step + r) for r in range(2)]), step).backward()
+        first.training_step(
+            join_batches([make_batch(1000 * step + r) for r in range(2)]), step
+        ).backward()
         optimizer.step()
     assert max(largest_difference(actual[0]["second fit"], first.state_dict()).values()) <= 1e-5
     two = actual[0]["two loaders"]
-    assert two[0]["val_loss/dataloader_idx_0"] == pytest.approx(sum(_losses(first, range(4))) / 4, abs=1e-5)
-    assert two[1]["val_loss/dataloader_idx_1"] == pytest.approx(sum(_losses(first, range(4, 6))) / 2, abs=1e-5)
+    assert two[0]["val_loss/dataloader_idx_0"] == pytest.approx(
+        sum(_losses(first, range(4))) / 4, abs=1e-5
+    )
+    assert two[1]["val_loss/dataloader_idx_1"] == pytest.approx(
+        sum(_losses(first, range(4, 6))) / 2, abs=1e-5
+    )
 
 
 class ManualModel(ClickModel):
@@ -85,13 +97,18 @@ class ManualModel(ClickModel):
         self.automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
-        return [self.optimizer(self.ebc.parameters(), **self.options), torch.optim.Adam(self.mlp.parameters(), lr=0.01)]
+        return [
+            self.optimizer(self.ebc.parameters(), **self.options),
+            torch.optim.Adam(self.mlp.parameters(), lr=0.01),
+        ]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         tables, dense = self.optimizers()
         # Two backward passes into one step: what an update inside of backward could not do.
         for scale in (1.0, 0.5):
-            loss = scale * nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
+            loss = scale * nn.functional.binary_cross_entropy_with_logits(
+                self(batch), batch["label"]
+            )
             self.manual_backward(loss)
         for optimizer in (tables, dense):
             optimizer.step()
@@ -111,7 +128,9 @@ def test_manual_optimization_with_two_optimizers_equals_unsharded() -> None:
     for step in range(10):
         batch = join_batches([make_batch(1000 * step + rank) for rank in range(2)])
         for scale in (1.0, 0.5):
-            (scale * nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])).backward()
+            (
+                scale * nn.functional.binary_cross_entropy_with_logits(model(batch), batch["label"])
+            ).backward()
         for optimizer in (tables, dense):
             optimizer.step()
             optimizer.zero_grad()
@@ -128,7 +147,9 @@ def test_bf16_mixed_is_no_further_from_float32_than_the_unsharded_run_in_bf16() 
     actual = run_on_warm_ranks(_bf16, 2)[0]
     start = seeded(ClickModel, torch.optim.SGD, {"lr": 1.0})
     exact = train_unsharded(start, 10, 2).final_state
-    rounded = train_unsharded(start, 10, 2, lambda: torch.autocast("cpu", torch.bfloat16)).final_state
+    rounded = train_unsharded(
+        start, 10, 2, lambda: torch.autocast("cpu", torch.bfloat16)
+    ).final_state
 
     def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
         return sum(float((a[key] - b[key]).pow(2).sum()) for key in a) ** 0.5
@@ -148,7 +169,9 @@ def _evaluation_counters() -> list[int]:
 
     model.on_validation_start = count  # type: ignore[method-assign]
     model.on_validation_end = count  # type: ignore[method-assign]
-    make_trainer({"prefetch": {"depth": 1}}, max_epochs=2).fit(model, rank_loader(5, rank), rank_loader(3, rank))
+    make_trainer({"prefetch": {"depth": 1}}, max_epochs=2).fit(
+        model, rank_loader(5, rank), rank_loader(3, rank)
+    )
     return counters
 
 
@@ -166,7 +189,9 @@ class TypedModel(EvaluatedModel):
         assert isinstance(rows, KeyedTensor)
         assert rows.keys() == ["a", "b@wide", "c", "b@shared", "d"]
         assert len(rows.to_dict()) == 5
-        torch.testing.assert_close(torch.cat(list(rows.to_dict().values()), 1), rows.values(), atol=0, rtol=0)
+        torch.testing.assert_close(
+            torch.cat(list(rows.to_dict().values()), 1), rows.values(), atol=0, rtol=0
+        )
         assert type(rows) is KeyedTensor  # once its values are here
         return self.mlp(rows.values()).squeeze(-1)
 
@@ -216,7 +241,9 @@ class ReorderedModel(ClickModel):
 def _reordered() -> tuple[dict[str, Tensor], Tensor]:
     model, _ = train_sharded(seeded(ReorderedModel, torch.optim.SGD, {"lr": 1.0}), 10)
     # Another trainer, another order: torchrec still remembers the one of the first call.
-    return model.final_state, make_trainer().predict(model, rank_loader(1, rank_and_num_ranks()[0]))[0]
+    return model.final_state, make_trainer().predict(
+        model, rank_loader(1, rank_and_num_ranks()[0])
+    )[0]
 
 
 def test_features_may_come_in_another_order_at_every_call() -> None:
@@ -233,10 +260,15 @@ class NestedModel(pl.LightningModule):
         super().__init__()
 
         def collection(name: str, rows: int) -> EmbeddingBagCollection:
-            config = EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows, feature_names=["a"])
+            config = EmbeddingBagConfig(
+                name=name, embedding_dim=8, num_embeddings=rows, feature_names=["a"]
+            )
             return EmbeddingBagCollection(tables=[config])
 
-        self.towers = nn.ModuleDict({"left": nn.ModuleList([collection("t", 60)]), "right": collection("t", 61)})
+        self.towers = nn.ModuleDict({
+            "left": nn.ModuleList([collection("t", 60)]),
+            "right": collection("t", 61),
+        })
         self.alias = self.towers["right"]
         self.still = collection("still", 60).requires_grad_(False)
         self.top = nn.Linear(32, 1)
@@ -246,7 +278,9 @@ class NestedModel(pl.LightningModule):
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
         towers = [self.towers["left"][0], self.towers["right"], self.alias, self.still]
         joined = torch.cat([tower(features).values() for tower in towers], 1)
-        return nn.functional.binary_cross_entropy_with_logits(self.top(joined).squeeze(-1), batch["label"])
+        return nn.functional.binary_cross_entropy_with_logits(
+            self.top(joined).squeeze(-1), batch["label"]
+        )
 
     def configure_optimizers(self) -> Any:
         groups = [
@@ -279,7 +313,9 @@ def test_nested_shared_and_frozen_collections_and_param_groups_equal_unsharded()
     optimizer = model.configure_optimizers()
     for step in range(10):
         optimizer.zero_grad()
-        model.training_step(join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step).backward()
+        model.training_step(
+            join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step
+        ).backward()
         optimizer.step()
     assert kinds == {"towers.left.0.t": "fused", "towers.right.t": "fused", "still.still": "frozen"}
     assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
@@ -290,7 +326,8 @@ def _plain_ddp() -> list[float]:
     torch.manual_seed(1)
     model = PlainModel()
     make_trainer().fit(
-        model, DataLoader([torch.full((4, 2), float(rank + step)) for step in range(5)], batch_size=None)
+        model,
+        DataLoader([torch.full((4, 2), float(rank + step)) for step in range(5)], batch_size=None),
     )
     return model.weight.detach().flatten().tolist()
 
@@ -313,7 +350,12 @@ def test_a_module_without_tables_trains_as_under_ddp() -> None:
     actual = run_on_warm_ranks(_plain_ddp, 2)
     weight = torch.ones(2, requires_grad=True)
     for step in range(5):
-        loss = sum((torch.full((4, 2), float(rank + step)) @ weight).pow(2).mean() for rank in range(2)) / 2
+        loss = (
+            sum(
+                (torch.full((4, 2), float(rank + step)) @ weight).pow(2).mean() for rank in range(2)
+            )
+            / 2
+        )
         (gradient,) = torch.autograd.grad(loss, weight)
         weight = (weight - 0.01 * gradient).detach().requires_grad_()
     assert actual[0] == actual[1] == pytest.approx(weight.tolist(), abs=1e-6)

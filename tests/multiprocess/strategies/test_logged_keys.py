@@ -1,4 +1,5 @@
-"""Values that ranks log under other names are an error that names them; in another order, each has its own mean."""
+"""Values that ranks log under other names are an error that names them; in another order, each has
+its own mean."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,12 @@ import lightning.pytorch as pl
 import pytest
 from torch import Tensor, nn
 
-from lightning_distrec import PipelineParallelStrategy, TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec import (
+    PipelineParallelStrategy,
+    TorchRecShardedStrategy,
+    TunedDDPStrategy,
+    TunedFSDPStrategy,
+)
 from lightning_distrec.errors import RankError
 from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -72,7 +78,12 @@ def _fit(place: str, name: str) -> tuple[str, int, dict[str, float]]:
     return message, trainer.global_step, means
 
 
-PLACES = {"step": (1, "a", "b"), "epoch": (6, "a", "b"), "validation": (6, "a", "b"), "validation end": (6, "a", "b")}
+PLACES = {
+    "step": (1, "a", "b"),
+    "epoch": (6, "a", "b"),
+    "validation": (6, "a", "b"),
+    "validation end": (6, "a", "b"),
+}
 CASES = {
     **{place: (_fit, place, "ddp_tuned") for place in PLACES},
     **{name: (_fit, "epoch", name) for name in STRATEGIES if name != "ddp_tuned"},
@@ -91,16 +102,24 @@ def test_other_names_are_an_error_on_every_rank(actual: list[dict[str, Any]], ca
     steps, first, second = PLACES.get(case, PLACES["epoch"])
     for rank in actual:
         message, num_steps, _ = rank[case]
-        assert f"self.log: rank 0 reduces ['{first}'] over the ranks, and rank 1 ['{second}']: values of" in message
+        assert (
+            f"self.log: rank 0 reduces ['{first}'] over the ranks, and rank 1 ['{second}']: "
+            "values of" in message
+        )
         assert "or log it with sync_dist=False" in message
         assert num_steps == steps
 
 
 def test_one_more_name_on_one_rank_is_an_error_and_no_wait(actual: list[dict[str, Any]]) -> None:
     for rank in actual:
-        assert "self.log: rank 0 reduces [] over the ranks, and rank 1 ['more']: values of" in rank["count"][0]
+        assert (
+            "self.log: rank 0 reduces [] over the ranks, and rank 1 ['more']: values of"
+            in rank["count"][0]
+        )
 
 
-def test_values_that_are_logged_in_another_order_keep_their_means(actual: list[dict[str, Any]]) -> None:
+def test_values_that_are_logged_in_another_order_keep_their_means(
+    actual: list[dict[str, Any]],
+) -> None:
     for rank in actual:
         assert rank["order"] == ("", 6, {"a": 1.5, "b": 100.5})

@@ -115,7 +115,8 @@ class CompiledDense(ClickModel):
 def _compiled_dense() -> dict[str, State]:
     states = fit_with_each(CompiledDense, ("SGD", "Adam"))
     return {
-        name: {key.replace("_orig_mod.", ""): value for key, value in state.items()} for name, state in states.items()
+        name: {key.replace("_orig_mod.", ""): value for key, value in state.items()}
+        for name, state in states.items()
     }
 
 
@@ -144,13 +145,18 @@ class CompiledSubmodule(ClickModel):
 
 
 def _compiled_submodule() -> tuple[dict[str, State], int, list[str], int]:
-    """Return weights, how many frames were compiled, why graphs ended, and how many lookups were prefetched."""
+    """Return weights, how many frames were compiled, why graphs ended, and how many lookups were
+    prefetched."""
     counters.clear()
     torch.compiler.reset()
     rank, _ = rank_and_num_ranks()
     model, trainer = seeded(CompiledSubmodule, *OPTIMIZERS["SGD"]), make_trainer()
     trainer.fit(model, rank_loader(STEPS, rank))
-    states = {"SGD": {key: value for key, value in model.final_state.items() if not key.startswith("net.")}}
+    states = {
+        "SGD": {
+            key: value for key, value in model.final_state.items() if not key.startswith("net.")
+        }
+    }
     prefetched = trainer.strategy.lookups_ahead["training 0"].ahead
     return states, counters["frames"]["total"], list(counters["graph_break"]), prefetched
 
@@ -180,7 +186,13 @@ RUNS: dict[str, tuple[Any, ...]] = {
     "reloaded": (_reloaded,),
     "overfit": (fit_with_each, ClickModel, USUAL, {}, {"overfit_batches": 2, "max_epochs": 3}),
     "anomaly": (fit_with_each, ClickModel, USUAL, {}, ANOMALY),
-    "anomaly sparse": (fit_with_each, ClickModel, ("Adagrad",), {"embedding_update": "sparse"}, ANOMALY),
+    "anomaly sparse": (
+        fit_with_each,
+        ClickModel,
+        ("Adagrad",),
+        {"embedding_update": "sparse"},
+        ANOMALY,
+    ),
     "anomaly every cut": (fit_with_each, ClickModel, ("SGD",), EVERY_CUT, ANOMALY),
     "goes wrong": (_go_wrong,),
 }
@@ -201,8 +213,13 @@ def actual(rank_results: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
 def test_combined_loaders_give_each_step_a_batch_of_each(actual: dict[str, Any], mode: str) -> None:
     pairs = list(zip(global_batches(5), cycle(global_batches(3, first=50)), strict=False))
-    batches = [{"one": first, "other": other} for first, other in pairs[: 5 if mode == "max_size_cycle" else 3]]
-    assert_equal(actual[mode], lambda name: train_plain(seeded(TwoLoaders, *OPTIMIZERS[name]), batches))
+    batches = [
+        {"one": first, "other": other}
+        for first, other in pairs[: 5 if mode == "max_size_cycle" else 3]
+    ]
+    assert_equal(
+        actual[mode], lambda name: train_plain(seeded(TwoLoaders, *OPTIMIZERS[name]), batches)
+    )
 
 
 def test_a_training_step_that_fetches_its_batches_is_exact(actual: dict[str, Any]) -> None:
@@ -211,12 +228,16 @@ def test_a_training_step_that_fetches_its_batches_is_exact(actual: dict[str, Any
 
 def test_every_epoch_may_have_a_loader_of_its_own(actual: dict[str, Any]) -> None:
     batches = [batch for epoch in range(3) for batch in global_batches(2 + epoch, first=10 * epoch)]
-    assert_equal(actual["reloaded"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches))
+    assert_equal(
+        actual["reloaded"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches)
+    )
 
 
 def test_overfit_batches_repeats_the_first_batches(actual: dict[str, Any]) -> None:
     batches = 3 * global_batches(2)
-    assert_equal(actual["overfit"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches))
+    assert_equal(
+        actual["overfit"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches)
+    )
 
 
 def test_anomaly_detection_changes_no_number(actual: dict[str, Any]) -> None:
@@ -224,7 +245,9 @@ def test_anomaly_detection_changes_no_number(actual: dict[str, Any]) -> None:
         assert_equal(actual[case], train_plain_click_model)
 
 
-def test_anomaly_detection_finds_a_gradient_that_is_not_a_number(rank_results: list[dict[str, Any]]) -> None:
+def test_anomaly_detection_finds_a_gradient_that_is_not_a_number(
+    rank_results: list[dict[str, Any]],
+) -> None:
     for result in rank_results:
         assert "Function 'NaNGradientBackward' returned nan values" in result["goes wrong"]
 
@@ -232,7 +255,11 @@ def test_anomaly_detection_finds_a_gradient_that_is_not_a_number(rank_results: l
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
     """What rank 0 trained, by what was compiled."""
-    calls = {"dense": (_compiled_dense,), "module": (_compiled_module,), "submodule": (_compiled_submodule,)}
+    calls = {
+        "dense": (_compiled_dense,),
+        "module": (_compiled_module,),
+        "submodule": (_compiled_submodule,),
+    }
     return run_each_on_ranks(calls, 2)[0]
 
 
@@ -247,7 +274,9 @@ def test_a_compiled_lightning_module_is_exact(compiled: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_submodule_is_exact_and_its_graph_ends_at_lookups_only(compiled: dict[str, Any]) -> None:
+def test_a_compiled_submodule_is_exact_and_its_graph_ends_at_lookups_only(
+    compiled: dict[str, Any],
+) -> None:
     states, frames, breaks, prefetched = compiled["submodule"]
     assert_equal(states, train_plain_click_model)
     # Dynamo followed the lookup into the prefetcher once, with 119 frames and breaks of 10 kinds.

@@ -1,4 +1,5 @@
-"""Recommenders as their users write them, unchanged, train and predict sharded as in one unsharded process."""
+"""Recommenders as their users write them, unchanged, train and predict sharded as in one unsharded
+process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,8 @@ MODELS: dict[str, tuple[type, Callable[[int, int], Any]]] = {
 
 
 def _train_ordinary(options: dict[str, Any]) -> dict[str, Any]:
-    """Return by model what was trained, predicted and sharded. Ranks other than 0 begin with other weights."""
+    """Return by model what was trained, predicted and sharded. Ranks other than 0 begin with other
+    weights."""
     rank, _ = rank_and_num_ranks()
     actual: dict[str, Any] = {}
     for name, (kind, batch_of) in MODELS.items():
@@ -42,16 +44,24 @@ def _train_ordinary(options: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(model, loader([batch_of(step, rank) for step in range(STEPS)]))
         actual[name] = whole_state(model)
         actual[f"{name} predicted"] = trainer.predict(model, loader([batch_of(STEPS, rank)]))
-        actual[f"{name} sharded"] = [path for path, child in model.named_modules() if isinstance(child, ShardedProxy)]
+        actual[f"{name} sharded"] = [
+            path for path, child in model.named_modules() if isinstance(child, ShardedProxy)
+        ]
     return actual
 
 
 ITEMS_ONLY = {name: ["item_embedding"] for name in MODELS}
-BOTH = {"TwoTower": ["user_embedding", "item_embedding"], "SASRec": ["item_embedding", "position_embedding"]}
+BOTH = {
+    "TwoTower": ["user_embedding", "item_embedding"],
+    "SASRec": ["item_embedding", "position_embedding"],
+}
 WAYS: dict[int, dict[str, tuple[dict[str, Any], dict[str, list[str]]]]] = {
     2: {
         "all": ({"convert_embeddings": "all"}, BOTH),
-        "listed": ({"convert_embeddings": ["item_embedding"], "sharding_types": ["column_wise"]}, ITEMS_ONLY),
+        "listed": (
+            {"convert_embeddings": ["item_embedding"], "sharding_types": ["column_wise"]},
+            ITEMS_ONLY,
+        ),
     },
     3: {"large": ({"min_rows": 60, "sharding_types": ["row_wise"]}, ITEMS_ONLY)},
 }
@@ -74,4 +84,6 @@ def test_ordinary_models_train_and_predict_as_in_one_unsharded_process(num_ranks
             for rank in range(num_ranks):
                 with torch.no_grad():
                     expected = trained.predict_step(batch_of(STEPS, rank), 0)
-                torch.testing.assert_close(actual[rank][way][f"{name} predicted"][0], expected, atol=1e-4, rtol=0)
+                torch.testing.assert_close(
+                    actual[rank][way][f"{name} predicted"][0], expected, atol=1e-4, rtol=0
+                )

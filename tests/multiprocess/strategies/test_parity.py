@@ -1,4 +1,5 @@
-"""Sharded training gives the numbers of one unsharded process: optimizers x cuts x pooling, on 2 and 3 ranks."""
+"""Sharded training gives the numbers of one unsharded process: optimizers x cuts x pooling, on 2
+and 3 ranks."""
 
 from itertools import product
 from typing import Any
@@ -10,36 +11,74 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.support.click_model import FEATURES, ClickModel, SequenceModel, seeded, train_sharded, train_unsharded
+from tests.support.click_model import (
+    FEATURES,
+    ClickModel,
+    SequenceModel,
+    seeded,
+    train_sharded,
+    train_unsharded,
+)
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import limit_of
 from tests.support.ranks import run_on_warm_ranks
 
 STEPS = 8
-CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise", "table_column_wise", "data_parallel")
-POOLINGS = {"sum": (PoolingType.SUM, False), "mean": (PoolingType.MEAN, False), "weighted": (PoolingType.SUM, True)}
+CUTS = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "data_parallel",
+)
+POOLINGS = {
+    "sum": (PoolingType.SUM, False),
+    "mean": (PoolingType.MEAN, False),
+    "weighted": (PoolingType.SUM, True),
+}
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
     "SGD": (torch.optim.SGD, {"lr": 1.0}, "fused"),
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "dense"),
     "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "dense"),
     "SGD weight_decay": (torch.optim.SGD, {"lr": 0.5, "weight_decay": 0.05}, "dense"),
-    # Its first steps are of size lr whatever the gradient: rounding of gradients that cancel shows at lr's scale.
+    # Its first steps are of size lr whatever the gradient: rounding of gradients that cancel shows
+    # at lr's scale.
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.02}, "fused"),
     "Adagrad eps": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}, "fused"),
-    "Adagrad initial": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "fused"),
+    "Adagrad initial": (
+        torch.optim.Adagrad,
+        {"lr": 0.1, "initial_accumulator_value": 0.1},
+        "fused",
+    ),
     "Adagrad weight_decay": (torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.05}, "dense"),
     "Adagrad lr_decay": (torch.optim.Adagrad, {"lr": 0.02, "lr_decay": 0.1}, "dense"),
     "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 0.1}, "fused"),
-    "RowWiseAdagrad initial": (RowWiseAdagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, "fused"),
+    "RowWiseAdagrad initial": (
+        RowWiseAdagrad,
+        {"lr": 0.1, "initial_accumulator_value": 0.1},
+        "fused",
+    ),
     "Adam": (torch.optim.Adam, {"lr": 0.001}, "dense"),
-    "Adam amsgrad": (torch.optim.Adam, {"lr": 0.003, "weight_decay": 0.1, "amsgrad": True}, "dense"),
+    "Adam amsgrad": (
+        torch.optim.Adam,
+        {"lr": 0.003, "weight_decay": 0.1, "amsgrad": True},
+        "dense",
+    ),
     "AdamW": (torch.optim.AdamW, {"lr": 0.001, "weight_decay": 0.1}, "dense"),
-    # Gradients that cancel to 1e-9 must not become steps of the full rate: that would compare rounding, not sharding.
-    "RMSprop": (torch.optim.RMSprop, {"lr": 0.003, "momentum": 0.5, "centered": True, "eps": 1e-5}, "dense"),
+    # Gradients that cancel to 1e-9 must not become steps of the full rate: that would compare
+    # rounding, not sharding.
+    "RMSprop": (
+        torch.optim.RMSprop,
+        {"lr": 0.003, "momentum": 0.5, "centered": True, "eps": 1e-5},
+        "dense",
+    ),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}, "dense"),
 }
 USUAL = [
-    *product(("SGD", "SGD momentum", "Adagrad eps", "RowWiseAdagrad", "Adam amsgrad", "AdamW"), (2,)),
+    *product(
+        ("SGD", "SGD momentum", "Adagrad eps", "RowWiseAdagrad", "Adam amsgrad", "AdamW"), (2,)
+    ),
     *product(("Adagrad", "RMSprop"), (3,)),
 ]
 
@@ -50,7 +89,8 @@ def cuts_for(name: str) -> tuple[str, ...]:
 
 
 class EveryCut(ClickModel):
-    """One collection for each pooling, one table for each cut; the features are shared by all of them."""
+    """One collection for each pooling, one table for each cut; the features are shared by all of
+    them."""
 
     def __init__(self, optimizer: type, options: dict[str, Any], cuts: tuple[str, ...]) -> None:
         self.cuts = cuts
@@ -79,14 +119,19 @@ class EveryCut(ClickModel):
         columns = []
         for name, collection in self.ebc.items():
             weights = batch["weights"] if POOLINGS[name][1] else None
-            features = KeyedJaggedTensor(FEATURES, batch["ids"], weights=weights, lengths=batch["lengths"])
+            features = KeyedJaggedTensor(
+                FEATURES, batch["ids"], weights=weights, lengths=batch["lengths"]
+            )
             columns.append(collection(features).values())
         return self.mlp(self.first(torch.cat(columns, 1))).squeeze(-1)
 
 
 def _options(cuts: tuple[str, ...]) -> dict[str, Any]:
     return {
-        f"{pooling}_{cut}": {"sharding_types": [cut], **({"min_partition": 4} if "column" in cut else {})}
+        f"{pooling}_{cut}": {
+            "sharding_types": [cut],
+            **({"min_partition": 4} if "column" in cut else {}),
+        }
         for pooling in POOLINGS
         for cut in cuts
     }
@@ -131,7 +176,10 @@ def _train_sequences(name: str, cuts: tuple[str, ...]) -> dict[str, Any]:
     results = {}
     for cut in cuts:
         model = seeded(SequenceModel, optimizer, options)
-        strategy = {"sharding_types": [cut], "tables": {"wide": {"min_partition": 4}, "narrow": {"min_partition": 4}}}
+        strategy = {
+            "sharding_types": [cut],
+            "tables": {"wide": {"min_partition": 4}, "narrow": {"min_partition": 4}},
+        }
         model, _ = train_sharded(model, STEPS, strategy)
         results[cut] = model.final_state
     return results
@@ -144,11 +192,15 @@ def _train_sequences(name: str, cuts: tuple[str, ...]) -> dict[str, Any]:
         product(["SGD", "Adagrad", "Adagrad initial", "RowWiseAdagrad"], (2, 3)),
     ),
 )
-def test_sharded_sequence_tables_equal_those_of_one_unsharded_process(name: str, num_ranks: int) -> None:
+def test_sharded_sequence_tables_equal_those_of_one_unsharded_process(
+    name: str, num_ranks: int
+) -> None:
     cuts = ("table_wise", "row_wise") + (() if name == "RowWiseAdagrad" else ("column_wise",))
     sharded = run_on_warm_ranks(_train_sequences, num_ranks, name, cuts)[0]
     optimizer, options, _ = OPTIMIZERS[name]
-    expected = train_unsharded(seeded(SequenceModel, optimizer, options), STEPS, num_ranks).final_state
+    expected = train_unsharded(
+        seeded(SequenceModel, optimizer, options), STEPS, num_ranks
+    ).final_state
     for cut, state in sharded.items():
         assert state.keys() == expected.keys()
         difference = max(float((state[key] - expected[key]).abs().max()) for key in expected)

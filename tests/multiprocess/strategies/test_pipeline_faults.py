@@ -1,4 +1,5 @@
-"""A rank of a pipeline that dies, stops or fails in the middle of a schedule: the others end, and name it."""
+"""A rank of a pipeline that dies, stops or fails in the middle of a schedule: the others end, and
+name it."""
 
 import os
 import signal
@@ -14,7 +15,13 @@ from torch import Tensor, nn
 from lightning_distrec import PipelineParallelStrategy
 from tests.support.chain_models import Transformer
 from tests.support.parameters import slow_except
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks, run_on_warm_ranks, words_of_ranks
+from tests.support.ranks import (
+    RankFailed,
+    rank_and_num_ranks,
+    run_on_ranks,
+    run_on_warm_ranks,
+    words_of_ranks,
+)
 from tests.support.trainers import DEFAULTS
 
 FAULTY, MICROBATCH = 1, 2
@@ -75,7 +82,9 @@ def _fit(kind: str, place: str, options: dict[str, Any]) -> tuple[int, str]:
         faulty = Faulty(nn.Identity(), kind, place)
         model.blocks[first].forward = lambda *args, **kwargs: faulty(original(*args, **kwargs))  # type: ignore[method-assign]
     strategy = PipelineParallelStrategy(watchdog_seconds=3, **{"timeout_seconds": 30} | options)
-    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | {"limit_val_batches": 0})
+    trainer = pl.Trainer(
+        strategy=strategy, devices=num_ranks, **DEFAULTS | {"limit_val_batches": 0}
+    )
     try:
         trainer.fit(model)
     except SIGTERMException as stop:
@@ -110,12 +119,16 @@ def test_the_others_end_and_name_a_rank_that_fails_in_a_schedule(
     if kind == "sleep":
         assert "Terminating this rank: rank 0 has ended after a failed collective" in words[FAULTY]
     for rank in set(words) - {FAULTY}:
-        assert {"kill": GONE, "stop": STOPPED, "raise": FAILED, "sleep": PARTED}[kind] in words[rank], words[rank]
+        assert {"kill": GONE, "stop": STOPPED, "raise": FAILED, "sleep": PARTED}[kind] in words[
+            rank
+        ], words[rank]
 
 
 @pytest.mark.parametrize("num_ranks", slow_except([2], [2, 4]))
 def test_a_signal_in_a_schedule_stops_all_ranks_after_the_same_step(num_ranks: int) -> None:
-    first, *other_ranks = run_on_warm_ranks(_fit, num_ranks, "terminate", "backward", {"schedule": "1f1b"})
+    first, *other_ranks = run_on_warm_ranks(
+        _fit, num_ranks, "terminate", "backward", {"schedule": "1f1b"}
+    )
     assert 3 <= first[0] <= 5
     assert "143" in first[1]
     assert all(result == first for result in other_ranks)

@@ -1,4 +1,5 @@
-"""What a run under `pipeline_parallel` lives through: checkpoints, further runs, and becoming whole again."""
+"""What a run under `pipeline_parallel` lives through: checkpoints, further runs, and becoming whole
+again."""
 
 import xml.dom.minidom
 from pathlib import Path
@@ -29,7 +30,9 @@ def _full_state(trainer: pl.Trainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}  # type: ignore[attr-defined]
 
 
-def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def _assert_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5
+) -> None:
     assert list(actual) == list(expected)
     for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], atol=tolerance, rtol=tolerance, msg=name)
@@ -81,7 +84,9 @@ def test_a_run_of_two_stages_goes_on_in_others(tmp_path: Path) -> None:
 def test_a_run_goes_on_in_four_stages_and_in_and_from_one_process(tmp_path: Path) -> None:
     straight, *_ = run_on_warm_ranks(_fit_in_both_formats, 2, str(tmp_path))
     four = run_on_warm_ranks(_resume, 4, f"{tmp_path}/folder/step=14.ckpt", "stages", {})
-    one_process = run_on_warm_ranks(_resume, 1, f"{tmp_path}/folder/step=14.ckpt", "one process", {})
+    one_process = run_on_warm_ranks(
+        _resume, 1, f"{tmp_path}/folder/step=14.ckpt", "one process", {}
+    )
     run_on_warm_ranks(_fit_and_save, 1, f"{tmp_path}/alone", TunedDDPStrategy())
     from_one = run_on_warm_ranks(_resume, 2, f"{tmp_path}/alone/step=14.ckpt", "stages", {})
     for losses in [*four, *one_process, *from_one]:
@@ -116,7 +121,9 @@ def _fit_drawing(folder: str) -> dict[str, list[float]]:
     return {"straight": model.losses[5:], "resumed": resumed.losses, "unchanged": unchanged.losses}
 
 
-def test_all_ranks_draw_the_same_and_a_resumed_run_draws_what_one_that_never_stopped_does(tmp_path: Path) -> None:
+def test_all_ranks_draw_the_same_and_a_resumed_run_draws_what_one_that_never_stopped_does(
+    tmp_path: Path,
+) -> None:
     for results in run_on_warm_ranks(_fit_drawing, 2, str(tmp_path)):
         assert results["resumed"] == results["straight"]
         assert len(set(results["straight"])) > 10
@@ -132,7 +139,9 @@ class OnMeta(Sequence):
 
     def configure_model(self) -> None:
         with torch.device("meta"):
-            self.model = torch.nn.Sequential(*(torch.nn.Linear(12, 12) for _ in range(4)), torch.nn.Linear(12, 1))
+            self.model = torch.nn.Sequential(
+                *(torch.nn.Linear(12, 12) for _ in range(4)), torch.nn.Linear(12, 1)
+            )
 
 
 def _fit_on_meta() -> dict[str, Tensor]:
@@ -155,7 +164,9 @@ def test_stages_on_the_meta_device_draw_weights_of_their_own(num_ranks: int) -> 
 
 def _draw_schedule(path: str, options: dict[str, Any]) -> tuple[float, float, float]:
     shown, speed = StageSchedule(path, step=3), Throughput()
-    trainer = _trainer(PipelineParallelStrategy(**options), callbacks=[shown, speed], max_steps=6, max_epochs=-1)
+    trainer = _trainer(
+        PipelineParallelStrategy(**options), callbacks=[shown, speed], max_steps=6, max_epochs=-1
+    )
     trainer.fit(Transformer())
     assert shown.bubble is not None
     assert shown.ideal_bubble is not None
@@ -164,7 +175,11 @@ def _draw_schedule(path: str, options: dict[str, Any]) -> tuple[float, float, fl
 
 @pytest.mark.parametrize(
     ("options", "ideal", "num_works"),
-    [({}, 1 / 5, 20), (INTERLEAVED | {"microbatches": 2}, 1 / 5, 18), ({"schedule": "1f1b"}, 1 / 5, 20)],
+    [
+        ({}, 1 / 5, 20),
+        (INTERLEAVED | {"microbatches": 2}, 1 / 5, 18),
+        ({"schedule": "1f1b"}, 1 / 5, 20),
+    ],
 )
 def test_a_schedule_is_drawn_with_its_bubble(
     tmp_path: Path, options: dict[str, Any], ideal: float, num_works: int
@@ -182,7 +197,8 @@ def test_a_schedule_is_drawn_with_its_bubble(
 
 
 def _count_receives() -> list[int]:
-    """Receives that were made, and not yet waited for, at each forward of this rank's first block in the last step."""
+    """Receives that were made, and not yet waited for, at each forward of this rank's first block
+    in the last step."""
     model, num_receives = Transformer(), []
     trainer = _trainer(PipelineParallelStrategy(), max_steps=3, max_epochs=-1)
 

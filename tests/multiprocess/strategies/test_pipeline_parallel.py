@@ -1,4 +1,5 @@
-"""`pipeline_parallel` has the numbers of one process, however the chain is cut and whatever the schedule."""
+"""`pipeline_parallel` has the numbers of one process, however the chain is cut and whatever the
+schedule."""
 
 from typing import Any
 
@@ -20,7 +21,9 @@ def _fit(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcom
     pl.seed_everything(5)
     model = CHAINS[kind]()
     _, num_ranks = rank_and_num_ranks()
-    trainer = pl.Trainer(strategy=PipelineParallelStrategy(**options), devices=num_ranks, **_settings(settings))
+    trainer = pl.Trainer(
+        strategy=PipelineParallelStrategy(**options), devices=num_ranks, **_settings(settings)
+    )
     trainer.fit(model)
     strategy: Any = trainer.strategy
     state = strategy.full_state_dict()
@@ -49,13 +52,23 @@ CASES: dict[str, tuple[Any, ...]] = {
     "interleaved": (_fit, "Transformer", INTERLEAVED, {}),
     "arguments of examples": (_fit, "PerExample", {"microbatches": 2}, {}),
     "outputs that are views": (_fit, "Permuted", {"split": ["model.1"]}, {}),
-    "called layers": (_fit, "Called", {"chain": "net", "split": ["net.fc2"], "microbatches": 2}, CLIPPED),
+    "called layers": (
+        _fit,
+        "Called",
+        {"chain": "net", "split": ["net.fc2"], "microbatches": 2},
+        CLIPPED,
+    ),
     "further views": (_fit, "Permuted", INTERLEAVED, {}),
 }
 FURTHER_CASES: dict[str, tuple[Any, ...]] = {
     "sequence": (_fit, "Sequence", {}, {}),
     "one micro-batch": (_fit, "Sequence", {"microbatches": 1, "split": ["model.5"]}, {}),
-    "batches that three do not divide": (_fit, "Sequence", {"microbatches": 3, "schedule": "1f1b"}, {}),
+    "batches that three do not divide": (
+        _fit,
+        "Sequence",
+        {"microbatches": 3, "schedule": "1f1b"},
+        {},
+    ),
     "interleaved, three parts asked for": (_fit, "Sequence", INTERLEAVED | {"microbatches": 3}, {}),
     "metrics": (_fit, "Measured", {}, {}),
     "called layers of the module itself": (_fit, "Flat", {"chain": "", "schedule": "1f1b"}, {}),
@@ -79,7 +92,9 @@ FOUR_RANKS: dict[str, tuple[Any, ...]] = {
         pytest.param(4, FOUR_RANKS, id="four ranks", marks=pytest.mark.slow),
     ],
 )
-def test_losses_and_weights_are_those_of_one_process(num_ranks: int, cases: dict[str, tuple[Any, ...]]) -> None:
+def test_losses_and_weights_are_those_of_one_process(
+    num_ranks: int, cases: dict[str, tuple[Any, ...]]
+) -> None:
     per_rank_results = run_each_on_ranks(cases, num_ranks)
     for case, (_, kind, options, settings) in cases.items():
         print(case)
@@ -97,4 +112,6 @@ def test_losses_and_weights_are_those_of_one_process(num_ranks: int, cases: dict
         full_state = results[0][2]
         assert list(full_state) == list(weights)
         for name, value in weights.items():
-            torch.testing.assert_close(full_state[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}")
+            torch.testing.assert_close(
+                full_state[name], value, atol=1e-5, rtol=1e-5, msg=f"{case}: {name}"
+            )

@@ -62,7 +62,8 @@ class Stale(Sequence):
     def __init__(self) -> None:
         super().__init__()
         at_start = list(self.parameters())
-        self.parameters_at_start = lambda: at_start  # a list in an attribute would follow the module
+        # a list in an attribute would follow the module
+        self.parameters_at_start = lambda: at_start
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters_at_start(), 0.1)
@@ -102,17 +103,23 @@ def _refusal_afterwards(strategy: Any) -> str:
     for run_strategy in (PipelineParallelStrategy(), strategy):
         try:
             options = DEFAULTS | {"max_steps": 1}
-            pl.Trainer(strategy=run_strategy, devices=rank_and_num_ranks()[1], **options).fit(model, loader())
+            pl.Trainer(strategy=run_strategy, devices=rank_and_num_ranks()[1], **options).fit(
+                model, loader()
+            )
         except DistRecError as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-def _refusal(kind: type[pl.LightningModule], options: dict[str, Any], settings: dict[str, Any]) -> str:
+def _refusal(
+    kind: type[pl.LightningModule], options: dict[str, Any], settings: dict[str, Any]
+) -> str:
     if settings == AVERAGED:
         settings = {"callbacks": [EMAWeightAveraging()]}
     trainer = pl.Trainer(
-        strategy=PipelineParallelStrategy(**options), devices=rank_and_num_ranks()[1], **DEFAULTS | settings
+        strategy=PipelineParallelStrategy(**options),
+        devices=rank_and_num_ranks()[1],
+        **DEFAULTS | settings,
     )
     train = None if issubclass(kind, Sequence | Transformer) else loader()
     try:
@@ -148,8 +155,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         (_refusal, AfterTheChain, {}, {}),
         "UnsupportedError: the input of 'blocks' depends on weights that the last stage has",
     ),
-    "between": ((_refusal, Between, {}, {}), "UnsupportedError: forward computes something between 'model.0' and"),
-    "sum": ((_refusal, Summed, MICRO, {}), "UnsupportedError: training_step's loss of the first batch is "),
+    "between": (
+        (_refusal, Between, {}, {}),
+        "UnsupportedError: forward computes something between 'model.0' and",
+    ),
+    "sum": (
+        (_refusal, Summed, MICRO, {}),
+        "UnsupportedError: training_step's loss of the first batch is ",
+    ),
     "batch norm": (
         (_refusal, WithBatchNorm, {}, {}),
         "UnsupportedError: 'net.1' (BatchNorm1d) uses the statistics",
@@ -167,7 +180,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         (_refusal, Sequence, {}, {"precision": "16-true"}),
         "UnsupportedError: Trainer(precision='16-true')",
     ),
-    "optimizer": ((_refusal, Flattened, {}, {}), "OptimizerError: pipeline_parallel: LBFGS is not known to update"),
+    "optimizer": (
+        (_refusal, Flattened, {}, {}),
+        "OptimizerError: pipeline_parallel: LBFGS is not known to update",
+    ),
     "stale": (
         (_refusal, Stale, {}, {}),
         "OptimizerError: configure_optimizers gave SGD, param group 0, a parameter",
@@ -176,21 +192,33 @@ REFUSED: dict[str, tuple[Any, str]] = {
         (_refusal, Clips, {}, {}),
         "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients",
     ),
-    "batches": ((_refusal, Differs, {}, {}), "DataError: training_step: the ranks of a pipeline have different"),
+    "batches": (
+        (_refusal, Differs, {}, {}),
+        "DataError: training_step: the ranks of a pipeline have different",
+    ),
     "iterators": (
         (_refusal, Draws, {}, {}),
         "UnsupportedError: training_step(dataloader_iter): a rank runs it more",
     ),
     "ddp_tuned afterwards": ((_refusal_afterwards, "ddp_tuned"), "ConfigError: ddp_tuned: 'model."),
-    "fsdp_tuned afterwards": ((_refusal_afterwards, "fsdp_tuned"), "ConfigError: fsdp_tuned: 'model."),
+    "fsdp_tuned afterwards": (
+        (_refusal_afterwards, "fsdp_tuned"),
+        "ConfigError: fsdp_tuned: 'model.",
+    ),
     "stages": (
         (_refusal, Sequence, {"stages": 3}, {}),
         "ConfigError: pipeline_parallel: 2 ranks cannot be pipelines",
     ),
-    "a logged sum": ((_refusal, Counts, MICRO, {}), "UnsupportedError: self.log('count') of the first batch is "),
+    "a logged sum": (
+        (_refusal, Counts, MICRO, {}),
+        "UnsupportedError: self.log('count') of the first batch is ",
+    ),
     "a logged sum of whole batches": ((_refusal, Counts, {}, {}), "nothing"),
     "a sum of the batch": ((_refusal, Summed, {}, {}), "nothing"),
-    "moved to the first stage": ((_refusal, AfterTheChain, {"first_stage": ["late"]}, {}), "nothing"),
+    "moved to the first stage": (
+        (_refusal, AfterTheChain, {"first_stage": ["late"]}, {}),
+        "nothing",
+    ),
 }
 
 
@@ -209,7 +237,9 @@ class FirstWeightsInTheLoss(Transformer):
 
 
 def _fit_failing() -> None:
-    trainer = pl.Trainer(strategy=PipelineParallelStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS)
+    trainer = pl.Trainer(
+        strategy=PipelineParallelStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS
+    )
     trainer.fit(FirstWeightsInTheLoss())
 
 
@@ -223,12 +253,18 @@ def _fit_called(kind: type[Flat]) -> str:
 
 
 @pytest.mark.parametrize("kind", [Jumps, Unordered])
-def test_what_stages_of_called_layers_cannot_pass_on_is_refused_on_every_rank(kind: type[Flat]) -> None:
+def test_what_stages_of_called_layers_cannot_pass_on_is_refused_on_every_rank(
+    kind: type[Flat],
+) -> None:
     for message in run_on_ranks(_fit_called, 2, kind, timeout_seconds=60):
-        assert re.search("forward does not go on from 'fc[12]', where a stage begins, with one tensor", message)
+        assert re.search(
+            "forward does not go on from 'fc[12]', where a stage begins, with one tensor", message
+        )
 
 
 @pytest.mark.slow
 def test_a_loss_over_weights_of_another_stage_is_refused() -> None:
-    with pytest.raises(RankFailed, match="what a step returns or logs depends on weights that another stage has"):
+    with pytest.raises(
+        RankFailed, match="what a step returns or logs depends on weights that another stage has"
+    ):
         run_on_ranks(_fit_failing, 2, timeout_seconds=60)

@@ -1,4 +1,5 @@
-"""Gradients compressed by PowerSGD: the numbers of torch's hook, and a resumed run goes on as if it had not stopped."""
+"""Gradients compressed by PowerSGD: the numbers of torch's hook, and a resumed run goes on as if it
+had not stopped."""
 
 import warnings
 from collections.abc import Callable
@@ -30,7 +31,9 @@ class Wide(Recording):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)
+        )
         self.out = nn.Linear(32, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -51,20 +54,25 @@ class UnfreezesWide(Wide):
         self.net[0].requires_grad_(self.current_epoch > 0)
 
 
-def _fit(kind: type[Recording] = Wide, path: str | None = None, **settings: Any) -> tuple[list[float], dict[str, Any]]:
+def _fit(
+    kind: type[Recording] = Wide, path: str | None = None, **settings: Any
+) -> tuple[list[float], dict[str, Any]]:
     pl.seed_everything(5)
     rank, num_ranks = rank_and_num_ranks()
     model = kind()
     options = settings.pop("options", {"powersgd": POWERSGD, "bucket_cap_mb": SMALL_BUCKETS})
     trainer = pl.Trainer(
-        strategy=TunedDDPStrategy(**options), devices=num_ranks, **DEFAULTS | {"max_epochs": 2} | settings
+        strategy=TunedDDPStrategy(**options),
+        devices=num_ranks,
+        **DEFAULTS | {"max_epochs": 2} | settings,
     )
     trainer.fit(model, loader(rank, num_ranks), ckpt_path=path)
     return model.losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def _by_hand(start_step: int) -> tuple[list[float], dict[str, Any]]:
-    """The same with torch's own hook, without DDP, and with all gradients in one bucket, in the module's order."""
+    """The same with torch's own hook, without DDP, and with all gradients in one bucket, in the
+    module's order."""
     pl.seed_everything(5)
     model = Wide()
     state = PowerSGDState(None, 2, orthogonalization_epsilon=1e-8)
@@ -78,10 +86,19 @@ def _by_hand(start_step: int) -> tuple[list[float], dict[str, Any]]:
             loss.backward()
             values = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
             parts = values.split([parameter.numel() for parameter in parameters])
-            gradients = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-            parts_of_bucket = {"index": 0, "buffer": values, "gradients": gradients, "is_last": True}
+            gradients = [
+                part.view(parameter.shape)
+                for part, parameter in zip(parts, parameters, strict=True)
+            ]
+            parts_of_bucket = {
+                "index": 0,
+                "buffer": values,
+                "gradients": gradients,
+                "is_last": True,
+            }
             powerSGD_hook(
-                state, Mock(**{f"{name}.return_value": part for name, part in parts_of_bucket.items()})
+                state,
+                Mock(**{f"{name}.return_value": part for name, part in parts_of_bucket.items()}),
             ).wait()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -91,7 +108,8 @@ def _by_hand(start_step: int) -> tuple[list[float], dict[str, Any]]:
 
 
 def _with_equal_draws(fit: Callable[[], Any]) -> Any:
-    """Call it where all matrices of a shape start from the same numbers, whichever bucket they are in."""
+    """Call it where all matrices of a shape start from the same numbers, whichever bucket they are
+    in."""
     draw = torch.randn
 
     def draw_equal(*shape: int, **options: Any) -> Tensor:
@@ -102,7 +120,8 @@ def _with_equal_draws(fit: Callable[[], Any]) -> Any:
 
 
 def _saved(folder: str) -> dict[str, Any]:
-    """Train, and resume from a checkpoint of before the first compressed step, and from one of after it."""
+    """Train, and resume from a checkpoint of before the first compressed step, and from one of
+    after it."""
     saving = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     straight = _fit(callbacks=[saving], enable_checkpointing=True)
     resumed = {step: _fit(path=f"{folder}/step={step}.ckpt") for step in (1, 2, 7)}
@@ -149,14 +168,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "bytes": (_bytes, {}),
     }
     refusals = {output: (_refusal, *case) for output, case in REFUSED.items()}
-    return [rank_results | {"folder": folder} for rank_results in run_each_on_ranks(calls | refusals, 2)]
+    return [
+        rank_results | {"folder": folder} for rank_results in run_each_on_ranks(calls | refusals, 2)
+    ]
 
 
 def _fit_accumulated() -> tuple[list[float], dict[str, Any]]:
     return _fit(accumulate_grad_batches=2, gradient_clip_val=0.5)
 
 
-def _check_same(actual: tuple[list[float], dict[str, Any]], other: tuple[list[float], dict[str, Any]]) -> None:
+def _check_same(
+    actual: tuple[list[float], dict[str, Any]], other: tuple[list[float], dict[str, Any]]
+) -> None:
     assert actual[0] == pytest.approx(other[0][-len(actual[0]) :], abs=1e-6)
     for name, value in other[1].items():
         torch.testing.assert_close(actual[1][name], value, atol=1e-6, rtol=1e-6, msg=name)
@@ -168,7 +191,9 @@ def test_numbers_are_those_of_torchs_hook(results: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.parametrize("step", [1, 2, 7])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(results: list[dict[str, Any]], step: int) -> None:
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+    results: list[dict[str, Any]], step: int
+) -> None:
     for rank_results in results:
         assert len(rank_results["saved"]["resumed"][step][0]) == 12 - step
         _check_same(rank_results["saved"]["resumed"][step], rank_results["saved"]["straight"])
@@ -207,14 +232,21 @@ def _resumed_alone(path: str) -> tuple[list[float], list[str]]:
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(results: list[dict[str, Any]]) -> None:
+def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(
+    results: list[dict[str, Any]],
+) -> None:
     path = Path(results[0]["folder"], "step=7.ckpt")
     for losses, messages in run_on_warm_ranks(_resumed_alone, 4, str(path)):
         assert all(loss == loss for loss in losses)
         assert len(losses) == 3
         del messages
-    warned = [m for _, messages in run_on_warm_ranks(_resumed_alone, 4, str(path)) for m in messages]
-    assert any("what the compression had left over on each of them is dropped" in message for message in warned)
+    warned = [
+        m for _, messages in run_on_warm_ranks(_resumed_alone, 4, str(path)) for m in messages
+    ]
+    assert any(
+        "what the compression had left over on each of them is dropped" in message
+        for message in warned
+    )
 
 
 @pytest.mark.parametrize(
@@ -222,8 +254,14 @@ def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(results
     [
         ({"powersgd": {"matrix_rank": 0}}, "powersgd: matrix_rank=0 must be at least 1"),
         ({"powersgd": {"start_step": -1}}, "powersgd: start_step=-1 must be at least 0"),
-        ({"powersgd": {"rank": 2}}, "powersgd: there is no option 'rank'.*Use some of matrix_rank, start_step"),
-        ({"powersgd": {}, "comm_dtype": "bf16"}, "powersgd and comm_dtype='bf16' both say how gradients are sent"),
+        (
+            {"powersgd": {"rank": 2}},
+            "powersgd: there is no option 'rank'.*Use some of matrix_rank, start_step",
+        ),
+        (
+            {"powersgd": {}, "comm_dtype": "bf16"},
+            "powersgd and comm_dtype='bf16' both say how gradients are sent",
+        ),
     ],
 )
 def test_what_the_option_cannot_be(arguments: dict[str, Any], output: str) -> None:

@@ -1,7 +1,8 @@
-"""Any small training job, drawn at random, gives sharded the weights that one unsharded process gives, or is refused.
+"""Any small training job, drawn at random, gives sharded the weights that one unsharded process
+gives, or is refused.
 
-DISTREC_PROPERTY_JOBS is the number of jobs for each number of ranks, DISTREC_PROPERTY_SEED where drawing starts. A job
-that fails is printed as Python; `check([Job(...)])` runs it again, alone.
+DISTREC_PROPERTY_JOBS is the number of jobs for each number of ranks, DISTREC_PROPERTY_SEED where
+drawing starts. A job that fails is printed as Python; `check([Job(...)])` runs it again, alone.
 """
 
 import os
@@ -29,7 +30,8 @@ AT_ONCE = 12
 
 
 def _train_all(jobs: list[Job], folder: str) -> None:
-    """Train one job after the other; rank 0 leaves each outcome in the folder, for what comes after may fail."""
+    """Train one job after the other; rank 0 leaves each outcome in the folder, for what comes after
+    may fail."""
     for index, job in enumerate(jobs):
         outcome = train_sharded(job)
         if rank_and_num_ranks()[0] == 0:
@@ -38,14 +40,17 @@ def _train_all(jobs: list[Job], folder: str) -> None:
 
 
 def outcomes_of(jobs: list[Job]) -> list[Outcome]:
-    """Return what became of each job; where a rank raised or hung, the jobs after go on in new ranks."""
+    """Return what became of each job; where a rank raised or hung, the jobs after go on in new
+    ranks."""
     outcomes: list[Outcome] = []
     while len(outcomes) < len(jobs):
         todo = jobs[len(outcomes) :][:AT_ONCE]
         with tempfile.TemporaryDirectory() as folder:
             failed = ""
             try:
-                run_on_ranks(_train_all, todo[0].num_ranks, todo, folder, timeout_seconds=at_most(len(todo)))
+                run_on_ranks(
+                    _train_all, todo[0].num_ranks, todo, folder, timeout_seconds=at_most(len(todo))
+                )
             except RankFailed as error:
                 failed = str(error)
             done = len(list(Path(folder).glob("*.pt")))
@@ -53,12 +58,15 @@ def outcomes_of(jobs: list[Job]) -> list[Outcome]:
         if failed and done < len(todo):
             outcomes.append(Outcome(failed=failed))
         elif failed:
-            outcomes[-1] = Outcome(failed=f"when all {done} jobs before and this one were done: {failed}")
+            outcomes[-1] = Outcome(
+                failed=f"when all {done} jobs before and this one were done: {failed}"
+            )
     return outcomes
 
 
 def problem_of(job: Job, outcome: Outcome) -> str:
-    """Return what is wrong with the outcome, or "" where it is that of one unsharded process, or a refusal."""
+    """Return what is wrong with the outcome, or "" where it is that of one unsharded process, or a
+    refusal."""
     if outcome.failed or outcome.refused:
         return outcome.failed
     if job.drift is not None:
@@ -69,7 +77,9 @@ def problem_of(job: Job, outcome: Outcome) -> str:
     if outcome.state.keys() != expected.keys():
         return f"the state has {sorted(outcome.state)}, not {sorted(expected)}"
     frozen = {name for name, table in job.tables().items() if table.frozen}
-    is_half = job.precision == "bf16-mixed" or any(collection.half for collection in job.collections)
+    is_half = job.precision == "bf16-mixed" or any(
+        collection.half for collection in job.collections
+    )
     limit = 3e-3 if is_half else 1e-6 if job.optimizer.startswith("SGD") else 1e-5
     problems = []
     if not abs(outcome.logged - mean_loss) <= 10 * limit * max(1.0, mean_loss):
@@ -80,14 +90,22 @@ def problem_of(job: Job, outcome: Outcome) -> str:
         actual = outcome.state[key]
         if actual.shape != value.shape or not float((actual - value).abs().max()) <= allowed:
             moved = float((value - begun[key]).abs().max())
-            off = float((actual - value).abs().max()) if actual.shape == value.shape else tuple(actual.shape)
-            problems.append(f"{path} is off by {off}, where {allowed:.1e} is allowed and it moved by {moved:.1e}")
+            off = (
+                float((actual - value).abs().max())
+                if actual.shape == value.shape
+                else tuple(actual.shape)
+            )
+            problems.append(
+                f"{path} is off by {off}, where {allowed:.1e} is allowed and it moved "
+                f"by {moved:.1e}"
+            )
     return "\n".join(problems)
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As the ranks have: on a busy machine, threads that wait for each other take many times as long."""
+    """As the ranks have: on a busy machine, threads that wait for each other take many times as
+    long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -95,7 +113,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def check(jobs: list[Job]) -> Counter[str]:
-    """Run the jobs and return how many there were of each kind of update and cut. Raises AssertionError: one fails."""
+    """Run the jobs and return how many there were of each kind of update and cut. Raises
+    AssertionError: one fails."""
     seen: Counter[str] = Counter()
     problems = []
     for job, outcome in zip(jobs, outcomes_of(jobs), strict=True):
@@ -104,7 +123,9 @@ def check(jobs: list[Job]) -> Counter[str]:
         if problem := problem_of(job, outcome):
             problems.append(f"{job}\n{outcome.updates}\n{problem}")
     if problems:
-        raise AssertionError(f"{len(problems)} of {len(jobs)} jobs are wrong:\n\n" + "\n\n".join(problems))
+        raise AssertionError(
+            f"{len(problems)} of {len(jobs)} jobs are wrong:\n\n" + "\n\n".join(problems)
+        )
     return seen
 
 
@@ -119,7 +140,9 @@ def test_wrong_weights_and_failed_ranks_are_reported() -> None:
         weight[0, 0] += 1e-4
         assert "where 1.0e-06 is allowed" in problem_of(job, right)
         weight[0, 0] -= 1e-4
-    with pytest.raises(AssertionError, match="1 of 2 jobs are wrong:\n\nJob\\(sizes=.*does not exist"):
+    with pytest.raises(
+        AssertionError, match="1 of 2 jobs are wrong:\n\nJob\\(sizes=.*does not exist"
+    ):
         check([job, broken])
 
 

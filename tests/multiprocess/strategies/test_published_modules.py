@@ -1,4 +1,5 @@
-"""LightningModules of public packages, as they are published, train on two ranks what one process trains."""
+"""LightningModules of public packages, as they are published, train on two ranks what one process
+trains."""
 
 import os
 import subprocess
@@ -18,9 +19,11 @@ LIMIT = 2e-6
 
 
 def without_bias_of_keys(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Leave out the bias of attention's keys: softmax cancels it, so that Adam scales up rounding errors."""
+    """Leave out the bias of attention's keys: softmax cancels it, so that Adam scales up rounding
+    errors."""
     return {
-        name: value.reshape(3, -1)[[0, 2]] if name.endswith("in_proj_bias") else value for name, value in state.items()
+        name: value.reshape(3, -1)[[0, 2]] if name.endswith("in_proj_bias") else value
+        for name, value in state.items()
     }
 
 
@@ -49,6 +52,10 @@ def test_published_modules_train_recommend_and_export_as_in_one_process(
     for rank, result in enumerate(on_ranks):
         assert result["tables"], "nothing was sharded"
         assert too_far(without_bias_of_keys(result["state"]), expected, LIMIT) == {}
-        torch.testing.assert_close(result["recommended"], single["recommended"], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            result["recommended"], single["recommended"], atol=1e-5, rtol=1e-5
+        )
         if single["predicted"] is not None:
-            torch.testing.assert_close(result["predicted"], single["predicted"][rank::2], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                result["predicted"], single["predicted"][rank::2], atol=1e-5, rtol=1e-5
+            )

@@ -1,4 +1,5 @@
-"""Buffers nobody writes to are not broadcast at every step; those that are written to are, as under DDP."""
+"""Buffers nobody writes to are not broadcast at every step; those that are written to are, as under
+DDP."""
 
 from typing import Any
 
@@ -16,7 +17,9 @@ STEPS = 24
 class WithBuffer(ClickModel):
     """Its buffer is written to, by rank 1 alone, in the step `write_at`; None: never."""
 
-    def __init__(self, optimizer: Any, options: dict[str, Any], write_at: int | None = None) -> None:
+    def __init__(
+        self, optimizer: Any, options: dict[str, Any], write_at: int | None = None
+    ) -> None:
         super().__init__(optimizer, options)
         self.register_buffer("offset", torch.zeros(2))
         self.write_at = write_at

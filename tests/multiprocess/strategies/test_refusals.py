@@ -15,7 +15,14 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy
 from lightning_distrec.errors import ConfigError, UnsupportedError
-from tests.support.click_model import ClickModel, SequenceModel, bag_configs, rank_loader, seeded, train_sharded
+from tests.support.click_model import (
+    ClickModel,
+    SequenceModel,
+    bag_configs,
+    rank_loader,
+    seeded,
+    train_sharded,
+)
 from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
@@ -42,13 +49,33 @@ def _case(name: str) -> tuple[type, tuple[type, dict[str, Any]], dict[str, Any],
     """Model class, optimizer, options of the strategy, options of the Trainer."""
     return {
         "accumulation": (ClickModel, SGD, FUSED, {"accumulate_grad_batches": 4}),
-        "accumulation later": (ClickModel, SGD, FUSED, {"callbacks": [GradientAccumulationScheduler({1: 2})]}),
-        "pruning": (ClickModel, SGD, {}, {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}),
+        "accumulation later": (
+            ClickModel,
+            SGD,
+            FUSED,
+            {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+        ),
+        "pruning": (
+            ClickModel,
+            SGD,
+            {},
+            {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]},
+        ),
         "64-true": (ClickModel, SGD, {}, {"precision": "64-true"}),
         "clip fused": (ClickModel, SGD, FUSED, {"gradient_clip_val": 1.0}),
-        "scaler fused": (ClickModel, SGD, FUSED, {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]}),
+        "scaler fused": (
+            ClickModel,
+            SGD,
+            FUSED,
+            {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]},
+        ),
         "scaler of its own": (ClickModel, SGD, {}, {"plugins": [_scaled(MyScaler("cpu"))]}),
-        "scaler in Adam": (ClickModel, FUSED_ADAM, {}, {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]}),
+        "scaler in Adam": (
+            ClickModel,
+            FUSED_ADAM,
+            {},
+            {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]},
+        ),
         "sparse Adam": (ClickModel, ADAM, {"embedding_update": "sparse"}, {}),
         "fused Adam": (ClickModel, ADAM, {"embedding_update": "fused"}, {}),
         "fused momentum": (
@@ -60,39 +87,71 @@ def _case(name: str) -> tuple[type, tuple[type, dict[str, Any]], dict[str, Any],
         "lazy on CPU": (ClickModel, ADAM, {"embedding_update": "fused_lazy"}, {}),
         "subclass": (ClickModel, (MySGD, {"lr": 0.1}), {}, {}),
         "Adafactor": (ClickModel, (torch.optim.Adafactor, {}), {}, {}),
-        "unknown table": (ClickModel, SGD, {"tables": {"narow": {"embedding_update": "dense"}}}, {}),
-        "unknown option": (ClickModel, SGD, {"tables": {"narrow": {"embeding_update": "dense"}}}, {}),
-        "column RowWise": (ClickModel, (RowWiseAdagrad, {"lr": 0.1}), {"sharding_types": ["column_wise"]}, {}),
+        "unknown table": (
+            ClickModel,
+            SGD,
+            {"tables": {"narow": {"embedding_update": "dense"}}},
+            {},
+        ),
+        "unknown option": (
+            ClickModel,
+            SGD,
+            {"tables": {"narrow": {"embeding_update": "dense"}}},
+            {},
+        ),
+        "column RowWise": (
+            ClickModel,
+            (RowWiseAdagrad, {"lr": 0.1}),
+            {"sharding_types": ["column_wise"]},
+            {},
+        ),
         "sequence cut": (SequenceModel, SGD, {"sharding_types": ["table_row_wise"]}, {}),
-        "memory": (ClickModel, SGD, {"memory_bytes_per_rank": 1000, "planning": {"reserve": "15%"}}, {}),
+        "memory": (
+            ClickModel,
+            SGD,
+            {"memory_bytes_per_rank": 1000, "planning": {"reserve": "15%"}},
+            {},
+        ),
         "dense memory": (
             ClickModel,
             ADAM,
-            {"memory_bytes_per_rank": 11000, "batch_size_per_rank": 1, "planning": {"reserve": "15%"}},
+            {
+                "memory_bytes_per_rank": 11000,
+                "batch_size_per_rank": 1,
+                "planning": {"reserve": "15%"},
+            },
             {},
         ),
     }[name]
 
 
 MESSAGES = {
-    "accumulation": "UnsupportedError: .*accumulate_grad_batches=4: table 'ebc.wide'.*embedding_update='auto'",
+    "accumulation": "UnsupportedError: .*accumulate_grad_batches=4: table "
+    "'ebc.wide'.*embedding_update='auto'",
     "accumulation later": "UnsupportedError: .*accumulate_grad_batches=2",
-    "pruning": "UnsupportedError: ModelPruning would prune 'weight' of EmbeddingBag, which is sharded over the ranks",
+    "pruning": "UnsupportedError: ModelPruning would prune 'weight' of EmbeddingBag, which is "
+    "sharded over the ranks",
     "64-true": r"UnsupportedError: .*precision='64-true'\): FBGEMM has no float64 tables. Use one of '32-true'",
-    "clip fused": "UnsupportedError: .*gradient_clip_val=1.0: table 'ebc.wide' is updated inside of backward",
+    "clip fused": "UnsupportedError: .*gradient_clip_val=1.0: table 'ebc.wide' is updated inside "
+    "of backward",
     "scaler fused": "UnsupportedError: .*scales the loss and may skip steps, but table 'ebc.wide'",
-    "scaler of its own": "UnsupportedError: .*the loss scaler MyScaler looks for overflows on its own rank only",
+    "scaler of its own": "UnsupportedError: .*the loss scaler MyScaler looks for overflows on its "
+    "own rank only",
     "scaler in Adam": r"UnsupportedError: .*Adam\(fused=True\) looks for overflows by itself",
-    "sparse Adam": "OptimizerError: .*'ebc.wide': embedding_update='sparse', but Adam moves rows that no id touched",
-    "fused Adam": "OptimizerError: .*'ebc.wide': embedding_update='fused', but Adam moves rows that no id touched",
-    "fused momentum": "OptimizerError: .*'ebc.wide': .*FBGEMM's SGD has no momentum=0.9.*embedding_update='dense'",
+    "sparse Adam": "OptimizerError: .*'ebc.wide': embedding_update='sparse', but Adam moves rows "
+    "that no id touched",
+    "fused Adam": "OptimizerError: .*'ebc.wide': embedding_update='fused', but Adam moves rows "
+    "that no id touched",
+    "fused momentum": "OptimizerError: .*'ebc.wide': .*FBGEMM's SGD has no "
+    "momentum=0.9.*embedding_update='dense'",
     "lazy on CPU": "OptimizerError: .*FBGEMM has no Adam on CPU",
     "subclass": "OptimizerError: .*MySGD is not known to give the same numbers",
     "Adafactor": "OptimizerError: .*Adafactor is not known to give the same numbers",
     "unknown table": "ConfigError: .*no table 'narow'; did you mean 'narrow'",
     "unknown option": "ConfigError: .*no option 'embeding_update'; did you mean 'embedding_update'",
     "column RowWise": "PlanError: .*RowWiseAdagrad keeps one number for each row",
-    "sequence cut": "PlanError: .*EmbeddingCollection's table can be table_wise, row_wise, column_wise",
+    "sequence cut": "PlanError: .*EmbeddingCollection's table can be table_wise, row_wise, "
+    "column_wise",
     "memory": r"InfeasiblePlanError: .* table 'ebc.wide' fits on no rank: .* and has 850 B: [\d.]+ K?i?B too few",
     "dense memory": r"InfeasiblePlanError: the tables do not fit: table 'ebc.wide' is the largest of tables that need",
 }
@@ -120,7 +179,9 @@ def refusals() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_is_refused_by_name_on_every_rank_before_the_first_step(refusals: list[dict[str, str]], name: str) -> None:
+def test_is_refused_by_name_on_every_rank_before_the_first_step(
+    refusals: list[dict[str, str]], name: str
+) -> None:
     for message in refusals:
         assert re.match(MESSAGES[name], message[name], re.DOTALL), message[name]
     kinds = {message[name].split(":")[0] for message in refusals}
@@ -144,7 +205,9 @@ def test_what_fails_on_one_rank_is_reported_on_the_others() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_fails_on_rank_one, 2)
     assert "KeyError: 'no learning rate here'" in str(failed.value)
-    assert "RankError: rank 1 failed in setup: KeyError: 'no learning rate here'" in str(failed.value)
+    assert "RankError: rank 1 failed in setup: KeyError: 'no learning rate here'" in str(
+        failed.value
+    )
 
 
 class OtherTables(ClickModel):
@@ -163,7 +226,12 @@ def _other_tables() -> None:
 def test_ranks_with_different_tables_are_reported() -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_warm_ranks(_other_tables, 2)
-    assert len(re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)) == 2
+    assert (
+        len(
+            re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)
+        )
+        == 2
+    )
 
 
 def _left_alone() -> tuple[list[str], str]:
@@ -183,14 +251,21 @@ def _left_alone() -> tuple[list[str], str]:
     with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(out):
         warnings.simplefilter("always")
         model = seeded(WithDebugging, *SGD)
-        make_trainer({"find_unused_parameters": True}).fit(model, rank_loader(2, rank_and_num_ranks()[0]))
+        make_trainer({"find_unused_parameters": True}).fit(
+            model, rank_loader(2, rank_and_num_ranks()[0])
+        )
     assert type(model.debugged.ebc) is EmbeddingBagCollection
-    return [str(w.message) for w in caught if "is not sharded, every rank" in str(w.message)], out.getvalue()
+    return [
+        str(w.message) for w in caught if "is not sharded, every rank" in str(w.message)
+    ], out.getvalue()
 
 
 def test_modules_that_cannot_be_sharded_are_left_alone_with_one_warning() -> None:
     (reported, start_table), (silent, _) = run_on_warm_ranks(_left_alone, 2)
-    reason = "is not sharded, every rank has all of it: DebugEmbeddingBagCollection does more than look up rows"
+    reason = (
+        "is not sharded, every rank has all of it: DebugEmbeddingBagCollection does more "
+        "than look up rows"
+    )
     assert reported == [f"'debugged' {reason}."]
     assert silent == []
     assert reason in " ".join(start_table.split())
@@ -236,7 +311,9 @@ def _updates_by_itself() -> str:
 
 def test_a_collection_that_updates_itself_is_refused() -> None:
     for message in run_on_warm_ranks(_updates_by_itself, 2):
-        assert message.startswith("ShardingError: 'ebc' is a FusedEmbeddingBagCollection, which updates its tables ")
+        assert message.startswith(
+            "ShardingError: 'ebc' is a FusedEmbeddingBagCollection, which updates its tables "
+        )
         assert "Use EmbeddingBagCollection" in message
 
 
@@ -260,7 +337,9 @@ def _keeps_a_list() -> None:
 
 
 def test_calling_the_unsharded_tables_by_an_old_reference_is_reported() -> None:
-    with pytest.raises(RankFailed, match="ShardingError: the unsharded collection of 'ebc' was called"):
+    with pytest.raises(
+        RankFailed, match="ShardingError: the unsharded collection of 'ebc' was called"
+    ):
         run_on_warm_ranks(_keeps_a_list, 2)
 
 
@@ -309,8 +388,12 @@ class Wide(SequenceModel):
 
 def test_shards_of_unequal_width_in_an_embedding_collection_are_refused() -> None:
     for unequal, no_divisor in run_on_warm_ranks(_widths, 2):
-        assert unequal.startswith("PlanError: tables of 'ebc' may be column_wise with unequal min_partition")
-        assert no_divisor.startswith("PlanError: table 'ebc.wide': column_wise: min_partition=12 divides 16 columns")
+        assert unequal.startswith(
+            "PlanError: tables of 'ebc' may be column_wise with unequal min_partition"
+        )
+        assert no_divisor.startswith(
+            "PlanError: table 'ebc.wide': column_wise: min_partition=12 divides 16 columns"
+        )
 
 
 def _debug_in_detail() -> list[str]:
@@ -331,14 +414,19 @@ def _debug_in_detail() -> list[str]:
 def test_debugging_in_detail_is_refused_before_torch_ends_the_ranks() -> None:
     for messages in run_on_warm_ranks(_debug_in_detail, 2):
         assert len(messages) == 2
-        assert all("TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch ends a process" in text for text in messages)
+        assert all(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch ends a process" in text
+            for text in messages
+        )
         assert all("Set INFO" in text for text in messages)
 
 
 def _fit_with_batch_norm(strategy: str, layer: type) -> str:
     model = BoringModel()
     model.layer = torch.nn.Sequential(layer(32), model.layer)
-    trainer = pl.Trainer(strategy=strategy, devices=2, sync_batchnorm=True, **(DEFAULTS | {"max_steps": 1}))
+    trainer = pl.Trainer(
+        strategy=strategy, devices=2, sync_batchnorm=True, **(DEFAULTS | {"max_steps": 1})
+    )
     try:
         trainer.fit(model)
     except ConfigError as error:
@@ -349,8 +437,16 @@ def _fit_with_batch_norm(strategy: str, layer: type) -> str:
 def test_batch_normalization_over_ranks_is_refused_on_a_cpu() -> None:
     layers = {"BatchNorm1d": torch.nn.BatchNorm1d, "LayerNorm": torch.nn.LayerNorm}
     kinds = ["ddp_tuned", "fsdp_tuned", "torchrec_sharded"]
-    calls = {f"{kind} {name}": (_fit_with_batch_norm, kind, layers[name]) for kind in kinds for name in layers}
+    calls = {
+        f"{kind} {name}": (_fit_with_batch_norm, kind, layers[name])
+        for kind in kinds
+        for name in layers
+    }
     for results in run_each_on_ranks(calls, 2):
         for call, result in results.items():
-            expected = "1 step" if "LayerNorm" in call else "'layer.0' is BatchNorm1d: torch's SyncBatchNorm computes"
+            expected = (
+                "1 step"
+                if "LayerNorm" in call
+                else ("'layer.0' is BatchNorm1d: torch's SyncBatchNorm computes")
+            )
             assert expected in result, (call, result)

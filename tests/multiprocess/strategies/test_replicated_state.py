@@ -1,4 +1,5 @@
-"""Ranks whose rates, weights or layers drift apart are told within a few steps; what is alike on all ranks goes on."""
+"""Ranks whose rates, weights or layers drift apart are told within a few steps; what is alike on
+all ranks goes on."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_distrec import PipelineParallelStrategy, TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec import (
+    PipelineParallelStrategy,
+    TorchRecShardedStrategy,
+    TunedDDPStrategy,
+    TunedFSDPStrategy,
+)
 from lightning_distrec.errors import OptimizerError, UnsupportedError
 from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -20,14 +26,17 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp_tuned": TunedDDPStrategy,
     "fsdp_tuned": lambda: TunedFSDPStrategy(min_num_parameters=8),
     "two replicas": lambda: TunedFSDPStrategy(min_num_parameters=8, replicas=2),
-    "torchrec_sharded": lambda: TorchRecShardedStrategy(convert_embeddings="all", sharding_types=["row_wise"]),
+    "torchrec_sharded": lambda: TorchRecShardedStrategy(
+        convert_embeddings="all", sharding_types=["row_wise"]
+    ),
     "pipeline_parallel": lambda: PipelineParallelStrategy(microbatches=2),
 }
 FIRST = 6  # of the second epoch
 
 
 class Model(Recording):
-    """Rows of a table and two layers; `fault` is what happens before the second epoch, or in each step of it."""
+    """Rows of a table and two layers; `fault` is what happens before the second epoch, or in each
+    step of it."""
 
     def __init__(self, fault: str = "", **embedding: Any) -> None:
         super().__init__()
@@ -61,14 +70,18 @@ class Model(Recording):
             self.trainer.strategy.optimizers = [torch.optim.Adam(self.parameters(), lr=0.1)]
         elif self.fault == "weight" and rank == 1:
             weight = self.net[2].weight.data
-            (weight.to_local() if isinstance(weight, DTensor) else weight).add_(torch.tensor([1.0, -1.0] * 4))
+            (weight.to_local() if isinstance(weight, DTensor) else weight).add_(
+                torch.tensor([1.0, -1.0] * 4)
+            )
         elif self.fault == "layer":
             torch.manual_seed(4)
             self.net[2] = nn.Linear(8, 1)
             optimizer.add_param_group({"params": list(self.net[2].parameters())})
 
 
-def _fit(strategy: str, fault: str, embedding: dict[str, Any] | None = None) -> tuple[str, int, float]:
+def _fit(
+    strategy: str, fault: str, embedding: dict[str, Any] | None = None
+) -> tuple[str, int, float]:
     """Return the error, the number of steps before it, and a number of the trained weights."""
     rank, num_ranks = rank_and_num_ranks()
     pl.seed_everything(5)
@@ -88,10 +101,19 @@ LAYER = r"OptimizerError: an optimizer has 'net\.2\.weight' of shape \(1, 8\), w
 WEIGHT = r"OptimizerError: a projection of 'net\.2\.weight.*' is no longer the same on all ranks after \d+ steps: it is"
 FAULTS: dict[tuple[str, str], tuple[str, int]] = {
     **{(strategy, "rate"): (RATE, FIRST + 3) for strategy in STRATEGIES},
-    ("torchrec_sharded", "loss"): (r"OptimizerError: .*'lr' of .* each rank logs by itself .set sync_dist", FIRST + 4),
+    ("torchrec_sharded", "loss"): (
+        r"OptimizerError: .*'lr' of .* each rank logs by itself .set sync_dist",
+        FIRST + 4,
+    ),
     ("ddp_tuned", "last rate"): (RATE, FIRST),
-    ("fsdp_tuned", "decay"): (r"OptimizerError: .*'weight_decay' of .* and 0\.5 on rank 1\.", FIRST + 3),
-    ("ddp_tuned", "optimizer"): ("OptimizerError: how many numbers .* a callback has replaced", FIRST + 3),
+    ("fsdp_tuned", "decay"): (
+        r"OptimizerError: .*'weight_decay' of .* and 0\.5 on rank 1\.",
+        FIRST + 3,
+    ),
+    ("ddp_tuned", "optimizer"): (
+        "OptimizerError: how many numbers .* a callback has replaced",
+        FIRST + 3,
+    ),
     ("ddp_tuned", "weight"): (WEIGHT, 10),
     ("torchrec_sharded", "weight"): (WEIGHT, 10),
     ("two replicas", "weight"): (WEIGHT, 10),
@@ -103,7 +125,10 @@ FAULTS: dict[tuple[str, str], tuple[str, int]] = {
     ),
 }
 LOCAL: dict[str, tuple[dict[str, Any], str]] = {
-    "norm": ({"max_norm": 1.0}, r"UnsupportedError: 'table' has max_norm=1\.0 .* NormalizeRows\(\['table\.weight'\]"),
+    "norm": (
+        {"max_norm": 1.0},
+        r"UnsupportedError: 'table' has max_norm=1\.0 .* NormalizeRows\(\['table\.weight'\]",
+    ),
     "counts": (
         {"scale_grad_by_freq": True},
         "UnsupportedError: 'table' has .* scale_grad_by_freq=True: each rank",
@@ -123,7 +148,9 @@ def actual() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", FAULTS, ids=" ".join)
-def test_what_drifts_apart_is_told_on_every_rank(actual: list[dict[str, Any]], case: tuple[str, str]) -> None:
+def test_what_drifts_apart_is_told_on_every_rank(
+    actual: list[dict[str, Any]], case: tuple[str, str]
+) -> None:
     pattern, most_steps = FAULTS[case]
     for rank in actual:
         message, num_steps, _ = rank[str(case)]
@@ -132,7 +159,9 @@ def test_what_drifts_apart_is_told_on_every_rank(actual: list[dict[str, Any]], c
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=" ".join)
-def test_lookups_that_differ_between_ranks_are_refused(actual: list[dict[str, Any]], case: tuple[str, str]) -> None:
+def test_lookups_that_differ_between_ranks_are_refused(
+    actual: list[dict[str, Any]], case: tuple[str, str]
+) -> None:
     for rank in actual:
         message, num_steps, _ = rank[str(case)]
         assert re.match(LOCAL[case[1]][1], message), message
@@ -144,4 +173,8 @@ def test_rates_that_change_alike_are_those_of_one_process(actual: list[dict[str,
     model = Model("alike")
     pl.Trainer(**(DEFAULTS | {"max_epochs": 3})).fit(model, whole_batches(2))
     for rank in actual:
-        assert rank["alike"] == ("", 18, pytest.approx(float(model.net[2].weight.detach().sum()), abs=1e-6))
+        assert rank["alike"] == (
+            "",
+            18,
+            pytest.approx(float(model.net[2].weight.detach().sum()), abs=1e-6),
+        )

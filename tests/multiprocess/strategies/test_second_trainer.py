@@ -1,4 +1,5 @@
-"""A strategy object outlives its Trainer: packages give one to several, copy it, and pickle it with their settings."""
+"""A strategy object outlives its Trainer: packages give one to several, copy it, and pickle it with
+their settings."""
 
 import copy
 import pickle
@@ -14,9 +15,19 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from lightning_distrec import PipelineParallelStrategy, TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec import (
+    PipelineParallelStrategy,
+    TorchRecShardedStrategy,
+    TunedDDPStrategy,
+    TunedFSDPStrategy,
+)
 from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks, run_on_warm_ranks
+from tests.support.ranks import (
+    rank_and_num_ranks,
+    run_each_on_ranks,
+    run_on_ranks,
+    run_on_warm_ranks,
+)
 from tests.support.trainers import DEFAULTS
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -34,12 +45,16 @@ class Net(Recording):
     def __init__(self, has_table: bool = False) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
-        table = EmbeddingBagConfig(name="t", embedding_dim=WIDTH, num_embeddings=20, feature_names=["f"])
+        table = EmbeddingBagConfig(
+            name="t", embedding_dim=WIDTH, num_embeddings=20, feature_names=["f"]
+        )
         self.bags = EmbeddingBagCollection(tables=[table]) if has_table else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.bags is not None:
-            features = KeyedJaggedTensor(["f"], (inputs[:, 0] > 0).long(), lengths=torch.ones(len(inputs)).long())
+            features = KeyedJaggedTensor(
+                ["f"], (inputs[:, 0] > 0).long(), lengths=torch.ones(len(inputs)).long()
+            )
             inputs = inputs + self.bags(features).values()
         return self.net(inputs)
 
@@ -89,12 +104,16 @@ def _reuse(name: str) -> dict[str, Any]:
     said["copy"] = _words(lambda: copy.deepcopy(strategy))
     said["within"] = _words(lambda: _fit(_trainer(STRATEGIES[name]()), name, MakesTrainer))
     said["fabric"] = _words(lambda: Fabric(strategy=strategy, devices=1))
-    said |= {"early": early, "types": _words(lambda: strategy.exchange(object() if strategy.global_rank else None))}
+    said |= {
+        "early": early,
+        "types": _words(lambda: strategy.exchange(object() if strategy.global_rank else None)),
+    }
     return {"losses": losses, "said": said, "exchanged": exchanged}
 
 
 def _train_tables_elsewhere() -> dict[str, str]:
-    """Return what other strategies say to a module whose tables are sharded, which goes on afterwards."""
+    """Return what other strategies say to a module whose tables are sharded, which goes on
+    afterwards."""
     module = Net(has_table=True)
 
     def fit(strategy: Any) -> None:
@@ -114,7 +133,9 @@ def actual() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_trainers_share_a_strategy_or_are_told_why_not(actual: list[dict[str, Any]], name: str) -> None:
+def test_trainers_share_a_strategy_or_are_told_why_not(
+    actual: list[dict[str, Any]], name: str
+) -> None:
     for rank, results in enumerate(actual):
         first, *others = results[name]["losses"]
         # Of a pipeline the last stage alone computes losses.
@@ -125,26 +146,35 @@ def test_trainers_share_a_strategy_or_are_told_why_not(actual: list[dict[str, An
         assert said["copy"] == ""
         assert bool(said["pickle"]) == (name in SHARDED)
         if said["pickle"]:
-            assert said["pickle"].startswith("ShardingError: a sharded module cannot be pickled: this rank has only")
+            assert said["pickle"].startswith(
+                "ShardingError: a sharded module cannot be pickled: this rank has only"
+            )
         assert said["within"].startswith("ConfigError: this ")
-        assert "is in a run of another Trainer (trainer.fit). Give a Trainer that is made within" in said["within"]
+        assert (
+            "is in a run of another Trainer (trainer.fit). Give a Trainer that is made within"
+            in said["within"]
+        )
         assert "for lightning.pytorch's Trainer, not for Fabric" in said["fabric"]
         assert [value["rank"] for value in results[name]["exchanged"]] == [0, 1]
         assert torch.equal(results[name]["exchanged"][1 - rank][0][1], torch.arange(2))
         assert "the ranks have not met yet" in said["early"]
-        assert said["types"] == "RankError: rank 1: a value of type object cannot be sent to other ranks"
+        assert said["types"] == (
+            "RankError: rank 1: a value of type object cannot be sent to other ranks"
+        )
 
 
 def test_sharded_tables_are_refused_by_strategies_that_would_train_each_shard_as_a_whole() -> None:
     for said in run_on_warm_ranks(_train_tables_elsewhere, 2):
         for name, words in said.items():
             assert words.startswith(
-                f"ConfigError: {name}: tables of 'bags' were sharded over the ranks by an earlier run"
+                f"ConfigError: {name}: tables of 'bags' were sharded over the ranks by an earlier "
+                "run"
             )
 
 
 def _join_and_fit() -> tuple[int, int, int]:
-    """Return the nodes that a Trainer counts, and this rank's, in a process group that a script has made before."""
+    """Return the nodes that a Trainer counts, and this rank's, in a process group that a script has
+    made before."""
     rank, num_ranks = rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     strategy = TorchRecShardedStrategy()

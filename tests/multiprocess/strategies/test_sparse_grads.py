@@ -1,7 +1,7 @@
 """Sparse gradients are the same to the optimizer, whichever way they travel.
 
-The truth is one process with the batches of all ranks: Lightning's "ddp" adds sparse gradients up by gloo itself, which
-ends processes once in some thousand steps.
+The truth is one process with the batches of all ranks: Lightning's "ddp" adds sparse gradients up
+by gloo itself, which ends processes once in some thousand steps.
 """
 
 from types import SimpleNamespace
@@ -24,7 +24,8 @@ from tests.support.trainers import DEFAULTS
 
 
 class TwoTables(WithEmbedding):
-    """A table of many rows and one of few, stepped by SparseAdam; remembers which rows had a gradient."""
+    """A table of many rows and one of few, stepped by SparseAdam; remembers which rows had a
+    gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,10 @@ class TwoTables(WithEmbedding):
 
     def configure_optimizers(self) -> Any:
         tables = [self.table.weight, self.far.weight]
-        return [torch.optim.SparseAdam(tables, lr=0.01), torch.optim.SGD(self.out.parameters(), lr=0.001)]
+        return [
+            torch.optim.SparseAdam(tables, lr=0.01),
+            torch.optim.SGD(self.out.parameters(), lr=0.001),
+        ]
 
 
 KINDS["TwoTables"] = TwoTables
@@ -83,7 +87,10 @@ def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
         losses, weights = _alone(kind, settings, num_ranks)
         for way in ("sparse", "dense"):
             per_rank = [result[name][way] for result in results]
-            mean = [sum(reference) / num_ranks for reference in zip(*(actual[0] for actual in per_rank), strict=True)]
+            mean = [
+                sum(reference) / num_ranks
+                for reference in zip(*(actual[0] for actual in per_rank), strict=True)
+            ]
             for _, actual in per_rank:
                 check_same((mean, actual), (losses, weights), most=1e-5)
 
@@ -132,7 +139,8 @@ def test_gradients_have_the_rows_that_any_rank_looked_up() -> None:
 
 
 def _averaged(num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Exchange gradients of a table of 9 rows; each rank has as many rows of it as its number says."""
+    """Exchange gradients of a table of 9 rows; each rank has as many rows of it as its number
+    says."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -161,5 +169,7 @@ def test_ranks_that_looked_up_nothing_are_averaged_too(num_rows: tuple[int, ...]
 
 
 def test_an_unknown_way_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sparse_grads='rows' is not known. Use one of 'sparse', 'dense'"):
+    with pytest.raises(
+        ConfigError, match="sparse_grads='rows' is not known. Use one of 'sparse', 'dense'"
+    ):
         TunedDDPStrategy(sparse_grads="rows")  # type: ignore[arg-type]

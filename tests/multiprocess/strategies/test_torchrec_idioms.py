@@ -1,4 +1,5 @@
-"""What TorchRec's users write by hand: refused by name on every rank before a step, or taken with the same numbers."""
+"""What TorchRec's users write by hand: refused by name on every rank before a step, or taken with
+the same numbers."""
 
 import re
 from typing import Any
@@ -12,14 +13,24 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.shard import shard, shard_modules
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    table_wise,
+)
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
-from tests.support.click_model import ClickModel, largest_difference, rank_loader, seeded, train_unsharded
+from tests.support.click_model import (
+    ClickModel,
+    largest_difference,
+    rank_loader,
+    seeded,
+    train_unsharded,
+)
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -67,7 +78,11 @@ class Unused(ClickModel):
 
 
 def _module_plan() -> Any:
-    per_table = {"wide": table_wise(rank=1), "narrow": column_wise(ranks=[0, 1]), "shared": table_wise(rank=0)}
+    per_table = {
+        "wide": table_wise(rank=1),
+        "narrow": column_wise(ranks=[0, 1]),
+        "shared": table_wise(rank=0),
+    }
     model = seeded(ClickModel, *SGD)
     return construct_module_sharding_plan(
         model.ebc, per_table, SHARDERS[0], local_size=2, world_size=2, device_type="cpu"
@@ -76,7 +91,11 @@ def _module_plan() -> Any:
 
 REFUSED: dict[str, tuple[type, Any, str]] = {
     **{
-        way: (type(way, (Sharded,), {"way": way}), {}, "ShardingError: 'ebc.*' is already sharded by TorchRec")
+        way: (
+            type(way, (Sharded,), {"way": way}),
+            {},
+            "ShardingError: 'ebc.*' is already sharded by TorchRec",
+        )
         for way in ("DistributedModelParallel", "shard", "shard_modules")
     },
     "under ddp_tuned": (
@@ -129,7 +148,9 @@ def refusals() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_done_by_hand_is_refused_by_name_on_every_rank(refusals: list[dict[str, str]], name: str) -> None:
+def test_what_is_done_by_hand_is_refused_by_name_on_every_rank(
+    refusals: list[dict[str, str]], name: str
+) -> None:
     for messages in refusals:
         assert re.match(REFUSED[name][2], messages[name], re.DOTALL), messages[name]
 
@@ -162,9 +183,14 @@ def _fit(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _planned_by_torchrec() -> ShardingPlan:
     topology = Topology(world_size=2, compute_device="cpu", local_world_size=2)
     types = {"wide": "column_wise", "narrow": "table_wise", "shared": "table_column_wise"}
-    constraints = {name: ParameterConstraints(sharding_types=[kind], min_partition=4) for name, kind in types.items()}
+    constraints = {
+        name: ParameterConstraints(sharding_types=[kind], min_partition=4)
+        for name, kind in types.items()
+    }
     model = seeded(ClickModel, *SGD)
-    return EmbeddingShardingPlanner(topology=topology, constraints=constraints).plan(model, SHARDERS)
+    return EmbeddingShardingPlanner(topology=topology, constraints=constraints).plan(
+        model, SHARDERS
+    )
 
 
 def _fit_by_torchrecs_plans() -> list[Any]:
@@ -187,5 +213,9 @@ def test_torchrecs_plans_and_constraints_are_followed_with_the_same_numbers() ->
         (by_hand, _), (planned, _), (constrained, _) = fits
         assert by_hand["ebc.wide"] == ("table_wise", [1])
         assert by_hand["ebc.narrow"] == ("column_wise", [0, 1])
-        assert [kind for kind, _ in planned.values()] == ["column_wise", "table_wise", "table_column_wise"]
+        assert [kind for kind, _ in planned.values()] == [
+            "column_wise",
+            "table_wise",
+            "table_column_wise",
+        ]
         assert [kind for kind, _ in constrained.values()] == ["row_wise", "table_wise", "row_wise"]

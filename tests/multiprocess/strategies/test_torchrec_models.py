@@ -1,7 +1,7 @@
 """TorchRec's own test models, drawn at random, train on ranks what they train in one process.
 
-DISTREC_TORCHREC_MODELS is the number of models for each number of ranks, DISTREC_TORCHREC_SEED where drawing starts.
-`_compare(drawn_model(seed, in_backward))` runs one of them again.
+DISTREC_TORCHREC_MODELS is the number of models for each number of ranks, DISTREC_TORCHREC_SEED
+where drawing starts. `_compare(drawn_model(seed, in_backward))` runs one of them again.
 """
 
 import os
@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader
 from tests.support.embedding_models import too_far
 from tests.support.limits import at_most
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
-from tests.support.torchrec_models import DrawnModel, TorchRecModel, batches_of, drawn_model, train_in_one_process
+from tests.support.torchrec_models import (
+    DrawnModel,
+    TorchRecModel,
+    batches_of,
+    drawn_model,
+    train_in_one_process,
+)
 from tests.support.trainers import make_trainer
 
 QUICK, ALL = 10, int(os.environ.get("DISTREC_TORCHREC_MODELS", "100"))
@@ -36,7 +42,10 @@ def _compare(models: list[DrawnModel], num_ranks: int) -> None:
     for model in models:
         expected = train_in_one_process(model, num_ranks)
         results = [rank_results[str(model)] for rank_results in per_rank_results]
-        losses = [sum(values) / num_ranks for values in zip(*(losses for losses, _ in results), strict=True)]
+        losses = [
+            sum(values) / num_ranks
+            for values in zip(*(losses for losses, _ in results), strict=True)
+        ]
         far = too_far(results[0][1], expected.final_state, LIMIT)
         if far or losses != pytest.approx(expected.losses, abs=LIMIT):
             problems.append(f"{model}\n{far}\n{losses}\n{expected.losses}")
@@ -54,6 +63,8 @@ def test_torchrecs_models_train_as_in_one_process(in_backward: bool) -> None:
 @pytest.mark.timeout(at_most(ALL))
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["configured", "in backward"])
-def test_many_of_torchrecs_models_train_as_in_one_process(in_backward: bool, num_ranks: int) -> None:
+def test_many_of_torchrecs_models_train_as_in_one_process(
+    in_backward: bool, num_ranks: int
+) -> None:
     seeds = range(ALL if num_ranks == 2 else ALL // 5)
     _compare([drawn_model(SEED + seed, in_backward) for seed in seeds], num_ranks)

@@ -1,4 +1,5 @@
-"""Ranks with batches of unequal sizes: what is logged is that of one process, and what is not exact is told."""
+"""Ranks with batches of unequal sizes: what is logged is that of one process, and what is not exact
+is told."""
 
 import warnings
 from collections.abc import Callable
@@ -77,7 +78,10 @@ def test_reduced_values_are_those_of_all_examples(actual: dict[str, Any], strate
     assert last["val mean_epoch"] == pytest.approx(sum(number**2 for number in range(12)) / 12)
 
 
-TEXT = "the ranks' batches are of unequal sizes, (1, 3) in step 1, and no lookup shows numbers of examples"
+TEXT = (
+    "the ranks' batches are of unequal sizes, (1, 3) in step 1, and no lookup shows numbers of "
+    "examples"
+)
 
 
 class Looks(pl.LightningModule):
@@ -108,9 +112,15 @@ def _collection() -> EmbeddingBagCollection:
 
 TABLES: dict[str, tuple[Any, Any]] = {
     "plain DDP": (lambda: nn.Embedding(50, 4), TunedDDPStrategy),
-    "replicated": (_collection, lambda: TorchRecShardedStrategy(tables={"t": {"replicated": True}})),
+    "replicated": (
+        _collection,
+        lambda: TorchRecShardedStrategy(tables={"t": {"replicated": True}}),
+    ),
     "bags of DDP": (lambda: nn.EmbeddingBag(50, 4), TorchRecShardedStrategy),
-    "bags": (lambda: nn.EmbeddingBag(50, 4), lambda: TorchRecShardedStrategy(convert_embeddings="all")),
+    "bags": (
+        lambda: nn.EmbeddingBag(50, 4),
+        lambda: TorchRecShardedStrategy(convert_embeddings="all"),
+    ),
     "collection": (_collection, TorchRecShardedStrategy),
 }
 

@@ -1,4 +1,5 @@
-"""A loss that reaches no parameter on one rank adds nothing to gradients there, as in one process, or is an error."""
+"""A loss that reaches no parameter on one rank adds nothing to gradients there, as in one process,
+or is an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from lightning_distrec import PipelineParallelStrategy, TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec import (
+    PipelineParallelStrategy,
+    TorchRecShardedStrategy,
+    TunedDDPStrategy,
+    TunedFSDPStrategy,
+)
 from lightning_distrec.errors import DistRecError, UnsupportedError
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_ranks, words_of_ranks
+from tests.support.ranks import (
+    RankFailed,
+    rank_and_num_ranks,
+    run_each_on_ranks,
+    run_on_ranks,
+    words_of_ranks,
+)
 from tests.support.trainers import DEFAULTS
 
 STEPS, DIM, WIDTH = 6, 8, 520
@@ -32,7 +44,8 @@ def _bags(name: str) -> EmbeddingBagCollection:
 
 
 class Skips(pl.LightningModule):
-    """Tables far apart in the order of backward, more than a bucket of DDP between them, and steps without a loss.
+    """Tables far apart in the order of backward, more than a bucket of DDP between them, and steps
+    without a loss.
 
     early: whether such a step returns before it computes anything.
     """
@@ -41,7 +54,9 @@ class Skips(pl.LightningModule):
         super().__init__()
         self.early = early
         self.first, self.second = (_bags("low"), _bags("high")) if has_tables else (None, None)
-        self.net = nn.Sequential(nn.Linear(DIM, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.net = nn.Sequential(
+            nn.Linear(DIM, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        )
         self.middle, self.last = nn.Linear(WIDTH, DIM), nn.Linear(DIM, 1)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -87,7 +102,9 @@ def _make(kind: type[Skips], has_tables: bool, early: bool) -> Skips:
     return kind(has_tables, early)
 
 
-def _one_process(kind: type[Skips], has_tables: bool, accumulates: int, num_ranks: int) -> dict[str, Tensor]:
+def _one_process(
+    kind: type[Skips], has_tables: bool, accumulates: int, num_ranks: int
+) -> dict[str, Tensor]:
     model = _make(kind, has_tables, False)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
@@ -100,11 +117,15 @@ def _one_process(kind: type[Skips], has_tables: bool, accumulates: int, num_rank
     return model.state_dict()
 
 
-def _fit(name: str, early: bool, options: dict[str, Any], accumulates: int = 1) -> dict[str, Tensor]:
+def _fit(
+    name: str, early: bool, options: dict[str, Any], accumulates: int = 1
+) -> dict[str, Tensor]:
     rank, num_ranks = rank_and_num_ranks()
     is_pipeline = name == "pipeline_parallel"
     model = _make(Chain if is_pipeline else Skips, name == "torchrec_sharded", early)
-    data = DataLoader([_batch(0 if is_pipeline else rank, step) for step in range(STEPS)], batch_size=None)
+    data = DataLoader(
+        [_batch(0 if is_pipeline else rank, step) for step in range(STEPS)], batch_size=None
+    )
     strategy = STRATEGIES[name](**options)
     settings = DEFAULTS | {"accumulate_grad_batches": accumulates}
     pl.Trainer(strategy=strategy, devices=num_ranks, **settings).fit(model, data)
@@ -118,7 +139,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "tables": ("torchrec_sharded", False, {}),
     "tables, early": ("torchrec_sharded", True, {"bucket_cap_mb": 1}),
     "tables, accumulated": ("torchrec_sharded", True, {"embedding_update": "dense"}, 2),
-    "tables, unused layers": ("torchrec_sharded", False, {"find_unused_parameters": True, "prefetch": {"depth": 1}}),
+    "tables, unused layers": (
+        "torchrec_sharded",
+        False,
+        {"find_unused_parameters": True, "prefetch": {"depth": 1}},
+    ),
     "stages": ("pipeline_parallel", False, {"microbatches": 2}),
 }
 
@@ -147,16 +172,28 @@ def _first_step() -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (_fit, ("fsdp_tuned", False, {}), "the loss on rank 1 reaches no parameter, and layers that are sharded are"),
+        (
+            _fit,
+            ("fsdp_tuned", False, {}),
+            "the loss on rank 1 reaches no parameter, and layers that are sharded are",
+        ),
         (
             _fit,
             ("torchrec_sharded", True, {"prefetch": {"depth": 1}}),
-            "the loss on rank 1 reaches no parameter, and this step has 0 lookups of sharded tables, where 2 are known",
+            "the loss on rank 1 reaches no parameter, and this step has 0 lookups of sharded "
+            "tables, where 2 are known",
         ),
-        (_first_step, (), "the loss on rank 1 reaches no parameter, and this step has 2 lookups of sharded tables, wh"),
+        (
+            _first_step,
+            (),
+            "the loss on rank 1 reaches no parameter, and this step has 2 lookups "
+            "of sharded tables, wh",
+        ),
     ],
 )
-def test_where_it_cannot_all_ranks_end_by_its_error(function: Any, arguments: tuple[Any, ...], message: str) -> None:
+def test_where_it_cannot_all_ranks_end_by_its_error(
+    function: Any, arguments: tuple[Any, ...], message: str
+) -> None:
     with pytest.raises(RankFailed) as failed:
         run_on_ranks(function, 2, *arguments)
     words = words_of_ranks(failed.value)

@@ -1,4 +1,5 @@
-"""After a run: shards are not pickled or exported without a word, and `unshard` makes the module an ordinary one."""
+"""After a run: shards are not pickled or exported without a word, and `unshard` makes the module an
+ordinary one."""
 
 import copy
 import io
@@ -87,7 +88,9 @@ def _run(kind: str, rank_0_only: bool) -> dict[str, Any]:
     torch.manual_seed(3)
     strategy, arguments = KINDS[kind]
     looks, model = Looks(), Ratings()
-    trainer = pl.Trainer(strategy=strategy(**arguments), devices=num_ranks, callbacks=[looks], **DEFAULTS)
+    trainer = pl.Trainer(
+        strategy=strategy(**arguments), devices=num_ranks, callbacks=[looks], **DEFAULTS
+    )
     trainer.fit(model, loader([pairs(step, rank) for step in range(3)]))
     trainer.callbacks.remove(looks)
     actual: dict[str, Any] = {"in fit": looks.messages}
@@ -117,29 +120,48 @@ def _run(kind: str, rank_0_only: bool) -> dict[str, Any]:
         actual["trained on"] = full["users.weight"].clone() if rank == 0 else None
         trainer.strategy.unshard()
         actual["again"] = model.users.weight.detach().clone()
-    first = pl.Trainer(**(DEFAULTS | {"devices": 1}), strategy=pl.strategies.SingleDeviceStrategy("cpu"))
+    first = pl.Trainer(
+        **(DEFAULTS | {"devices": 1}), strategy=pl.strategies.SingleDeviceStrategy("cpu")
+    )
     first.fit(model, loader([pairs(step, 0) for step in range(2)]))
     actual["steps"] = first.global_step
     return actual
 
 
-@pytest.mark.parametrize("rank_0_only", slow_except([True], [False, True]), ids=["all ranks", "rank 0"])
-def test_unshard_makes_the_module_an_ordinary_one_and_before_it_shards_are_refused(rank_0_only: bool) -> None:
+@pytest.mark.parametrize(
+    "rank_0_only", slow_except([True], [False, True]), ids=["all ranks", "rank 0"]
+)
+def test_unshard_makes_the_module_an_ordinary_one_and_before_it_shards_are_refused(
+    rank_0_only: bool,
+) -> None:
     ranks = run_each_on_ranks({kind: (_run, kind, rank_0_only) for kind in KINDS}, 2)
     for kind in KINDS:
         expected = ranks[0][kind]["full"]
         for rank, result in enumerate(ranks_of_kind(ranks, kind)):
             in_fit = result["in fit"]
-            assert in_fit.pop("unshard").startswith("ShardingError: trainer.strategy.unshard() was called while"), kind
+            assert in_fit.pop("unshard").startswith(
+                "ShardingError: trainer.strategy.unshard() was called while"
+            ), kind
             for way, message in in_fit.items():
                 if kind == "ddp":
-                    assert message == "it worked" or way in ("script", "trace", "export"), (way, message)
+                    assert message == "it worked" or way in ("script", "trace", "export"), (
+                        way,
+                        message,
+                    )
                     continue
-                if way == "export" and message.startswith("ShardedWeightError: "):  # it reads weights first
-                    assert "To export the module, call trainer.strategy.unshard() on every rank" in message
+                # it reads weights first
+                if way == "export" and message.startswith("ShardedWeightError: "):
+                    assert (
+                        "To export the module, call trainer.strategy.unshard() on every rank"
+                        in message
+                    )
                     continue
                 assert message.startswith("ShardingError: "), (kind, way, message)
-                for way_out in ("strategy.full_state_dict()", "trainer.save_checkpoint", "strategy.unshard()"):
+                for way_out in (
+                    "strategy.full_state_dict()",
+                    "trainer.save_checkpoint",
+                    "strategy.unshard()",
+                ):
                     assert way_out in message, (kind, way)
             if rank_0_only and rank:
                 assert all(result["meta"]) or kind == "ddp" or "fsdp" not in kind, kind

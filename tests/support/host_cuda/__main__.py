@@ -1,4 +1,5 @@
-"""Runs a script with the device: `python -m tests.support.host_cuda [--devices N] SCRIPT ARGUMENTS...`.
+"""Runs a script with the device:
+`python -m tests.support.host_cuda [--devices N] SCRIPT ARGUMENTS...`.
 
 Or `-m MODULE ARGUMENTS...` in place of a script.
 """
@@ -16,7 +17,8 @@ from tests.support.host_cuda.building import SOURCES, library
 
 
 def environment(devices: int, device_bytes: int = 8 << 30) -> dict[str, str]:
-    """Return the variables with which a process, and all that it starts, has the device. Raises CannotBuild."""
+    """Return the variables with which a process, and all that it starts, has the device. Raises
+    CannotBuild."""
     path = os.pathsep.join([str(SOURCES / "start"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {
         "HOST_CUDA_LIBRARY": str(library()),
@@ -30,7 +32,9 @@ def main() -> int:
     """Return the script's exit code, after what the device has seen is printed."""
     parser = argparse.ArgumentParser(prog="python -m tests.support.host_cuda")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments"
+    )
     parser.add_argument("script", nargs=argparse.REMAINDER, help="or a script")
     options = parser.parse_args()
     command = ["-m", *options.module] if options.module else options.script
@@ -47,7 +51,11 @@ def _print_reports(folder: Path) -> None:
         for kind, text, place, count in json.loads(path.read_text()):
             counts[kind, text, place] += count
     for kind, title in (("hazard", "Hazards between streams"), ("wait", "Waits of the host")):
-        rows = [(count, text, place) for (one_kind, text, place), count in counts.items() if one_kind == kind]
+        rows = [
+            (count, text, place)
+            for (one_kind, text, place), count in counts.items()
+            if one_kind == kind
+        ]
         print(f"{title}: {sum(count for count, _, _ in rows)}")
         for count, text, place in sorted(rows, reverse=True)[:20]:
             print(f"  {count} x {text}, at {place}")

@@ -26,10 +26,13 @@ def torch_folder() -> Path:
 
 
 def library() -> Path:
-    """Return the library, built once for a version of torch and of the sources. Raises CannotBuild."""
+    """Return the library, built once for a version of torch and of the sources. Raises
+    CannotBuild."""
     torch = torch_folder()
     if (torch / "lib" / "libtorch_cuda.so").exists():
-        raise CannotBuild("this torch is built for CUDA; a CUDA device in host memory needs a CPU build")
+        raise CannotBuild(
+            "this torch is built for CUDA; a CUDA device in host memory needs a CPU build"
+        )
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "host_cuda"
     built = cache / f"libhostcuda-{_digest(torch, *UNITS)}.so"
     if not built.exists():
@@ -39,20 +42,35 @@ def library() -> Path:
 
 
 def _digest(torch: Path, *units: str) -> str:
-    parts = [torch / "version.py", *sorted(SOURCES.glob("*.h")), *(SOURCES / unit for unit in units)]
+    parts = [
+        torch / "version.py",
+        *sorted(SOURCES.glob("*.h")),
+        *(SOURCES / unit for unit in units),
+    ]
     return hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()[:16]
 
 
 def _build(torch: Path, built: Path) -> None:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise CannotBuild("a CUDA device in host memory needs a C++ compiler (Debian: apt-get install g++)")
+        raise CannotBuild(
+            "a CUDA device in host memory needs a C++ compiler (Debian: apt-get install g++)"
+        )
     includes = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
 
     def compile_unit(unit: str) -> str:
         compiled = built.parent / f"{unit}-{_digest(torch, unit)}.o"
         if not compiled.exists():
-            command = [compiler, "-O0", "-std=c++20", "-fPIC", *includes, "-c", str(SOURCES / unit), "-o"]
+            command = [
+                compiler,
+                "-O0",
+                "-std=c++20",
+                "-fPIC",
+                *includes,
+                "-c",
+                str(SOURCES / unit),
+                "-o",
+            ]
             _run_whole(command, compiled)
         return str(compiled)
 
@@ -63,7 +81,8 @@ def _build(torch: Path, built: Path) -> None:
 
 
 def _run_whole(command: list[str], output: Path) -> None:
-    """Run a command that writes a file, which is whole or not there: several processes may build."""
+    """Run a command that writes a file, which is whole or not there: several processes may
+    build."""
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         written = f"{folder}/{output.name}"
         done = subprocess.run([*command, written], capture_output=True, text=True, check=False)

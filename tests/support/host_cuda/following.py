@@ -1,4 +1,5 @@
-"""What a test sees of the CUDA device in host memory: hazards between streams, and where the host waits for it."""
+"""What a test sees of the CUDA device in host memory: hazards between streams, and where the host
+waits for it."""
 
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ class Found:
 
     hazards: list[str] = field(default_factory=list)
     waits: list[tuple[str, str, str]] = field(default_factory=list)
-    """Of the host: the stream's name, the operation, and where; and the marks of tests among them."""
+    """Of the host: the stream's name, the operation, and where; and the marks of tests among
+    them."""
 
     def operations(self) -> list[str]:
         """Return for which operations the host has waited."""

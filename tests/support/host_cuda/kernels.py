@@ -3,7 +3,10 @@
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor
 
 ROWS, DIMS, TABLE_OF_FEATURE = (30, 20), (8, 4), (0, 0, 1)
@@ -15,7 +18,10 @@ def bags_of(step: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     lengths = torch.randint(0, 4, (len(TABLE_OF_FEATURE) * BAGS,), generator=draw)
     sizes = lengths.view(len(TABLE_OF_FEATURE), BAGS).sum(1).tolist()
-    ids = [torch.randint(0, ROWS[t], (n,), generator=draw) for t, n in zip(TABLE_OF_FEATURE, sizes, strict=True)]
+    ids = [
+        torch.randint(0, ROWS[t], (n,), generator=draw)
+        for t, n in zip(TABLE_OF_FEATURE, sizes, strict=True)
+    ]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     return torch.cat(ids), offsets, torch.rand(sum(sizes), generator=draw)
 
@@ -30,8 +36,11 @@ def factors(rows: Tensor) -> Tensor:
     return torch.arange(rows.numel(), dtype=torch.float32, device=rows.device).view_as(rows) / 100
 
 
-def train_kernel(optimizer: str, location: str, pooling: str = "SUM", weighted: bool = False) -> list[Tensor]:
-    """Return what was looked up in each step, gradients of weights of ids, and the rows at the end."""
+def train_kernel(
+    optimizer: str, location: str, pooling: str = "SUM", weighted: bool = False
+) -> list[Tensor]:
+    """Return what was looked up in each step, gradients of weights of ids, and the rows at the
+    end."""
     place, pool = EmbeddingLocation[location], PoolingMode[pooling]
     device = torch.device("cpu" if location == "HOST" else "cuda:0")
     compute = ComputeDevice.CPU if location == "HOST" else ComputeDevice.CUDA
@@ -64,7 +73,9 @@ def train_kernel(optimizer: str, location: str, pooling: str = "SUM", weighted: 
 def train_plainly(optimizer: type[torch.optim.Optimizer]) -> list[Tensor]:
     """Return the rows at the end of the same training by torch's optimizer, of sums."""
     tables = [
-        torch.nn.EmbeddingBag.from_pretrained(first_rows(number, dim), freeze=False, mode="sum", sparse=True)
+        torch.nn.EmbeddingBag.from_pretrained(
+            first_rows(number, dim), freeze=False, mode="sum", sparse=True
+        )
         for number, dim in enumerate(DIMS)
     ]
     steps = optimizer([table.weight for table in tables], lr=RATE)  # type: ignore[call-arg]

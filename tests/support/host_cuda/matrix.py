@@ -1,4 +1,5 @@
-"""What a first job on a cluster would be, in many forms: each is fitted on CPUs and on CUDA devices in host memory."""
+"""What a first job on a cluster would be, in many forms: each is fitted on CPUs and on CUDA devices
+in host memory."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec.optim import RowWiseAdagrad
 
-from lightning_distrec import PipelineParallelStrategy, TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from lightning_distrec import (
+    PipelineParallelStrategy,
+    TorchRecShardedStrategy,
+    TunedDDPStrategy,
+    TunedFSDPStrategy,
+)
 from tests.support import mapped_models
 from tests.support.chain_models import Sequence
 from tests.support.click_model import ClickModel, EvaluatedModel, SequenceModel, make_batch, seeded
@@ -79,7 +85,9 @@ def _on_host(kernel: str, **changes: Any) -> Case:
 
 def _offloaded(**changes: Any) -> Case:
     """Return a case whose parameters, gradients and optimizer state are on the host."""
-    return Case(BareAndTied, options={"min_num_parameters": 20, "offload": True}, strategy="fsdp", **changes)
+    return Case(
+        BareAndTied, options={"min_num_parameters": 20, "offload": True}, strategy="fsdp", **changes
+    )
 
 
 ADAM, SGD = torch.optim.Adam, torch.optim.SGD
@@ -106,44 +114,74 @@ CASES: dict[str, Case] = {
     "nn.Embedding, Adam": Case(Embeddings, ADAM, {"convert_embeddings": "all"}),
     "nn.Embedding, SGD": Case(Embeddings, SGD, {"convert_embeddings": "all"}),
     "bf16-mixed": Case(trainer={"precision": "bf16-mixed"}),
-    "bf16-true": Case(optimizer=SGD, options={"embedding_update": "dense"}, trainer={"precision": "bf16-true"}),
+    "bf16-true": Case(
+        optimizer=SGD, options={"embedding_update": "dense"}, trainer={"precision": "bf16-true"}
+    ),
     "16-mixed": Case(
-        optimizer=SGD, trainer={"precision": "16-mixed"}, on_cpu={"trainer": {"precision": "32"}}, tolerance=1e-3
+        optimizer=SGD,
+        trainer={"precision": "16-mixed"},
+        on_cpu={"trainer": {"precision": "32"}},
+        tolerance=1e-3,
     ),
     "touched rows, Adam": Case(
-        optimizer=ADAM, options={"embedding_update": "fused_lazy"}, on_cpu={"options": {}}, tolerance=0.1
+        optimizer=ADAM,
+        options={"embedding_update": "fused_lazy"},
+        on_cpu={"options": {}},
+        tolerance=0.1,
     ),
-    "sparse updates, clipped": Case(options={"embedding_update": "sparse"}, trainer={"gradient_clip_val": 0.1}),
+    "sparse updates, clipped": Case(
+        options={"embedding_update": "sparse"}, trainer={"gradient_clip_val": 0.1}
+    ),
     "dense updates": Case(options={"embedding_update": "dense"}),
     "accumulated": Case(trainer={"accumulate_grad_batches": 2}),
     "sharded dense layers": Case(options={"dense": "fsdp"}),
     "prefetched three deep": Case(options={"prefetch": {"depth": 3}}),
     "16-bit exchanges": Case(
-        optimizer=SGD, options={"quantized_comms": {"forward": "fp16", "backward": "bf16"}}, tolerance=1e-4
+        optimizer=SGD,
+        options={"quantized_comms": {"forward": "fp16", "backward": "bf16"}},
+        tolerance=1e-4,
     ),
     "groups of one rank": Case(options={"sharding_groups": {"size": 1}}),
     "rows on the host": _on_host("fused_uvm"),
-    "rows on the host, SGD, row-wise": _on_host("fused_uvm", optimizer=SGD, options={"sharding_types": ["row_wise"]}),
+    "rows on the host, SGD, row-wise": _on_host(
+        "fused_uvm", optimizer=SGD, options={"sharding_types": ["row_wise"]}
+    ),
     "cached rows": _on_host("fused_uvm_caching"),
     "cached rows, SGD": _on_host("fused_uvm_caching", optimizer=SGD),
     "cached rows of sequences": _on_host("fused_uvm_caching", model=SequencesEvaluated),
     "cached rows, resumed": _on_host("fused_uvm_caching", resumes=True),
     "resumed": Case(resumes=True),
-    "resumed, Adam, one file": Case(optimizer=ADAM, options={"checkpoint": {"distributed": False}}, resumes=True),
-    "saved in the background": Case(options={"checkpoint": {"distributed": True, "async_save": True}}, resumes=True),
-    "saved incrementally": Case(options={"checkpoint": {"distributed": True, "incremental": SERIES}}, resumes=True),
+    "resumed, Adam, one file": Case(
+        optimizer=ADAM, options={"checkpoint": {"distributed": False}}, resumes=True
+    ),
+    "saved in the background": Case(
+        options={"checkpoint": {"distributed": True, "async_save": True}}, resumes=True
+    ),
+    "saved incrementally": Case(
+        options={"checkpoint": {"distributed": True, "incremental": SERIES}}, resumes=True
+    ),
     "HashZch": Case(mapped_models.ManagedModel, options={"prefetch": {"depth": 3}}),
     "MCH": Case(mapped_models.MchModel),
     "dynamic ids": Case(
         mapped_models.DynamicModel,
-        options={"convert_embeddings": "all", "tables": {"users": DYNAMIC, "goods": DYNAMIC, "first": DYNAMIC}},
+        options={
+            "convert_embeddings": "all",
+            "tables": {"users": DYNAMIC, "goods": DYNAMIC, "first": DYNAMIC},
+        },
         resumes=True,
     ),
     "ddp_tuned": Case(BareAndTied, strategy="ddp", resumes=True),
-    "ddp_tuned, 16-bit gradients": Case(BareAndTied, options={"comm_dtype": "bf16"}, strategy="ddp"),
-    "fsdp_tuned": Case(BareAndTied, options={"min_num_parameters": 20}, strategy="fsdp", resumes=True),
+    "ddp_tuned, 16-bit gradients": Case(
+        BareAndTied, options={"comm_dtype": "bf16"}, strategy="ddp"
+    ),
+    "fsdp_tuned": Case(
+        BareAndTied, options={"min_num_parameters": 20}, strategy="fsdp", resumes=True
+    ),
     "fsdp_tuned, bf16": Case(
-        BareAndTied, options={"min_num_parameters": 20}, trainer={"precision": "bf16-mixed"}, strategy="fsdp"
+        BareAndTied,
+        options={"min_num_parameters": 20},
+        trainer={"precision": "bf16-mixed"},
+        strategy="fsdp",
     ),
     "fsdp_tuned, offloaded": _offloaded(resumes=True),
     "fsdp_tuned, offloaded, clipped and accumulated": _offloaded(
@@ -173,17 +211,28 @@ def assert_fits_as_on_cpus(devices: DeviceRanks, num_ranks: int, case: Case, fol
 
 
 def fit(case: Case, accelerator: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Collective. Return losses, what was logged, and the weights of a case's fit, or of both, on the host."""
+    """Collective. Return losses, what was logged, and the weights of a case's fit, or of both, on
+    the host."""
     num_ranks = rank_and_num_ranks()[1]
     backend = "nccl" if accelerator == "gpu" else "gloo"
 
     def fit_until(step: int, path: Path | None) -> tuple[Any, Any]:
-        strategy = STRATEGIES[case.strategy](process_group_backend=backend, **_with_folder(case.options, folder))
-        settings = DEFAULTS | {"accelerator": accelerator, "devices": num_ranks, "max_steps": step} | case.trainer
+        strategy = STRATEGIES[case.strategy](
+            process_group_backend=backend, **_with_folder(case.options, folder)
+        )
+        settings = (
+            DEFAULTS
+            | {"accelerator": accelerator, "devices": num_ranks, "max_steps": step}
+            | case.trainer
+        )
         trainer = pl.Trainer(strategy=strategy, default_root_dir=folder, **(settings | changes))
         module = module_of(case)
         batches = batches_of(case)
-        validation = batches if hasattr(type(module), "validation_step") and case.model is not Sequence else None
+        validation = (
+            batches
+            if hasattr(type(module), "validation_step") and case.model is not Sequence
+            else None
+        )
         trainer.fit(module, batches, validation, ckpt_path=path)
         return trainer, module
 
@@ -238,4 +287,8 @@ def _weights(trainer: pl.Trainer, module: Any, case: Case) -> dict[str, Tensor]:
         state = strategy.full_state_dict()
     else:
         state = module.final_state if isinstance(module, ClickModel) else whole_state(module)
-    return {key: value.detach().cpu().float() for key, value in state.items() if value.is_floating_point()}
+    return {
+        key: value.detach().cpu().float()
+        for key, value in state.items()
+        if value.is_floating_point()
+    }

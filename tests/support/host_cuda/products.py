@@ -1,4 +1,5 @@
-"""All that a table may be: how it is updated, in which precision, where its rows are, and by what it is looked up."""
+"""All that a table may be: how it is updated, in which precision, where its rows are, and by what
+it is looked up."""
 
 from itertools import product
 from typing import Any
@@ -23,7 +24,8 @@ def _case(model: str, update: str, precision: str, kernel: str) -> Case:
     if update == "fused_lazy":  # of touched rows alone, for which CPUs have nothing
         optimizer, tolerance = torch.optim.Adam, 0.1
         on_cpu["options"] = options | {"embedding_update": "dense"}
-    elif precision != "32":  # Adagrad's first steps have a gradient's sign, even that of a rounded zero
+    # Adagrad's first steps have a gradient's sign, even that of a rounded zero
+    elif precision != "32":
         optimizer, tolerance = torch.optim.SGD, 1e-4
     if precision == "16-mixed":
         tolerance = 1e-3
@@ -47,6 +49,8 @@ def _refusal(update: str, precision: str, kernel: str) -> str:
 _ALL = {choice: _refusal(*choice[1:]) for choice in product(MODELS, UPDATES, PRECISIONS, KERNELS)}
 PRODUCTS = {", ".join(choice): _case(*choice) for choice, words in _ALL.items() if not words}
 REFUSED = {
-    ", ".join(choice): (_case(*choice), words) for choice, words in _ALL.items() if words and choice[0] == "bags"
+    ", ".join(choice): (_case(*choice), words)
+    for choice, words in _ALL.items()
+    if words and choice[0] == "bags"
 }
 """Name -> case, and words of its error."""

@@ -1,4 +1,5 @@
-"""Ranks that have the device, and stay: `python -m tests.support.host_cuda.ranks NUM_RANKS`, for runs.py."""
+"""Ranks that have the device, and stay: `python -m tests.support.host_cuda.ranks NUM_RANKS`, for
+runs.py."""
 
 import os
 import pickle
@@ -35,7 +36,9 @@ def serve(num_ranks: int) -> None:
         folder = Path(line.strip())
         function, args, timeout_seconds, ends = pickle.loads((folder / "call").read_bytes())
         try:
-            answer: Any = run_on_warm_ranks(call, num_ranks, function, args, ends, timeout_seconds=timeout_seconds)
+            answer: Any = run_on_warm_ranks(
+                call, num_ranks, function, args, ends, timeout_seconds=timeout_seconds
+            )
         except RankFailed as failed:
             answer = failed
         (folder / "answer").write_bytes(pickle.dumps(answer))

@@ -39,16 +39,25 @@ class DeviceRanks:
         self._process = process
 
     def call(
-        self, function: Callable[..., Any], *args: Any, timeout_seconds: float = LIMIT_SECONDS, ends: bool = False
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_seconds: float = LIMIT_SECONDS,
+        ends: bool = False,
     ) -> list[Seen]:
         """Return what the function returned or raised on each rank.
 
-        ends: a rank on which it raises ends, as a script does. Raises RankFailed: that, a rank died, or was late.
+        ends: a rank on which it raises ends, as a script does. Raises RankFailed: that, a rank
+        died, or was late.
         """
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "call").write_bytes(pickle.dumps((function, args, timeout_seconds, ends)))
+            (Path(folder) / "call").write_bytes(
+                pickle.dumps((function, args, timeout_seconds, ends))
+            )
             print(folder, file=self._process.stdin, flush=True)
-            assert self._process.stdout.readline() == "done\n", "the process of the device's ranks has ended"
+            assert self._process.stdout.readline() == "done\n", (
+                "the process of the device's ranks has ended"
+            )
             answer = pickle.loads((Path(folder) / "answer").read_bytes())
         if isinstance(answer, Exception):
             raise answer
@@ -57,10 +66,13 @@ class DeviceRanks:
 
 @contextmanager
 def device_ranks(num_ranks: int, device_bytes: int = 8 << 30) -> Iterator[DeviceRanks]:
-    """Give ranks that have a device each of so much memory; skips the test where the device cannot be built."""
+    """Give ranks that have a device each of so much memory; skips the test where the device cannot
+    be built."""
     command = [sys.executable, "-m", "tests.support.host_cuda.ranks", str(num_ranks)]
     environ = variables_or_skip(num_ranks, device_bytes)
-    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     try:
         yield DeviceRanks(process)
     finally:
@@ -73,7 +85,8 @@ def device_ranks(num_ranks: int, device_bytes: int = 8 << 30) -> Iterator[Device
 
 
 def variables_or_skip(devices: int, device_bytes: int = 8 << 30) -> dict[str, str]:
-    """Return the variables of processes that have the device; skips the test where it cannot be built."""
+    """Return the variables of processes that have the device; skips the test where it cannot be
+    built."""
     try:
         environ = environment(devices, device_bytes)
     except CannotBuild as error:

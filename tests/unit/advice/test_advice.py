@@ -9,10 +9,20 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_distrec.advice.strategy_advice import Advice, ChosenOptions, advise, as_json, print_advice
+from lightning_distrec.advice.strategy_advice import (
+    Advice,
+    ChosenOptions,
+    advise,
+    as_json,
+    print_advice,
+)
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.strategies.estimates.dense_options import DenseOptions, watched_layers
-from lightning_distrec.strategies.estimates.estimate import Estimate, TablesShare, estimate_strategies
+from lightning_distrec.strategies.estimates.estimate import (
+    Estimate,
+    TablesShare,
+    estimate_strategies,
+)
 from lightning_distrec.strategies.estimates.module_sizes import Job, measure_module
 from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
@@ -22,7 +32,9 @@ from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithT
 SETTINGS = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, gradient_clip_val=None)
 
 
-def advise_on(module: Any, profile: StepProfile | None = None, settings: Any = SETTINGS, **job: Any) -> Advice:
+def advise_on(
+    module: Any, profile: StepProfile | None = None, settings: Any = SETTINGS, **job: Any
+) -> Advice:
     settings_of_job = {"num_ranks": 4, "num_nodes": 1, "memory_bytes": 10**9} | job
     return advise(module, Job(**settings_of_job), settings, "cpu", profile)
 
@@ -34,18 +46,27 @@ def row(advice: Advice, strategy: str) -> Estimate:
 def test_a_module_that_fits_trains_by_ddp() -> None:
     advice = advise_on(Wide())
     assert advice.strategy == "ddp_tuned"
-    assert advice.reason == "the replicated module needs 49.2 MiB, which is within 80% of a rank's 953.7 MiB"
-    assert [row.strategy for row in advice.estimates] == ["ddp_tuned", "fsdp_tuned", "pipeline_parallel"]
+    assert advice.reason == (
+        "the replicated module needs 49.2 MiB, which is within 80% of a rank's 953.7 MiB"
+    )
+    assert [row.strategy for row in advice.estimates] == [
+        "ddp_tuned",
+        "fsdp_tuned",
+        "pipeline_parallel",
+    ]
 
 
 def test_a_module_that_does_not_fit_is_sharded_by_fsdp() -> None:
     advice = advise_on(Wide(), memory_bytes=60 * 10**6)
     assert advice.strategy == "fsdp_tuned"
     assert advice.reason == (
-        "the replicated module needs 49.2 MiB, more than 80% of a rank's 57.2 MiB; sharded over 4 ranks it needs 20.9 "
+        "the replicated module needs 49.2 MiB, more than 80% of a rank's 57.2 MiB; sharded over 4 "
+        "ranks it needs 20.9 "
         "MiB"
     )
-    assert advise_on(Wide(), memory_bytes=10**6).reason.endswith("which is too much as well: use more ranks")
+    assert advise_on(Wide(), memory_bytes=10**6).reason.endswith(
+        "which is too much as well: use more ranks"
+    )
 
 
 def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
@@ -54,11 +75,13 @@ def test_tables_that_are_most_of_the_module_are_sharded_by_torchrec() -> None:
         assert advice.strategy == "torchrec_sharded"
         assert "table" in advice.reason
     assert advice.reason == (
-        "2 tables, including bags.many of 120,000 rows, take 100% of the memory of parameters and optimizer state, "
+        "2 tables, including bags.many of 120,000 rows, take 100% of the memory of parameters and "
+        "optimizer state, "
         "which is sharded over the ranks"
     )
     assert advise_on(WithTable(), memory_bytes=10**6).reason.startswith(
-        "table users of 120,000 rows takes 100% of the memory of parameters and optimizer state, which is sharded over "
+        "table users of 120,000 rows takes 100% of the memory of parameters and optimizer state, "
+        "which is sharded over "
         "the ranks, although the tables do not fit: table 'users' fits on no rank"
     )
 
@@ -97,7 +120,9 @@ class HasItsOwn(Wide):
 
 def test_an_unknown_optimizer_is_assumed_to_be_adam() -> None:
     advice = advise_on(HasItsOwn())
-    assert "the state of Unheard is unknown: 2 tensors are assumed for each parameter" in advice.notes
+    assert (
+        "the state of Unheard is unknown: 2 tensors are assumed for each parameter" in advice.notes
+    )
     assert row(advice, "ddp_tuned").memory == row(advise_on(Wide("AdamW")), "ddp_tuned").memory
 
 
@@ -115,7 +140,10 @@ class AsksTheTrainer(Advised):
 def test_optimizers_that_need_a_trainer_are_assumed_to_be_adam() -> None:
     advice = advise_on(AsksTheTrainer())
     assert row(advice, "ddp_tuned").memory["optimizer state"] == 2 * 10100 * 4
-    assert any(note.startswith("configure_optimizers failed on a copy of the module") for note in advice.notes)
+    assert any(
+        note.startswith("configure_optimizers failed on a copy of the module")
+        for note in advice.notes
+    )
 
 
 def test_a_module_that_cannot_be_copied_is_only_looked_at() -> None:
@@ -124,7 +152,9 @@ def test_a_module_that_cannot_be_copied_is_only_looked_at() -> None:
     module.configure_optimizers = None  # calling it would fail
     advice = advise_on(module)
     assert row(advice, "ddp_tuned").memory == row(advise_on(Wide("AdamW")), "ddp_tuned").memory
-    assert advice.notes[0].startswith("the module cannot be copied and configured without a Trainer (TypeError: cannot")
+    assert advice.notes[0].startswith(
+        "the module cannot be copied and configured without a Trainer (TypeError: cannot"
+    )
 
 
 def test_tables_may_be_sharded_together_with_other_layers() -> None:
@@ -133,18 +163,28 @@ def test_tables_may_be_sharded_together_with_other_layers() -> None:
     tables = 120_000 * 16 // 4
     planned = TablesShare(memory={"parameters": 4.0 * tables}, sent={"rows": 512.0})
     *_, replicated, hybrid = estimate_strategies(sizes, job, StepProfile(batch_size=8), planned)
-    assert (replicated.strategy, hybrid.strategy) == ("torchrec_sharded", "torchrec_sharded with dense: fsdp")
+    assert (replicated.strategy, hybrid.strategy) == (
+        "torchrec_sharded",
+        "torchrec_sharded with dense: fsdp",
+    )
     layers = 16 * 256 + 256
     assert replicated.memory["parameters"] == 4 * (tables + layers)
-    assert hybrid.memory["parameters"] == 4 * (tables + 16 * 64 + 256)  # a layer of one row cannot be cut in four
+    # a layer of one row cannot be cut in four
+    assert hybrid.memory["parameters"] == 4 * (tables + 16 * 64 + 256)
     assert hybrid.sent["rows"] == replicated.sent["rows"]
 
 
 def test_the_module_is_left_as_it_was() -> None:
     module = WithTable()
-    parameters, initial = list(module.parameters()), {k: v.clone() for k, v in module.state_dict().items()}
+    parameters, initial = (
+        list(module.parameters()),
+        {k: v.clone() for k, v in module.state_dict().items()},
+    )
     advise_on(module)
-    assert all(parameter is original for parameter, original in zip(module.parameters(), parameters, strict=True))
+    assert all(
+        parameter is original
+        for parameter, original in zip(module.parameters(), parameters, strict=True)
+    )
     assert all(torch.equal(value, initial[key]) for key, value in module.state_dict().items())
     bags = WithBags()
     advise_on(bags)
@@ -163,18 +203,25 @@ def test_refusals_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     module.users.sparse = True
     advice = advise_on(module)
     assert row(advice, "fsdp_tuned").refused.startswith("'users' has sparse gradients")
-    assert "the sparse gradient of users.weight is left out of memory, and of what ddp_tuned sends" in advice.notes
+    assert (
+        "the sparse gradient of users.weight is left out of memory, and of what ddp_tuned sends"
+        in advice.notes
+    )
     print_advice(advice, Console(width=160))
     assert "fsdp_tuned refuses the module: 'users' has sparse gradients" in capsys.readouterr().out
     advice = advise_on(WithTable("Adafactor"))
-    assert "Adafactor is not known to give the same numbers on a part" in row(advice, "torchrec_sharded").refused
+    assert (
+        "Adafactor is not known to give the same numbers on a part"
+        in row(advice, "torchrec_sharded").refused
+    )
     assert advice.strategy == "ddp_tuned"
 
 
 def test_a_gradient_that_is_kept_because_of_clipping_counts() -> None:
     fused = advise_on(WithBags("RowWiseAdagrad"))
     clipped = advise_on(
-        WithBags("RowWiseAdagrad"), settings=SimpleNamespace(**vars(SETTINGS) | {"gradient_clip_val": 1.0})
+        WithBags("RowWiseAdagrad"),
+        settings=SimpleNamespace(**vars(SETTINGS) | {"gradient_clip_val": 1.0}),
     )
     tables = (120_000 * 16 + 110_000 * 8) * 4 / 4
     difference = row(clipped, "torchrec_sharded").total - row(fused, "torchrec_sharded").total
@@ -185,7 +232,10 @@ def test_half_precision_halves_what_is_kept_and_tables_stay_as_they_are() -> Non
     half, whole = advise_on(WithTable(), precision="bf16-true"), advise_on(WithTable())
     assert row(half, "ddp_tuned").total == row(whole, "ddp_tuned").total / 2
     tables = 120_000 * 16 * 4 * 4 / 4 + row(whole, "torchrec_sharded").memory["exchange"]
-    assert row(half, "torchrec_sharded").total - tables == (row(whole, "torchrec_sharded").total - tables) / 2
+    assert (
+        row(half, "torchrec_sharded").total - tables
+        == (row(whole, "torchrec_sharded").total - tables) / 2
+    )
 
 
 class TwoLayers(Advised):
@@ -202,7 +252,8 @@ class TwoLayers(Advised):
 def test_activations_are_what_a_forward_keeps_parameters_aside() -> None:
     module = TwoLayers()
     profile = profile_step(module, torch.ones(10, 8), 10, "32-true")
-    assert profile.activation_bytes == 4 * 10 * (8 + 32 + 4)  # the last: what is squared in the loss
+    # the last: what is squared in the loss
+    assert profile.activation_bytes == 4 * 10 * (8 + 32 + 4)
     assert all(parameter.grad is None for parameter in module.parameters())
     memory = row(advise_on(module, profile), "ddp_tuned").memory
     assert memory["activations"] == profile.activation_bytes
@@ -240,7 +291,8 @@ def test_no_step_of_manual_optimization_is_run_and_blocks_are_to_be_named() -> N
         advise_on(module, profile)
         .notes[0]
         .startswith(
-            "activations are left out: with automatic_optimization=False, training_step steps optimizers itself"
+            "activations are left out: with automatic_optimization=False, training_step steps "
+            "optimizers itself"
         )
     )
     tight = advise_on(module, profile, memory_bytes=int(needed))
@@ -257,13 +309,18 @@ def test_lookups_are_taken_from_the_batch_size_where_no_step_was_run() -> None:
     # The planner gives both tables to one rank, which sends their rows to the three others.
     assert row(advice, "torchrec_sharded").sent["rows"] == 8 * (16 + 16 + 8) * 4 * 3
     assert any(
-        note.startswith("8 samples are assumed to look up one id of every feature each") for note in advice.notes
+        note.startswith("8 samples are assumed to look up one id of every feature each")
+        for note in advice.notes
     )
     assert row(advise_on(WithBags()), "torchrec_sharded").sent is None
 
 
-@pytest.mark.parametrize(("memory_bytes", "shown"), [(10**9, "fits"), (55 * 10**6, "tight"), (10**7, "DOES NOT FIT")])
-def test_what_does_not_fit_is_marked(memory_bytes: int, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("memory_bytes", "shown"), [(10**9, "fits"), (55 * 10**6, "tight"), (10**7, "DOES NOT FIT")]
+)
+def test_what_does_not_fit_is_marked(
+    memory_bytes: int, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     advice = advise_on(Wide(), memory_bytes=memory_bytes)
     print_advice(advice, Console(width=160))
     lines = capsys.readouterr().out.splitlines()
@@ -282,8 +339,13 @@ def test_stages_are_estimated_where_a_chain_is_split() -> None:
     assert stages.memory["parameters"] == 4 * (512 * 512 + 512)
     assert stages.memory["activations"] < row(advice, "ddp_tuned").memory["activations"]
     # The second of four stages: 384 numbers for each example on, and the gradients of 512 back.
-    assert stages.sent == {"stage outputs": 16 * 512 * 4, "stage gradients": 16 * 512 * 4, "dense gradients": 0}
-    assert "(gpipe): ranks idle 43% of a step where stages take equal times" in advice.notes[-1]  # 3 / (4 + 3)
+    assert stages.sent == {
+        "stage outputs": 16 * 512 * 4,
+        "stage gradients": 16 * 512 * 4,
+        "dense gradients": 0,
+    }
+    # 3 / (4 + 3)
+    assert "(gpipe): ranks idle 43% of a step where stages take equal times" in advice.notes[-1]
     replicas = advise_on(module, profile, num_ranks=8)
     assert "4 stages (stages: 4)" in replicas.notes[-1]
     assert row(replicas, "pipeline_parallel").sent["dense gradients"] == stages.memory["parameters"]
@@ -308,7 +370,9 @@ def test_a_first_block_may_get_its_input_by_name() -> None:
 
 
 def test_stages_are_advised_where_only_they_fit() -> None:
-    advice = advise_on(Chained(), memory_bytes=int(1.3 * row(advise_on(Chained()), "pipeline_parallel").total))
+    advice = advise_on(
+        Chained(), memory_bytes=int(1.3 * row(advise_on(Chained()), "pipeline_parallel").total)
+    )
     assert advice.strategy == "pipeline_parallel", advice.reason
     assert "; the fullest stage needs " in advice.reason
 
@@ -316,9 +380,15 @@ def test_stages_are_advised_where_only_they_fit() -> None:
 def test_why_there_are_no_stages() -> None:
     module = Wide()
     profile = profile_step(module, batches(0, 1)[0], 16, "32-true")
-    assert "what 'blocks.0' returns" in row(advise_on(module, profile, num_ranks=2), "pipeline_parallel").refused
+    assert (
+        "what 'blocks.0' returns"
+        in row(advise_on(module, profile, num_ranks=2), "pipeline_parallel").refused
+    )
     assert "has no chain of blocks" in row(advise_on(WithBags()), "pipeline_parallel").refused
-    assert "cannot be split into 5 stages" in row(advise_on(module, num_ranks=5), "pipeline_parallel").refused
+    assert (
+        "cannot be split into 5 stages"
+        in row(advise_on(module, num_ranks=5), "pipeline_parallel").refused
+    )
     assert "use at least 2" in row(advise_on(module, num_ranks=1), "pipeline_parallel").refused
 
 
@@ -327,7 +397,8 @@ def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
     assert "cannot be split into 5 stages" in row(advice, "pipeline_parallel").refused
     assert advice.strategy == "fsdp_tuned"
     assert advice.reason.endswith(
-        "activations are 953.7 MiB of it: compute them again in backward (activation_checkpointing: true)"
+        "activations are 953.7 MiB of it: compute them again in backward "
+        "(activation_checkpointing: true)"
     )
 
 
@@ -357,8 +428,13 @@ def test_activations_are_computed_again_before_weights_are_sharded() -> None:
     # Weights that are large too: less than all activations has to go.
     wide = Deep()
     wide.last = nn.Linear(64, 100_000)
-    large = profile_step(wide, torch.zeros(20, 6), 20, "32-true", layers=watched_layers(wide, DenseOptions()))
-    assert advise_on(wide, large, memory_bytes=int(row(advise_on(wide), "ddp_tuned").total)).strategy == "fsdp_tuned"
+    large = profile_step(
+        wide, torch.zeros(20, 6), 20, "32-true", layers=watched_layers(wide, DenseOptions())
+    )
+    assert (
+        advise_on(wide, large, memory_bytes=int(row(advise_on(wide), "ddp_tuned").total)).strategy
+        == "fsdp_tuned"
+    )
 
 
 def test_the_picture_of_the_rules_is_the_drawn_one() -> None:

@@ -1,4 +1,5 @@
-"""What a pipeline keeps for backward, and how long its ranks idle, is that of a replay of torch's own schedules."""
+"""What a pipeline keeps for backward, and how long its ranks idle, is that of a replay of torch's
+own schedules."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ SIZES += [("interleaved_1f1b", 4, 3, 8)]
 
 
 def _order(schedule: str, num_ranks: int, stages_per_rank: int, num_parts: int) -> list[list[Any]]:
-    """Return what each rank computes, in order; None where it waits. Source: torch's schedules, which read numbers."""
+    """Return what each rank computes, in order; None where it waits. Source: torch's schedules,
+    which read numbers."""
     numbers: Any = SimpleNamespace(
         _n_microbatches=num_parts,
         _num_stages=num_ranks * stages_per_rank,
@@ -33,7 +35,9 @@ def _order(schedule: str, num_ranks: int, stages_per_rank: int, num_parts: int) 
 def test_ranks_keep_as_many_forwards_as_torchs_schedules(
     schedule: Any, num_ranks: int, stages_per_rank: int, num_parts: int
 ) -> None:
-    options = StageOptions(schedule=schedule, stages_per_rank=stages_per_rank, microbatches=num_parts)
+    options = StageOptions(
+        schedule=schedule, stages_per_rank=stages_per_rank, microbatches=num_parts
+    )
     for rank, operations in enumerate(_order(schedule, num_ranks, stages_per_rank, num_parts)):
         held = most = 0
         for operation in filter(None, operations):

@@ -1,4 +1,5 @@
-"""`lightning-distrec bench`: how runs are started, what comes of their numbers, and what is refused."""
+"""`lightning-distrec bench`: how runs are started, what comes of their numbers, and what is
+refused."""
 
 import importlib.util
 import json
@@ -35,7 +36,9 @@ ONE, TWO, REFUSED = Case("ddp_tuned", 1), Case("ddp_tuned", 2), Case("fsdp_tuned
 
 
 def of(case: Case, ms: float, samples: float | None = 100.0) -> MeasuredRun:
-    return MeasuredRun(step_seconds=ms / 1000, samples_per_second=samples, peak_bytes=int(2**20 * ms))
+    return MeasuredRun(
+        step_seconds=ms / 1000, samples_per_second=samples, peak_bytes=int(2**20 * ms)
+    )
 
 
 def made() -> list[Result]:
@@ -59,26 +62,40 @@ def test_cases_take_turns_and_one_that_fails_is_not_run_again() -> None:
     logged: list[str] = []
     results = run_rounds([ONE, REFUSED, TWO], OPTIONS, 2, logged.append, once)
     assert order == [ONE, REFUSED, TWO, ONE, TWO]
-    assert numbers == [0, 1, 2, 3, 5], "ranks of a launcher count alike, whatever has failed on one of them"
+    assert numbers == [0, 1, 2, 3, 5], (
+        "ranks of a launcher count alike, whatever has failed on one of them"
+    )
     assert [result.failure for result in results] == ["", "no", ""]
     assert "  not measured: no" in logged
 
 
 def test_numbers_are_medians_over_rounds_and_efficiency_is_per_device() -> None:
     first, two, refused = results = made()
-    assert (first.step_seconds, first.samples_per_second, first.peak_bytes) == (0.012, 950, 30 * 2**20)
+    assert (first.step_seconds, first.samples_per_second, first.peak_bytes) == (
+        0.012,
+        950,
+        30 * 2**20,
+    )
     assert efficiency(first, results) == 1.0
     assert efficiency(two, results) == pytest.approx(1425 / 2 / 950)
     assert efficiency(refused, results) is None
     assert efficiency(first, [first, refused]) is None, "there is nothing to compare with"
     pipeline = Result(Case("pipeline_parallel", 2), [of(TWO, 10, 1900)])
-    assert efficiency(pipeline, [*results, pipeline]) == 1.0, "which one device cannot be, against the first on one"
+    assert efficiency(pipeline, [*results, pipeline]) == 1.0, (
+        "which one device cannot be, against the first on one"
+    )
     actual = as_json(results)
     assert actual[0]["step_ms_by_round"] == [10, 30, 12]
-    assert actual[2] == {"strategy": "fsdp_tuned", "devices": 2, "failure": "'users' has sparse gradients"}
+    assert actual[2] == {
+        "strategy": "fsdp_tuned",
+        "devices": 2,
+        "failure": "'users' has sparse gradients",
+    }
 
 
-def test_the_table_has_a_row_for_what_was_refused_and_gives_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_for_what_was_refused_and_gives_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_results(made(), 30, Console(width=140))
     text = capsys.readouterr().out
     assert "12.0 (10.0 to 30.0)" in text
@@ -101,11 +118,13 @@ def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
     assert (actual.step_seconds, actual.peak_bytes) == (0.2, 7)
     assert actual.samples_per_second == pytest.approx(44 / 3 / 0.2)
     assert summarize(ranks, 3, 3).failure == "2 of 3 ranks wrote measurements"
-    assert summarize([{"seconds": [], "samples": [], "peak_bytes": 1, "problem": ""}], 1, 3).failure == (
-        "the data ended before 3 steps were measured"
-    )
+    assert summarize(
+        [{"seconds": [], "samples": [], "peak_bytes": 1, "problem": ""}], 1, 3
+    ).failure == ("the data ended before 3 steps were measured")
     assert (
-        summarize([{"seconds": [1.0], "samples": [None], "peak_bytes": 1, "problem": ""}], 1, 3).samples_per_second
+        summarize(
+            [{"seconds": [1.0], "samples": [None], "peak_bytes": 1, "problem": ""}], 1, 3
+        ).samples_per_second
         is None
     )
 
@@ -113,9 +132,17 @@ def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
 def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
     inputs = arguments(TWO, OPTIONS, "folder")
     assert inputs[:6] == ["fit", "--debug", "--config", "a.yaml", "--config", "b.yaml"]
-    for option in ("strategy=ddp_tuned", "devices=2", "max_steps=35", "logger=false", "enable_checkpointing=false"):
+    for option in (
+        "strategy=ddp_tuned",
+        "devices=2",
+        "max_steps=35",
+        "logger=false",
+        "enable_checkpointing=false",
+    ):
         assert f"--trainer.{option}" in inputs
-    (callbacks,) = (part.partition("=")[2] for part in inputs if part.startswith("--trainer.callbacks="))
+    (callbacks,) = (
+        part.partition("=")[2] for part in inputs if part.startswith("--trainer.callbacks=")
+    )
     assert json.loads(callbacks) == [
         {
             "class_path": "lightning_distrec.bench.measures.Measures",
@@ -125,7 +152,11 @@ def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
 
 
 def test_a_variant_is_laid_over_the_job_and_keeps_its_own_strategy() -> None:
-    inputs = arguments(Case("half", 2, "half.yaml"), replace(OPTIONS, synthetic=64, devices_by_node=(1, 2)), "folder")
+    inputs = arguments(
+        Case("half", 2, "half.yaml"),
+        replace(OPTIONS, synthetic=64, devices_by_node=(1, 2)),
+        "folder",
+    )
     assert inputs[2:8] == ["--config", "a.yaml", "--config", "b.yaml", "--config", "half.yaml"]
     assert inputs[8:12] == [
         *("--data", "lightning_distrec.bench.synthetic.SyntheticIds"),
@@ -153,7 +184,9 @@ def test_the_reason_is_the_error_that_a_run_ended_with(message: str, reason: str
     assert failure_in(message, 7) == reason
 
 
-def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_takes_too_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "hangs"
     script.write_text("#!/bin/sh\nsleep 1000\n")
     script.chmod(0o700)
@@ -172,15 +205,31 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.
         (("--config", "a.yaml", "--steps", "0"), "--steps 0: must be at least 1."),
         (("--config", "a.yaml", "--rounds", "0"), "--rounds 0: must be at least 1."),
         (("--config", "a.yaml", "--timeout", "0"), "--timeout 0: must be above 0 seconds."),
-        (("--config", "a.yaml", "--devices", "1,x"), "--devices '1,x': give numbers above 0, separated by commas"),
-        (("--config", "a.yaml", "--strategies", "ddp_tuend"), "unknown strategy 'ddp_tuend'; did you mean 'ddp_tuned'"),
-        (("--config", "a.yaml", "--strategies", "b.yaml"), "--strategies b.yaml: there is no file b.yaml."),
+        (
+            ("--config", "a.yaml", "--devices", "1,x"),
+            "--devices '1,x': give numbers above 0, separated by commas",
+        ),
+        (
+            ("--config", "a.yaml", "--strategies", "ddp_tuend"),
+            "unknown strategy 'ddp_tuend'; did you mean 'ddp_tuned'",
+        ),
+        (
+            ("--config", "a.yaml", "--strategies", "b.yaml"),
+            "--strategies b.yaml: there is no file b.yaml.",
+        ),
         (("--config", "a.yaml", "--synthetic", "0"), "--synthetic 0: must be at least 1."),
-        (("--config", "a.yaml", "--strategies", ","), "--strategies ',': name at least one strategy."),
+        (
+            ("--config", "a.yaml", "--strategies", ","),
+            "--strategies ',': name at least one strategy.",
+        ),
     ],
 )
 def test_what_cannot_be_is_reported_before_anything_runs(
-    args: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    args: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("")
@@ -196,7 +245,9 @@ def test_without_matplotlib_all_but_the_picture_is_there(
     Path("a.yaml").write_text("")
     monkeypatch.setattr(command, "run_rounds", lambda *_: made())
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
     assert cli.main(["bench", "--config", "a.yaml"]) == 0
     assert NO_MATPLOTLIB in capsys.readouterr().err
     assert [path.name for path in Path("bench").iterdir()] == ["results.json"]
@@ -206,16 +257,26 @@ def test_without_matplotlib_all_but_the_picture_is_there(
 
 def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
     assert doubts(made(), steps=30) == []
-    assert doubts([*made()[:1], Result(REFUSED, [of(REFUSED, 10, 2300)])], steps=30) == [], "it is another strategy"
+    assert doubts([*made()[:1], Result(REFUSED, [of(REFUSED, 10, 2300)])], steps=30) == [], (
+        "it is another strategy"
+    )
     fast = [*made()[:1], Result(TWO, [of(TWO, 10, 2300)])]
     assert doubts(fast, steps=19) == [
         "A median of 19 steps says little: --steps 20 or more.",
-        "Efficiency above 110%: ddp_tuned on 2 (121%). Something slowed down the run on the fewest devices, such as "
+        "Efficiency above 110%: ddp_tuned on 2 (121%). Something slowed down the run on the "
+        "fewest devices, such as "
         "another program. Measure again with more --steps and --rounds.",
     ]
 
 
 def test_an_unknown_number_of_samples_is_a_line_that_names_the_option() -> None:
-    problem = "samples per second are not measured: the batch (a str) contains no tensor. Set samples_from to a tensor."
-    run = summarize([{"seconds": [1.0] * 20, "samples": [None] * 20, "peak_bytes": 1, "problem": problem}], 1, 20)
+    problem = (
+        "samples per second are not measured: the batch (a str) contains no tensor. Set "
+        "samples_from to a tensor."
+    )
+    run = summarize(
+        [{"seconds": [1.0] * 20, "samples": [None] * 20, "peak_bytes": 1, "problem": problem}],
+        1,
+        20,
+    )
     assert doubts([Result(ONE, [run])], 20) == [f"S{problem[1:]} Here: --samples-from."]

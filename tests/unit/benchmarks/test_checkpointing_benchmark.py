@@ -1,4 +1,5 @@
-"""The benchmark of checkpoints, where it is plain functions: its numbers, and its place in the page."""
+"""The benchmark of checkpoints, where it is plain functions: its numbers, and its place in the
+page."""
 
 from pathlib import Path
 
@@ -8,11 +9,20 @@ import torch
 from tests.benchmarks import checkpointing_model as model
 from tests.benchmarks.checkpointing_runs import Loads, Measured, compared, seconds_table, summary
 from tests.benchmarks.checkpointing_text import BEGIN, END, section, with_section, with_section_of
-from tests.benchmarks.checkpointing_turns import AsyncSaves, Peak, Saves, file_system, folder_bytes, ratios
+from tests.benchmarks.checkpointing_turns import (
+    AsyncSaves,
+    Peak,
+    Saves,
+    file_system,
+    folder_bytes,
+    ratios,
+)
 from tests.benchmarks.performance_text import GPU
 
 PAGE = f"# How fast\n\nwords\n\n{GPU}\n"
-SECTION = section("summary", "seconds", [], machine="2 cores", size="2 GiB", file_system="ext4", rounds=4)
+SECTION = section(
+    "summary", "seconds", [], machine="2 cores", size="2 GiB", file_system="ext4", rounds=4
+)
 
 
 def test_a_ratio_is_the_median_of_those_of_single_rounds() -> None:
@@ -75,7 +85,9 @@ def test_a_row_that_is_not_as_it_was_saved_is_found() -> None:
     model._known(rows, "t_f0.weight", 1, 0, 0)
     model._must_be_known(rows, "t_f0.weight", 1, 0, 0, "the table")
     rows[4999, 63] += 1e-6
-    with pytest.raises(AssertionError, match=r"the table: 't_f0.weight' is not what was saved, from row 4096 on"):
+    with pytest.raises(
+        AssertionError, match=r"the table: 't_f0.weight' is not what was saved, from row 4096 on"
+    ):
         model._must_be_known(rows, "t_f0.weight", 1, 0, 0, "the table")
 
 

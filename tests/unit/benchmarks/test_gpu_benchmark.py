@@ -30,7 +30,10 @@ RESULTS = {
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.gpu", *arguments], capture_output=True, text=True, timeout=500
+        [sys.executable, "-m", "tests.benchmarks.gpu", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
 
 
@@ -43,7 +46,9 @@ def test_without_a_gpu_it_says_so_and_claims_no_pass(
     assert capsys.readouterr().out.strip() == NO_DEVICE
 
 
-def test_the_section_shows_what_is_over_its_limit_and_stays_between_its_markers(tmp_path: Path) -> None:
+def test_the_section_shows_what_is_over_its_limit_and_stays_between_its_markers(
+    tmp_path: Path,
+) -> None:
     text = section(RESULTS)
     assert "**parity** (3 s): over its limit: Adam" in text
     assert "| Adam | 5.0e-01 | 1e-05 |" in text
@@ -100,7 +105,9 @@ def test_a_part_that_fails_or_hangs_keeps_what_it_printed_and_the_others_are_run
 
 @pytest.mark.slow
 def test_all_parts_but_the_tests_run_on_a_cpu(tmp_path: Path) -> None:
-    done = command("--device", "cpu", "--small", "--json", str(tmp_path / "found.json"), "--only", *PARTS)
+    done = command(
+        "--device", "cpu", "--small", "--json", str(tmp_path / "found.json"), "--only", *PARTS
+    )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     actual = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert actual.keys() == PARTS.keys()

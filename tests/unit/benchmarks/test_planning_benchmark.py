@@ -1,4 +1,5 @@
-"""The benchmark of planning at small size: what it compares, and what it says of what came to nothing."""
+"""The benchmark of planning at small size: what it compares, and what it says of what came to
+nothing."""
 
 import pytest
 
@@ -43,14 +44,23 @@ def test_worse_plans_and_missed_aims_are_bold_and_failures_are_listed() -> None:
     good, bad = Planned(4.0, 9.0, 8.0), Planned(6.0, 11.0, 10.0)
     default = Planned(100.0, 10.0)
     measured = Measured(limit_seconds=60)
-    measured.timed = {TIMED[0]: Outcome(TIMED[0].job, bad, "not tried"), TIMED[1]: Outcome(TIMED[1].job, good, default)}
-    measured.compared = [Outcome(SMALL, good, default), Outcome(SMALL, bad, default), Outcome(SMALL, good, "late")]
+    measured.timed = {
+        TIMED[0]: Outcome(TIMED[0].job, bad, "not tried"),
+        TIMED[1]: Outcome(TIMED[1].job, good, default),
+    }
+    measured.compared = [
+        Outcome(SMALL, good, default),
+        Outcome(SMALL, bad, default),
+        Outcome(SMALL, good, "late"),
+    ]
     rows = {row.name: row for row in summary(measured)}
     assert {name for name, row in rows.items() if row.missed} == {
         "100 tables on 64 ranks: seconds to plan",
         "... the worst of them",
     }
-    assert rows["critical path / the default planner's, mean over 2 sets of tables"].value == pytest.approx(1.0)
+    assert rows[
+        "critical path / the default planner's, mean over 2 sets of tables"
+    ].value == pytest.approx(1.0)
     assert "1.100" in compared_csv(measured)
     assert "not tried" in times_table(measured.timed)
     assert failures(measured) == []
@@ -59,7 +69,11 @@ def test_worse_plans_and_missed_aims_are_bold_and_failures_are_listed() -> None:
 
 
 def test_the_section_comes_before_the_one_about_gpus_and_replaces_the_one_that_is_there() -> None:
-    actual = section("summary", "times", "problems", [], machine="2 cores", limit_seconds=60, load=0.5)
+    actual = section(
+        "summary", "times", "problems", [], machine="2 cores", limit_seconds=60, load=0.5
+    )
     page = with_section(f"# How fast\n\nwords\n\n{GPU}\n", actual, BEGIN, END)
     assert page.index("words") < page.index(BEGIN) < page.index(END) < page.index("## On a GPU")
-    assert with_section(page, actual.replace("times", "other"), BEGIN, END) == page.replace("times", "other")
+    assert with_section(page, actual.replace("times", "other"), BEGIN, END) == page.replace(
+        "times", "other"
+    )

@@ -1,11 +1,18 @@
-"""What docs/scale.md says on paper, against what is reckoned for plans; and the way from plans to the page."""
+"""What docs/scale.md says on paper, against what is reckoned for plans; and the way from plans to
+the page."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from lightning_distrec.sharding.planning.traffic import IDS, REPLICATED_GRADIENTS, ROW_GRADIENTS, ROWS, estimate_traffic
+from lightning_distrec.sharding.planning.traffic import (
+    IDS,
+    REPLICATED_GRADIENTS,
+    ROW_GRADIENTS,
+    ROWS,
+    estimate_traffic,
+)
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.benchmarks.scale import write
 from tests.benchmarks.scale_checkpoints import read_checkpoints
@@ -15,20 +22,35 @@ from tests.benchmarks.scale_text import page as page_of
 from tests.support.planned import planned
 
 SIZES = 3 * 8
-"""Numbers of lengths and of ids, and the batch's size: for each pair of ranks, whatever the table."""
+"""Numbers of lengths and of ids, and the batch's size: for each pair of ranks, whatever the
+table."""
 
 
 @pytest.mark.parametrize("kind", FORMULAS)
 @pytest.mark.parametrize(("num_ranks", "on_node"), [(4, 4), (4, 2), (12, 4), (16, 2)])
-def test_formulas_are_the_mean_over_ranks_of_what_is_estimated(kind: str, num_ranks: int, on_node: int) -> None:
+def test_formulas_are_the_mean_over_ranks_of_what_is_estimated(
+    kind: str, num_ranks: int, on_node: int
+) -> None:
     rows, dim, batch, ids = 48, 8, 10, 3.0
     layout = NodeLayout.equal(num_ranks, on_node)
     update = "dense" if kind == "data_parallel" else "fused"
-    table = planned(sharding_type=kind, layout=layout, num_rows=rows, dim=dim, pooling_factors=(ids,), update=update)
+    table = planned(
+        sharding_type=kind,
+        layout=layout,
+        num_rows=rows,
+        dim=dim,
+        pooling_factors=(ids,),
+        update=update,
+    )
     traffic = estimate_traffic([table], layout, batch)
-    numbers, formula = Numbers(R=num_ranks, L=on_node, B=batch, D=dim, p=ids, H=rows), FORMULAS[kind]
+    numbers, formula = (
+        Numbers(R=num_ranks, L=on_node, B=batch, D=dim, p=ids, H=rows),
+        FORMULAS[kind],
+    )
     sizes, sizes_across = (
-        (0, 0) if kind == "data_parallel" else (SIZES * (num_ranks - 1), SIZES * (num_ranks - on_node))
+        (0, 0)
+        if kind == "data_parallel"
+        else (SIZES * (num_ranks - 1), SIZES * (num_ranks - on_node))
     )
     back = REPLICATED_GRADIENTS if kind == "data_parallel" else ROW_GRADIENTS
     assert traffic.sent(IDS).mean() == pytest.approx(numbers.of(formula.ids) + sizes)
@@ -36,7 +58,9 @@ def test_formulas_are_the_mean_over_ranks_of_what_is_estimated(kind: str, num_ra
     assert traffic.sent().mean() == pytest.approx(numbers.sent(kind) + sizes)
     assert traffic.across_nodes().mean() == pytest.approx(numbers.sent_across(kind) + sizes_across)
     if num_ranks > on_node:
-        assert traffic.across_nodes(IDS).mean() == pytest.approx(numbers.of(formula.ids_across) + sizes_across)
+        assert traffic.across_nodes(IDS).mean() == pytest.approx(
+            numbers.of(formula.ids_across) + sizes_across
+        )
         assert traffic.across_nodes(back).mean() == pytest.approx(numbers.of(formula.rows_across))
     if kind != "data_parallel":
         assert traffic.sent(ROWS).mean() == pytest.approx(traffic.sent(back).mean())
@@ -56,7 +80,8 @@ def test_groups_pay_from_the_step_on_that_makes_both_take_equally_long() -> None
     assert (groups.copies, groups.bytes_per_rank) == (8, 10e12 / 512)
     grouped = groups.exchange_seconds(True) + groups.average_seconds / groups.least_steps
     assert grouped == pytest.approx(groups.exchange_seconds(False))
-    assert Grouped(num_ranks=8192, group=512).average_seconds > 40 * groups.average_seconds  # leaves the node
+    # leaves the node
+    assert Grouped(num_ranks=8192, group=512).average_seconds > 40 * groups.average_seconds
     assert Grouped(num_ranks=512, group=512).least_steps == float("inf")
 
 
@@ -78,7 +103,9 @@ def test_a_small_run_writes_the_page_and_its_pictures_and_redraws_them(tmp_path:
         assert f"`{formula.rows}`" in page
     points = load(tmp_path / "images" / "scale.json")
     assert [p.job.num_ranks for p in points.ranks] == [8, 16]
-    assert points.rows[1].planned.facts["row_bytes"] == 3 * points.rows[0].planned.facts["row_bytes"]
+    assert (
+        points.rows[1].planned.facts["row_bytes"] == 3 * points.rows[0].planned.facts["row_bytes"]
+    )
     assert not any(points.ranks[0].planned.facts["across"].values())
     write(tmp_path, redraw=True, quick=False)
     assert (tmp_path / "scale.md").read_text(encoding="utf-8") == page
@@ -92,5 +119,7 @@ def test_the_page_shows_its_numbers_in_words() -> None:
 
 
 def test_a_page_without_measured_checkpoints_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no measured save: run python -m tests.benchmarks.checkpointing --write"):
+    with pytest.raises(
+        ValueError, match=r"no measured save: run python -m tests.benchmarks.checkpointing --write"
+    ):
         read_checkpoints("# How fast\n")

@@ -15,7 +15,14 @@ def _library(blank: set[tuple[int, int]]) -> bytes:
         content = bytes(len(code)) if (kind, capability) in blank else code
         entries += struct.pack("<HHIQ12xI", kind, 0, 32, len(code), capability) + content
     # A second time by chance, with a size beyond the file.
-    return b"head" + CONTAINER + struct.pack("<Q", len(entries)) + entries + CONTAINER + struct.pack("<Q", 1 << 40)
+    return (
+        b"head"
+        + CONTAINER
+        + struct.pack("<Q", len(entries))
+        + entries
+        + CONTAINER
+        + struct.pack("<Q", 1 << 40)
+    )
 
 
 def test_only_the_code_for_one_gpu_is_kept(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What ranks of several nodes with GPUs come to: sums by node, and times of devices, of which some are not read yet."""
+"""What ranks of several nodes with GPUs come to: sums by node, and times of devices, of which some
+are not read yet."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""What ScaledLearningRate takes, refuses and tells; what it does on several ranks is in tests/multiprocess."""
+"""What ScaledLearningRate takes, refuses and tells; what it does on several ranks is in
+tests/multiprocess."""
 
 import csv
 from pathlib import Path
@@ -35,7 +36,9 @@ def _fit(module: pl.LightningModule, *callbacks: pl.Callback, **options: Any) ->
 
 def test_a_search_for_the_rate_is_refused() -> None:
     module = CountingRates()
-    with pytest.raises(ConfigError, match="Run the finder without ScaledLearningRate, then set base_ranks"):
+    with pytest.raises(
+        ConfigError, match="Run the finder without ScaledLearningRate, then set base_ranks"
+    ):
         _fit(module, ScaledLearningRate(), LearningRateFinder())
     assert module.used == []
 
@@ -52,7 +55,9 @@ class WithoutRate(CountingRates):
 
 def test_an_optimizer_without_rates_is_refused() -> None:
     module = WithoutRate()
-    with pytest.raises(UnsupportedError, match="SGD is not a torch.optim.Optimizer with a learning rate"):
+    with pytest.raises(
+        UnsupportedError, match="SGD is not a torch.optim.Optimizer with a learning rate"
+    ):
         _fit(module, ScaledLearningRate())
     assert module.used == []
 
@@ -61,7 +66,9 @@ class RateIsATensor(CountingRates):
     """Both groups hold one tensor."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([{"params": [weight]} for weight in self.weights], lr=torch.tensor(0.5))
+        return torch.optim.SGD(
+            [{"params": [weight]} for weight in self.weights], lr=torch.tensor(0.5)
+        )
 
 
 def test_a_rate_that_is_a_tensor_is_scaled_and_stays_the_same_tensor() -> None:
@@ -100,8 +107,14 @@ def test_a_second_fit_begins_with_the_warm_up() -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (CountingRates, {"scaled_learning_rate/group_0": 0.5, "scaled_learning_rate/group_1": 0.125}),
-        (TwoByHand, {"scaled_learning_rate/optimizer_0": 0.5, "scaled_learning_rate/optimizer_1": 0.125}),
+        (
+            CountingRates,
+            {"scaled_learning_rate/group_0": 0.5, "scaled_learning_rate/group_1": 0.125},
+        ),
+        (
+            TwoByHand,
+            {"scaled_learning_rate/optimizer_0": 0.5, "scaled_learning_rate/optimizer_1": 0.125},
+        ),
     ],
 )
 def test_the_loggers_get_the_rates_that_were_used(
@@ -117,7 +130,12 @@ def test_the_loggers_get_the_rates_that_were_used(
 
 def test_the_loggers_get_the_rate_of_a_step_once_it_was_made(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    options = {"logger": logger, "log_every_n_steps": 1, "accumulate_grad_batches": 2, "max_epochs": 2}
+    options = {
+        "logger": logger,
+        "log_every_n_steps": 1,
+        "accumulate_grad_batches": 2,
+        "max_epochs": 2,
+    }
     module = CountingRates("ExponentialLR", "epoch")
     _fit(module, ScaledLearningRate(base_ranks=2), **options)
     with (Path(logger.log_dir) / "metrics.csv").open(newline="") as rows:

@@ -34,7 +34,8 @@ QUIET: dict[str, Any] = {
 
 
 class Job(pl.LightningModule):
-    """Spends known times: 1 s fetching, 4 s in forward of which 3 s wait, 2 s in backward, 3 s elsewhere."""
+    """Spends known times: 1 s fetching, 4 s in forward of which 3 s wait, 2 s in backward, 3 s
+    elsewhere."""
 
     def __init__(self, sleep: Callable[[float], None], tells: bool = True) -> None:
         super().__init__()
@@ -95,18 +96,25 @@ def loader(batches: int, size: int = 5) -> DataLoader:
 
 def read(folder: Path) -> list[dict[str, float]]:
     with open(next(folder.rglob("metrics.csv"))) as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        return [
+            {key: float(value) for key, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
 
 
 def test_the_loggers_get_samples_per_second_and_the_split_of_a_step(
     sleep: Callable[[float], None], tmp_path: Path
 ) -> None:
     model, logger = Job(sleep), CSVLogger(tmp_path)
-    pl.Trainer(**QUIET, logger=logger, callbacks=Throughput(), log_every_n_steps=2).fit(model, loader(5))
+    pl.Trainer(**QUIET, logger=logger, callbacks=Throughput(), log_every_n_steps=2).fit(
+        model, loader(5)
+    )
     rows = read(tmp_path)
     assert [row["step"] for row in rows] == [1, 3]
     for row in rows:
-        assert {key.removeprefix("throughput/"): value for key, value in row.items() if key != "step"} == {
+        assert {
+            key.removeprefix("throughput/"): value for key, value in row.items() if key != "step"
+        } == {
             "samples_per_second": pytest.approx(0.5),
             "step_ms": pytest.approx(10_000),
             "wait_for_data_ms": pytest.approx(1000),
@@ -118,23 +126,33 @@ def test_the_loggers_get_samples_per_second_and_the_split_of_a_step(
     assert model.bar == ["0.50"] * 5
 
 
-def test_without_spans_the_split_is_left_out(sleep: Callable[[float], None], tmp_path: Path) -> None:
-    trainer = pl.Trainer(**QUIET, logger=CSVLogger(tmp_path), callbacks=Throughput(), log_every_n_steps=1)
+def test_without_spans_the_split_is_left_out(
+    sleep: Callable[[float], None], tmp_path: Path
+) -> None:
+    trainer = pl.Trainer(
+        **QUIET, logger=CSVLogger(tmp_path), callbacks=Throughput(), log_every_n_steps=1
+    )
     trainer.fit(Job(sleep, tells=False), loader(2))
     assert [sorted(row) for row in read(tmp_path)] == [
         ["step", "throughput/samples_per_second", "throughput/step_ms"]
     ] * 2
 
 
-def test_validation_and_what_passes_between_epochs_are_in_no_step(sleep: Callable[[float], None]) -> None:
+def test_validation_and_what_passes_between_epochs_are_in_no_step(
+    sleep: Callable[[float], None],
+) -> None:
     callback = Throughput()
-    trainer = pl.Trainer(**QUIET | {"max_epochs": 3}, logger=False, callbacks=callback, val_check_interval=1)
+    trainer = pl.Trainer(
+        **QUIET | {"max_epochs": 3}, logger=False, callbacks=callback, val_check_interval=1
+    )
     trainer.fit(Job(sleep), loader(4), loader(2))
     assert callback.numbers["throughput/step_ms"] == pytest.approx(10_000)
     assert callback.numbers["throughput/forward_ms"] == pytest.approx(1000)
 
 
-def test_numbers_are_means_of_the_last_batches(sleep: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_means_of_the_last_batches(
+    sleep: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(throughput, "WINDOW", 2)
     callback = Throughput()
     sizes = [1000, 10, 20]
@@ -143,9 +161,15 @@ def test_numbers_are_means_of_the_last_batches(sleep: Callable[[float], None], m
     assert callback.numbers["throughput/samples_per_second"] == pytest.approx(30 / 20.0)
 
 
-def test_where_batches_are_accumulated_each_step_is_logged_once(sleep: Callable[[float], None], tmp_path: Path) -> None:
+def test_where_batches_are_accumulated_each_step_is_logged_once(
+    sleep: Callable[[float], None], tmp_path: Path
+) -> None:
     trainer = pl.Trainer(
-        **QUIET, logger=CSVLogger(tmp_path), callbacks=Throughput(), accumulate_grad_batches=2, log_every_n_steps=1
+        **QUIET,
+        logger=CSVLogger(tmp_path),
+        callbacks=Throughput(),
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
     )
     trainer.fit(Job(sleep), loader(4))
     rows = read(tmp_path)
@@ -153,7 +177,9 @@ def test_where_batches_are_accumulated_each_step_is_logged_once(sleep: Callable[
     assert rows[1]["throughput/step_ms"] == pytest.approx(10_000)  # of a batch
 
 
-def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_over(sleep: Callable[[float], None]) -> None:
+def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_over(
+    sleep: Callable[[float], None],
+) -> None:
     callback = Throughput()
     broken = Job(sleep)
     broken.on_before_zero_grad = lambda optimizer: 1 / 0  # type: ignore[method-assign,assignment,return-value]
@@ -169,7 +195,9 @@ def test_by_the_real_clock_a_step_takes_at_least_its_sleeps() -> None:
     import time
 
     callback = Throughput()
-    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(Job(lambda seconds: time.sleep(seconds / 500)), loader(5))
+    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(
+        Job(lambda seconds: time.sleep(seconds / 500)), loader(5)
+    )
     assert 20 <= callback.numbers["throughput/step_ms"] < 200
     assert 6 <= callback.numbers["throughput/wait_for_output_dist_ms"] < 60
 
@@ -183,7 +211,9 @@ class Clicks:
 
 
 def jagged(samples: int) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(6 * samples), lengths=torch.full((2 * samples,), 3))
+    return KeyedJaggedTensor(
+        keys=["a", "b"], values=torch.arange(6 * samples), lengths=torch.full((2 * samples,), 3)
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +241,9 @@ def test_a_batch_that_does_not_tell_its_samples_is_warned_about_once(
     callback = Throughput()
     model = Job(sleep)
     model.layer.forward = lambda batch: next(model.layer.parameters())  # type: ignore[method-assign]
-    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(model, DataLoader(["text"] * 3, batch_size=None))
+    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(
+        model, DataLoader(["text"] * 3, batch_size=None)
+    )
     warned = [str(w.message) for w in recwarn if "Throughput" in str(w.message)]
     assert len(warned) == 1
     assert "samples per second are not measured: the batch (a str) contains no tensor" in warned[0]
@@ -221,7 +253,8 @@ def test_a_batch_that_does_not_tell_its_samples_is_warned_about_once(
 
 def test_ragged_ids_do_not_count_as_samples_where_the_loader_has_a_batch_size() -> None:
     batches = [
-        {"ids": torch.ones(size * 9), "lengths": torch.ones(2 * size), "label": torch.ones(size)} for size in (4, 3)
+        {"ids": torch.ones(size * 9), "lengths": torch.ones(2 * size), "label": torch.ones(size)}
+        for size in (4, 3)
     ]
     counter = SampleCounter()
     counter.start(DataLoader([0], batch_size=4))
@@ -235,16 +268,23 @@ def test_ragged_ids_do_not_count_as_samples_where_the_loader_has_a_batch_size() 
 def test_tensors_of_unequal_first_dims_without_a_batch_size_are_warned_about() -> None:
     counter = SampleCounter(source="Throughput")
     counter.start(DataLoader([0], batch_size=None))
-    with pytest.warns(UserWarning, match=r"Throughput: .* dict of ids, label\) have different first dims, \[4, 9\]"):
+    with pytest.warns(
+        UserWarning,
+        match=r"Throughput: .* dict of ids, label\) have different first dims, \[4, 9\]",
+    ):
         assert counter.count({"ids": torch.ones(9), "label": torch.ones(4)}) is None
 
 
 def test_a_place_that_the_batch_does_not_have_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match="samples_from='labels': there is no 'labels' in a dict of ids, label"):
+    with pytest.raises(
+        ConfigError, match="samples_from='labels': there is no 'labels' in a dict of ids, label"
+    ):
         SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
     with pytest.raises(ConfigError, match="did you mean 'label'"):
         SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
-    with pytest.raises(ConfigError, match="there is no '2' in a tuple of 1: name a position from 0."):
+    with pytest.raises(
+        ConfigError, match="there is no '2' in a tuple of 1: name a position from 0."
+    ):
         SampleCounter("2").count((torch.ones(9),))
 
 

@@ -1,4 +1,5 @@
-"""Crafted checkpoints: nothing in them is run, nothing outside of them is read or moved, and each is told as one."""
+"""Crafted checkpoints: nothing in them is run, nothing outside of them is read or moved, and each
+is told as one."""
 
 import copyreg
 import io
@@ -66,7 +67,8 @@ def _read_all(path: Path) -> dict[str, Any]:
 
 
 def _refusal(path: Path) -> str:
-    """Return the message with which a checkpoint is refused; fails where it is not, or by another exception."""
+    """Return the message with which a checkpoint is refused; fails where it is not, or by another
+    exception."""
     with pytest.raises(CheckpointError) as refused:
         _read_all(path)
     return str(refused.value)
@@ -104,7 +106,8 @@ def _edit_state(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
     return _put(folder, STATE, buffer.getvalue())
 
 
-# ----------------------------------------------------------------------------------------------- pickles that run code
+# -----------------------------------------------------------------------------------------------
+# pickles that run code
 
 
 def _text(value: str) -> bytes:
@@ -121,23 +124,38 @@ def _global(module: str, name: str) -> bytes:
 
 
 FORMS: dict[str, Callable[[str, str, bytes], bytes]] = {
-    "REDUCE": lambda module, name, options: b"\x80\x04" + _global(module, name) + _tuple(options) + b"R.",
-    "GLOBAL": lambda module, name, options: b"\x80\x02c" + f"{module}\n{name}\n".encode() + _tuple(options) + b"R.",
-    "INST": lambda module, name, options: b"(" + options + b"i" + f"{module}\n{name}\n".encode() + b".",
+    "REDUCE": lambda module, name, options: (
+        b"\x80\x04" + _global(module, name) + _tuple(options) + b"R."
+    ),
+    "GLOBAL": lambda module, name, options: (
+        b"\x80\x02c" + f"{module}\n{name}\n".encode() + _tuple(options) + b"R."
+    ),
+    "INST": lambda module, name, options: (
+        b"(" + options + b"i" + f"{module}\n{name}\n".encode() + b"."
+    ),
     "OBJ": lambda module, name, options: b"(c" + f"{module}\n{name}\n".encode() + options + b"o.",
-    "NEWOBJ": lambda module, name, options: b"\x80\x04" + _global(module, name) + _tuple(options) + b"\x81.",
-    "NEWOBJ_EX": lambda module, name, options: b"\x80\x04" + _global(module, name) + _tuple(options) + b"}\x92.",
+    "NEWOBJ": lambda module, name, options: (
+        b"\x80\x04" + _global(module, name) + _tuple(options) + b"\x81."
+    ),
+    "NEWOBJ_EX": lambda module, name, options: (
+        b"\x80\x04" + _global(module, name) + _tuple(options) + b"}\x92."
+    ),
     "memo": lambda module, name, options: (
         b"\x80\x04" + _global(module, name) + b"\x94" + b"0" + b"h\x00" + _tuple(options) + b"R."
     ),
     "hidden": lambda module, name, options: (  # before good metadata, and dropped from the stack
-        b"\x80\x04" + _global(module, name) + _tuple(options) + b"R0" + pickle.dumps(Metadata({}, storage_data={}))[2:]
+        b"\x80\x04"
+        + _global(module, name)
+        + _tuple(options)
+        + b"R0"
+        + pickle.dumps(Metadata({}, storage_data={}))[2:]
     ),
 }
 
 
 def _gadgets(canary: Path, evil: Path) -> list[tuple[str, str, str]]:
-    """Return module, name and argument of calls that create the canary. evil: a pickle that does."""
+    """Return module, name and argument of calls that create the canary. evil: a pickle that
+    does."""
     touch, write_it = f"touch {canary}", f"open({str(canary)!r}, 'w')"
     return [
         ("os", "system", touch),
@@ -194,7 +212,9 @@ def _chunks_at(folder: Path, name: str, length: int) -> Path:
     """Say that every chunk lies at the beginning of that file, with that length."""
 
     def edit(metadata: Any) -> None:
-        metadata.storage_data = {index: _StorageInfo(name, 0, length) for index in metadata.storage_data}
+        metadata.storage_data = {
+            index: _StorageInfo(name, 0, length) for index in metadata.storage_data
+        }
 
     return _edit_metadata(folder, edit)
 
@@ -274,7 +294,9 @@ def test_files_of_torch_save_run_no_code_in_either_format(folder: Path, canary: 
     for zipped in (True, False):
         buffer = io.BytesIO()
         torch.save(
-            {"state_dict": {"x": torch.ones(2)}, "payload": payload}, buffer, _use_new_zipfile_serialization=zipped
+            {"state_dict": {"x": torch.ones(2)}, "payload": payload},
+            buffer,
+            _use_new_zipfile_serialization=zipped,
         )
         for path in (
             _put(folder, STATE, buffer.getvalue()),
@@ -304,11 +326,15 @@ class Scripted(torch.nn.Module):
 def test_a_torchscript_archive_is_refused(tmp_path: Path, folder: Path) -> None:
     torch.jit.save(torch.jit.trace(Scripted(), torch.ones(1)), tmp_path / "script.pt")
     assert "script.pt cannot be read" in _refusal(tmp_path / "script.pt")
-    assert "state.pt cannot be read" in _refusal(_put(folder, STATE, (tmp_path / "script.pt").read_bytes()))
+    assert "state.pt cannot be read" in _refusal(
+        _put(folder, STATE, (tmp_path / "script.pt").read_bytes())
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_extension_codes_and_persistent_ids_reach_nothing(folder: Path, canary: Path, place: str) -> None:
+def test_extension_codes_and_persistent_ids_reach_nothing(
+    folder: Path, canary: Path, place: str
+) -> None:
     copyreg.add_extension("os", "system", 77)
     try:
         pickle.loads(b"\x80\x02\x82\x4d.")  # now pickle has it in a cache, and asks nobody
@@ -323,18 +349,25 @@ def test_extension_codes_and_persistent_ids_reach_nothing(folder: Path, canary: 
         copyreg.remove_extension("os", "system", 77)
 
 
-# -------------------------------------------------------------------------- what metadata may name, told to misbehave
+# -------------------------------------------------------------------------- what metadata may name,
+# told to misbehave
 
 
 @pytest.fixture
 def nothing_changed() -> Iterator[None]:
-    """Fails when something that metadata may name has other attributes in the end; puts those back."""
-    named = [getattr(__import__(module, fromlist=["x"]), name) for module, name in sorted(DCP_METADATA_NAMES)]
+    """Fails when something that metadata may name has other attributes in the end; puts those
+    back."""
+    named = [
+        getattr(__import__(module, fromlist=["x"]), name)
+        for module, name in sorted(DCP_METADATA_NAMES)
+    ]
     named += list(_MEM_FORMAT_ENCODING)
     old = [dict(vars(thing)) for thing in named if hasattr(thing, "__dict__")]
     yield
     changed = []
-    for thing, was in zip([thing for thing in named if hasattr(thing, "__dict__")], old, strict=True):
+    for thing, was in zip(
+        [thing for thing in named if hasattr(thing, "__dict__")], old, strict=True
+    ):
         for key, value in dict(vars(thing)).items():
             if key not in was:
                 delattr(thing, key)
@@ -349,26 +382,41 @@ HOME = "torch.distributed.checkpoint.metadata"
 
 
 @pytest.mark.usefixtures("nothing_changed")
-@pytest.mark.parametrize(("module", "name"), sorted(DCP_METADATA_NAMES), ids=lambda value: value.split(".")[-1])
+@pytest.mark.parametrize(
+    ("module", "name"), sorted(DCP_METADATA_NAMES), ids=lambda value: value.split(".")[-1]
+)
 def test_metadata_change_nothing_that_others_use(folder: Path, module: str, name: str) -> None:
     import torch.serialization
 
     torch.serialization._get_layout("torch.strided")  # keeps a cache on itself
-    attributes = b"}" + b"(" + _text("canary") + _global("torch", "Size") + _text("__eq__") + _global("torch", "Size")
+    attributes = (
+        b"}"
+        + b"("
+        + _text("canary")
+        + _global("torch", "Size")
+        + _text("__eq__")
+        + _global("torch", "Size")
+    )
     made = {
         "itself": _global(module, name),
         "one": _global(module, name) + b")\x81",
         "one that all share": _global(module, name) + _tuple(b"K\x00") + b"R",
     }
     for case in made.values():
-        for state in (attributes + b"u", _tuple(b"N", attributes + b"u"), _tuple(attributes + b"u", b"N")):
+        for state in (
+            attributes + b"u",
+            _tuple(b"N", attributes + b"u"),
+            _tuple(attributes + b"u", b"N"),
+        ):
             _refusal(_put(folder, METADATA_FILE, b"\x80\x04" + case + state + b"b."))
         _refusal(_put(folder, METADATA_FILE, b"\x80\x04" + case + b"."))
 
 
 CALLS: dict[str, bytes] = {
     "Size of text": _global("torch", "Size") + _tuple(_tuple(_text("a"))) + b"R",
-    "Size of too large": _global("torch", "Size") + _tuple(_tuple(b"\x8a\x0a" + b"\xff" * 9 + b"\x7f")) + b"R",
+    "Size of too large": _global("torch", "Size")
+    + _tuple(_tuple(b"\x8a\x0a" + b"\xff" * 9 + b"\x7f"))
+    + b"R",
     "Size of Size": _global("torch", "Size") + _tuple(_tuple(_global("torch", "Size"))) + b"R",
     "Size of nothing": _global("torch", "Size") + b")R",
     "Size of keywords": _global("torch", "Size") + b")}(" + _text("a") + b"Nu\x92",
@@ -419,7 +467,8 @@ def _entry(**changes: Any) -> Callable[[Any], None]:
 
 
 def _chunk(number: int = 0, **changes: Any) -> Callable[[Any], None]:
-    """Change where a chunk of the table is said to lie, in the list of chunks and where it is stored."""
+    """Change where a chunk of the table is said to lie, in the list of chunks and where it is
+    stored."""
 
     def edit(metadata: Any) -> None:
         chunk = metadata.state_dict_metadata["state_dict/table"].chunks[number]
@@ -434,7 +483,8 @@ def _chunk(number: int = 0, **changes: Any) -> Callable[[Any], None]:
 
 
 def _make_up(metadata: Any) -> None:
-    """Leave out a row, and let a chunk of less than nothing make up for the number of its elements."""
+    """Leave out a row, and let a chunk of less than nothing make up for the number of its
+    elements."""
     entry = metadata.state_dict_metadata["state_dict/table"]
     entry.chunks[0].sizes = torch.Size((24, 50))
     entry.chunks.append(ChunkStorageMetadata(torch.Size((25, 50)), torch.Size((-1, -50))))
@@ -529,18 +579,30 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path: Path, folder: Path) -> 
     secret = _file(tmp_path / "secret", (folder / TENSORS).read_bytes())  # would load
     places = _outside(tmp_path)
     for number, (update, place) in enumerate(places.items()):
-        lying, listing = (shutil.copytree(folder, tmp_path / f"{number} {i}", symlinks=True) for i in range(2))
+        lying, listing = (
+            shutil.copytree(folder, tmp_path / f"{number} {i}", symlinks=True) for i in range(2)
+        )
         old = os.stat(secret).st_atime_ns
         _refusal(_edit_metadata(lying, _lies(relative_path=place)))
         assert os.stat(secret).st_atime_ns == old, update
-        edit_marker(listing, lambda marker, position=place: marker["files"].update({position: secret.stat().st_size}))
+        edit_marker(
+            listing,
+            lambda marker, position=place: marker["files"].update({
+                position: secret.stat().st_size
+            }),
+        )
         assert "is missing" in _refusal(listing), update
 
 
 # ------------------------------------------------------------------------------------------------------ the other files
 
 
-STAND_IN = {"__stored__": "state_dict/table", "shape": (40, 50), "dtype": torch.float32, "parted": True}
+STAND_IN = {
+    "__stored__": "state_dict/table",
+    "shape": (40, 50),
+    "dtype": torch.float32,
+    "parted": True,
+}
 STATES: dict[str, Any] = {
     "no such tensor": {"__stored__": "state_dict/other"},
     "name is a list": {"__stored__": ["x"]},
@@ -562,7 +624,9 @@ STATES: dict[str, Any] = {
 @pytest.mark.parametrize("case", STATES)
 def test_a_state_that_lies_is_reported_as_damage(folder: Path, case: str) -> None:
     stand_in = {key: value for key, value in (STAND_IN | STATES[case]).items() if value is not ...}
-    message = _refusal(_edit_state(folder, lambda state: state["state_dict"].update(table=stand_in)))
+    message = _refusal(
+        _edit_state(folder, lambda state: state["state_dict"].update(table=stand_in))
+    )
     assert str(folder) in message
 
 
@@ -604,7 +668,9 @@ def test_a_marker_that_lies_is_reported_as_damage(folder: Path, case: str) -> No
     content = MARKERS[case]
     if isinstance(content, dict):
         marker = json.loads((folder / MARKER).read_text()) | content
-        content = json.dumps({key: value for key, value in marker.items() if value is not ...}).encode()
+        content = json.dumps({
+            key: value for key, value in marker.items() if value is not ...
+        }).encode()
     (folder / MARKER).write_bytes(content)
     assert str(folder) in _refusal(folder)
 
@@ -629,15 +695,22 @@ CHUNKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", CHUNKS)
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_chunk_that_is_no_tensor_of_its_shape_is_reported_as_damage(folder: Path, case: str) -> None:
+def test_a_chunk_that_is_no_tensor_of_its_shape_is_reported_as_damage(
+    folder: Path, case: str
+) -> None:
     content = _chunks(CHUNKS[case])
-    assert str(folder) in _refusal(_chunks_at(_put(folder, TENSORS, content), TENSORS, len(content)))
+    assert str(folder) in _refusal(
+        _chunks_at(_put(folder, TENSORS, content), TENSORS, len(content))
+    )
 
 
-# ------------------------------------------------------------------------------------------------- files of other kinds
+# -------------------------------------------------------------------------------------------------
+# files of other kinds
 
 
-def _safe(header: dict[str, Any] | bytes, data: bytes = b"\0" * 64, length: int | None = None) -> bytes:
+def _safe(
+    header: dict[str, Any] | bytes, data: bytes = b"\0" * 64, length: int | None = None
+) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -680,10 +753,17 @@ def test_a_safetensors_file_that_lies_is_reported_as_one(tmp_path: Path, case: s
 
 def test_small_safetensors_files_are_read(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    tensors = {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "one": torch.ones(1), "bool": torch.ones(2) > 0}
+    tensors = {
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        "one": torch.ones(1),
+        "bool": torch.ones(2) > 0,
+    }
     safetensors.save_file(tensors, tmp_path / "it.safetensors")
     actual = _read_all(tmp_path / "it.safetensors")
-    assert {key: value.tolist() for key, value in actual.items()} == {k: v.tolist() for k, v in tensors.items()}
+    assert {key: value.tolist() for key, value in actual.items()} == {
+        k: v.tolist() for k, v in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["it.ckpt", "it.pt", "it.bin"])
@@ -691,15 +771,24 @@ def test_plain_files_of_other_kinds_are_reported_as_such(tmp_path: Path, name: s
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("x", "y")
-    for content in (b"", b"abc", b"\0" * 100, archive.getvalue(), archive.getvalue()[:-5], b"PK\3\4" + b"\0" * 50):
+    for content in (
+        b"",
+        b"abc",
+        b"\0" * 100,
+        archive.getvalue(),
+        archive.getvalue()[:-5],
+        b"PK\3\4" + b"\0" * 50,
+    ):
         assert name in _refusal(_file(tmp_path / name, content))
 
 
-# ------------------------------------------------------------------------------------------------- memory and patience
+# -------------------------------------------------------------------------------------------------
+# memory and patience
 
 
 def _in_child(action: Callable[[], Any], seconds: int = 5) -> tuple[str, float]:
-    """Do this in a child with little more memory than now; return what it raised, and by how many MiB it grew."""
+    """Do this in a child with little more memory than now; return what it raised, and by how many
+    MiB it grew."""
     reading, writing = os.pipe()
     if not (pid := os.fork()):
         os.close(reading)
@@ -728,7 +817,10 @@ def _in_child(action: Callable[[], Any], seconds: int = 5) -> tuple[str, float]:
 
 def _peak_mib() -> float:
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
+    return (
+        next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+        / 1024
+    )
 
 
 def _huge_shape(folder: Path) -> Path:
@@ -740,15 +832,25 @@ def _huge_shape(folder: Path) -> Path:
 
 def _huge_inline(folder: Path) -> Path:
     """Put a tensor of 10**15 numbers, all at one address, into the state."""
-    return _edit_state(folder, lambda state: state["state_dict"].update(small=torch.ones(1).expand(10**15)))
+    return _edit_state(
+        folder, lambda state: state["state_dict"].update(small=torch.ones(1).expand(10**15))
+    )
 
 
 BOMBS: dict[str, Callable[[Path], Path]] = {
     "a shape of 200 GB": _huge_shape,
-    "a memo of 1 GB": lambda folder: _put(folder, METADATA_FILE, b"\x80\x04Nr" + struct.pack("<I", 2**26) + b"."),
-    "bytes of 4 GB": lambda folder: _put(folder, METADATA_FILE, b"\x80\x04B" + struct.pack("<I", 2**32 - 1) + b"x."),
-    "a frame of 2**60 bytes": lambda folder: _put(folder, METADATA_FILE, b"\x80\x04\x95" + struct.pack("<Q", 2**60)),
-    "a number of 2 GB": lambda folder: _put(folder, METADATA_FILE, b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1)),
+    "a memo of 1 GB": lambda folder: _put(
+        folder, METADATA_FILE, b"\x80\x04Nr" + struct.pack("<I", 2**26) + b"."
+    ),
+    "bytes of 4 GB": lambda folder: _put(
+        folder, METADATA_FILE, b"\x80\x04B" + struct.pack("<I", 2**32 - 1) + b"x."
+    ),
+    "a frame of 2**60 bytes": lambda folder: _put(
+        folder, METADATA_FILE, b"\x80\x04\x95" + struct.pack("<Q", 2**60)
+    ),
+    "a number of 2 GB": lambda folder: _put(
+        folder, METADATA_FILE, b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1)
+    ),
 }
 
 
@@ -789,7 +891,9 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_for_ever(
 
 def test_files_with_flipped_bytes_load_or_are_reported_as_damaged(folder: Path) -> None:
     draw = random.Random(7)
-    files = {name: (folder / name).read_bytes() for name in (MARKER, METADATA_FILE, STATE, RANK, TENSORS)}
+    files = {
+        name: (folder / name).read_bytes() for name in (MARKER, METADATA_FILE, STATE, RANK, TENSORS)
+    }
 
     def flip() -> None:
         for name, content in files.items():
@@ -803,31 +907,49 @@ def test_files_with_flipped_bytes_load_or_are_reported_as_damaged(folder: Path) 
                 except CheckpointError:
                     continue
                 except BaseException as error:
-                    position = [i for i, (a, b) in enumerate(zip(content, spoilt, strict=True)) if a != b]
-                    raise AssertionError(f"{name} with {[(i, spoilt[i]) for i in position]}: {error!r}") from error
+                    position = [
+                        i for i, (a, b) in enumerate(zip(content, spoilt, strict=True)) if a != b
+                    ]
+                    raise AssertionError(
+                        f"{name} with {[(i, spoilt[i]) for i in position]}: {error!r}"
+                    ) from error
             (folder / name).write_bytes(content)
 
     raised, _ = _in_child(flip, seconds=60)
     assert raised == ""
 
 
-# ----------------------------------------------------------------------------------------- what is moved and removed
+# ----------------------------------------------------------------------------------------- what is
+# moved and removed
 
 
-@pytest.mark.parametrize("name", ["../outside", "{tmp}/outside", "../../outside", ".", "..", "", "a\0b", 7, None, ...])
-def test_a_leftover_goes_nowhere_but_to_a_name_beside_it(tmp_path: Path, template: Path, name: Any) -> None:
+@pytest.mark.parametrize(
+    "name", ["../outside", "{tmp}/outside", "../../outside", ".", "..", "", "a\0b", 7, None, ...]
+)
+def test_a_leftover_goes_nowhere_but_to_a_name_beside_it(
+    tmp_path: Path, template: Path, name: Any
+) -> None:
     parent = tmp_path / "a" / "b"
     leftovers = Path(shutil.copytree(template, parent / f"{UNFINISHED}x"))
     named = {"name": name.format(tmp=tmp_path) if isinstance(name, str) else name}
-    edit_marker(leftovers, lambda marker: marker.pop("name") if name is ... else marker.update(named))
+    edit_marker(
+        leftovers, lambda marker: marker.pop("name") if name is ... else marker.update(named)
+    )
     clean_up(parent)
     assert list(tmp_path.iterdir()) == [tmp_path / "a"]
     assert list((tmp_path / "a").iterdir()) == [parent]
     assert list(parent.iterdir()) == []
 
 
-def test_a_leftover_that_is_damaged_or_of_a_later_version_stops_nobody(tmp_path: Path, template: Path) -> None:
-    for number, content in enumerate([b"", b"[]", b'{"format": 2, "files": {}, "name": "it.ckpt"}', b"\xff"]):
+def test_a_leftover_that_is_damaged_or_of_a_later_version_stops_nobody(
+    tmp_path: Path, template: Path
+) -> None:
+    for number, content in enumerate([
+        b"",
+        b"[]",
+        b'{"format": 2, "files": {}, "name": "it.ckpt"}',
+        b"\xff",
+    ]):
         leftovers = Path(shutil.copytree(template, tmp_path / f"{UNFINISHED}{number}"))
         (leftovers / MARKER).write_bytes(content)
     clean_up(tmp_path)
@@ -858,7 +980,8 @@ def test_writing_over_a_link_leaves_what_it_led_to(tmp_path: Path, folder: Path)
 
 
 def test_chunk_metadata_of_ours_name_only_what_the_attacks_above_name() -> None:
-    """A checker of the above: what metadata may name, and no test here does, is an attack that was not thought of."""
+    """A checker of the above: what metadata may name, and no test here does, is an attack that was
+    not thought of."""
     expected_classes = {
         Metadata,
         MetadataIndex,
@@ -869,4 +992,8 @@ def test_chunk_metadata_of_ours_name_only_what_the_attacks_above_name() -> None:
     }
     named = {f"{kind.__module__}.{kind.__qualname__}" for kind in expected_classes}
     other_results = {".".join(pair) for pair in DCP_METADATA_NAMES} - named
-    assert other_results == {"torch.Size", "torch.serialization._get_layout", f"{HOME}._MEM_FORMAT_ENCODING"}
+    assert other_results == {
+        "torch.Size",
+        "torch.serialization._get_layout",
+        f"{HOME}._MEM_FORMAT_ENCODING",
+    }

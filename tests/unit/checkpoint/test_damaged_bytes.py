@@ -39,25 +39,39 @@ def _content(path: Path, table: Any, mark: Mark | None = None, **entries: Any) -
     state = {"state_dict": {"table": table, **LAYERS, "small": torch.arange(30.0)}, **entries}
     return RankContent(
         path=path,
-        checkpoint={"epoch": 2, "global_step": 30, "pytorch-lightning_version": "2.6.0", "loops": {}, **state},
+        checkpoint={
+            "epoch": 2,
+            "global_step": 30,
+            "pytorch-lightning_version": "2.6.0",
+            "loops": {},
+            **state,
+        },
         rank_state={"generators": torch.arange(5000, dtype=torch.uint8)},
-        facts={"job": "run-a-fit1@0123", **({INCREMENTAL: dataclasses.asdict(mark)} if mark else {})},
+        facts={
+            "job": "run-a-fit1@0123",
+            **({INCREMENTAL: dataclasses.asdict(mark)} if mark else {}),
+        },
         extra_files={"plan.json": b"{}"},
     )
 
 
 def _single_file(folder: Path) -> Path:
-    take_file_snapshot(_content(folder / "it.ckpt", by_rows(TABLE, 80)), SingleRank()).write(SingleRank())
+    take_file_snapshot(_content(folder / "it.ckpt", by_rows(TABLE, 80)), SingleRank()).write(
+        SingleRank()
+    )
     return folder / "it.ckpt"
 
 
 def _folder(folder: Path, name: str = "it.ckpt", mark: Mark | None = None) -> Path:
-    take_folder_snapshot(_content(folder / name, by_rows(TABLE, 80, 160), mark), SingleRank()).write(SingleRank())
+    take_folder_snapshot(
+        _content(folder / name, by_rows(TABLE, 80, 160), mark), SingleRank()
+    ).write(SingleRank())
     return folder / name
 
 
 def _early_folder(folder: Path) -> Path:
-    """As folders were before all of their bytes had checksums: archives have those of torch, the marker has none."""
+    """As folders were before all of their bytes had checksums: archives have those of torch, the
+    marker has none."""
     marker = json.loads((_folder(folder) / MARKER).read_text())
     del marker[MARKER_CHECKSUM]
     marker[CHECKSUMS] = {"plan.json": marker[CHECKSUMS]["plan.json"]}
@@ -67,7 +81,12 @@ def _early_folder(folder: Path) -> Path:
 
 def _difference(folder: Path) -> Path:
     _folder(folder, "full.ckpt", FULL)
-    rows = {"offsets": (0, 0), "sizes": (240, 50), "ids": "table@0,0", "rows": by_rows(TABLE[:60] + 0.5)}
+    rows = {
+        "offsets": (0, 0),
+        "sizes": (240, 50),
+        "ids": "table@0,0",
+        "rows": by_rows(TABLE[:60] + 0.5),
+    }
     table = {CHANGED: [rows], "shape": (240, 50)}
     ids = {"table@0,0": by_rows(torch.arange(60, dtype=torch.int32))}
     content = _content(folder / "it.ckpt", table, DIFFERENCE, **{ROW_IDS: ids})
@@ -138,7 +157,8 @@ BYTES = (_flip_bits, _flip_64_bytes, _zero_block, _truncate, _cut_out, _swap_blo
 
 
 def _swap_records(path: Path, numbers: random.Random) -> None:
-    """Exchange records of one size: of an archive, without their checksums, or full archives with them, or files."""
+    """Exchange records of one size: of an archive, without their checksums, or full archives with
+    them, or files."""
     if path.is_file():
         places = [(path, record.begin, record.size) for record in read_archive(path)]
     else:
@@ -160,7 +180,9 @@ def _flip_64_bytes_of(path: Path, numbers: random.Random) -> None:
     _damage_bytes(_flip_64_bytes, path, numbers)
 
 
-def _damage_bytes(damage: Callable[[bytearray, random.Random], None], path: Path, numbers: random.Random) -> None:
+def _damage_bytes(
+    damage: Callable[[bytearray, random.Random], None], path: Path, numbers: random.Random
+) -> None:
     files = [path] if path.is_file() else sorted(path.iterdir())
     # Large files more often, but small ones too: markers, metadata.
     file = numbers.choices(files, [file.stat().st_size ** 0.5 for file in files])[0]
@@ -244,5 +266,6 @@ def test_checkpoints_that_are_not_damaged_load(tmp_path: Path) -> None:
             expected[:60] += 0.5
         assert torch.equal(actual["table"], expected)
         assert all(
-            torch.equal(actual[name if name in actual else name.replace(".", "_")], LAYERS[name]) for name in LAYERS
+            torch.equal(actual[name if name in actual else name.replace(".", "_")], LAYERS[name])
+            for name in LAYERS
         )

@@ -32,7 +32,9 @@ def _state() -> dict[str, Any]:
     }
 
 
-def _folder(path: Path, state: dict[str, Any] | None = None, plan: dict[str, Any] = PLAN, **extra: Any) -> Path:
+def _folder(
+    path: Path, state: dict[str, Any] | None = None, plan: dict[str, Any] = PLAN, **extra: Any
+) -> Path:
     cut = dict(_state() if state is None else state)
     for name, value in cut.items():
         if name.endswith(("users.weight", "films.weight")):
@@ -41,7 +43,12 @@ def _folder(path: Path, state: dict[str, Any] | None = None, plan: dict[str, Any
             cut[name] = by_columns(value, 8, 20)
     optimizer = {
         "optimizer": "torch.optim.adagrad.Adagrad",
-        "state": {"films.weight": {"sum": by_rows(cut["films.weight"].chunks[0].tensor, 9), "step": torch.tensor(4.0)}},
+        "state": {
+            "films.weight": {
+                "sum": by_rows(cut["films.weight"].chunks[0].tensor, 9),
+                "step": torch.tensor(4.0),
+            }
+        },
         "param_groups": [{"lr": 0.1, "params": ["mlp.weight", "films.weight"]}],
     }
     whole = {"state_dict": cut, "optimizer_states": [optimizer], **extra}
@@ -87,7 +94,11 @@ def test_a_folder_is_described_by_its_tables_tensors_optimizers_and_writer(tmp_p
         "plan": PLAN,
         "plan_file": False,
         "optimizers": [
-            {"optimizer": "torch.optim.adagrad.Adagrad", "num_tensors": 2, "num_bytes": 120 * 8 * 4 + 4},
+            {
+                "optimizer": "torch.optim.adagrad.Adagrad",
+                "num_tensors": 2,
+                "num_bytes": 120 * 8 * 4 + 4,
+            },
         ],
     }
 
@@ -140,7 +151,9 @@ def test_plain_files_are_described_too(tmp_path: Path) -> None:
         assert sorted((t.name, t.shape, t.dtype, t.num_bytes) for t in actual.tensors) == expected
         assert actual.bytes_on_disk == (tmp_path / f"out.{suffix}").stat().st_size
         assert (actual.step, actual.epoch) == ((30, 2) if suffix == "ckpt" else (None, None))
-    assert [(o.num_tensors, o.num_bytes) for o in describe(tmp_path / "out.ckpt").optimizers] == [(2, 3844)]
+    assert [(o.num_tensors, o.num_bytes) for o in describe(tmp_path / "out.ckpt").optimizers] == [
+        (2, 3844)
+    ]
 
 
 def _without_marker(path: Path) -> None:
@@ -156,7 +169,9 @@ def _cut_marker(path: Path) -> None:
 
 
 def _later_format(path: Path) -> None:
-    (path / "complete.json").write_text((path / "complete.json").read_text().replace('"format": 1', '"format": 99'))
+    (path / "complete.json").write_text(
+        (path / "complete.json").read_text().replace('"format": 1', '"format": 99')
+    )
 
 
 def _overwrite(name: str) -> Callable[[Path], None]:
@@ -170,15 +185,23 @@ def _overwrite(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_without_marker, "is not a complete checkpoint: complete.json, which is written last, is missing"),
+        (
+            _without_marker,
+            "is not a complete checkpoint: complete.json, which is written last, is missing",
+        ),
         (_without_rank, "is damaged: rank_0.pt is missing, and should have"),
         (_cut_marker, "complete.json is damaged: "),
         (_later_format, "has format 99, and this version of lightning_distrec reads format 1"),
         (_overwrite(".metadata"), ".metadata is no metadata of a checkpoint: "),
-        (_overwrite("state.pt"), "state.pt cannot be read: it holds something other than tensors and plain types"),
+        (
+            _overwrite("state.pt"),
+            "state.pt cannot be read: it holds something other than tensors and plain types",
+        ),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_reported(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_what_is_wrong_with_a_folder_is_reported(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
     path = _folder(tmp_path / "a.ckpt")
     damage(path)
     actual = describe(path)

@@ -1,4 +1,5 @@
-"""Exported files are those that the libraries themselves would have written, and nothing else is left behind."""
+"""Exported files are those that the libraries themselves would have written, and nothing else is
+left behind."""
 
 import os
 import pickle
@@ -22,7 +23,8 @@ from tests.support.checkpoint_folders import by_columns, by_rows, edit_marker, w
 
 
 def weights() -> dict[str, Tensor]:
-    """Return tensors of many shapes and types, some larger than what is kept in a folder's state.pt."""
+    """Return tensors of many shapes and types, some larger than what is kept in a folder's
+    state.pt."""
     draw = torch.Generator().manual_seed(3)
     return {
         "ebc.embedding_bags.users.weight": torch.rand(3000, 16, generator=draw),
@@ -41,13 +43,16 @@ def weights() -> dict[str, Tensor]:
 def _folder(path: Path, **extra: Any) -> Path:
     cut: dict[str, Any] = dict(weights())
     cut["ebc.embedding_bags.users.weight"] = by_rows(cut["ebc.embedding_bags.users.weight"], 1300)
-    cut["ebc.embedding_bags.items.weight"] = by_columns(cut["ebc.embedding_bags.items.weight"], 8, 20)
+    cut["ebc.embedding_bags.items.weight"] = by_columns(
+        cut["ebc.embedding_bags.items.weight"], 8, 20
+    )
     return write_folder(path, {"state_dict": cut, **extra})
 
 
 def _same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return actual.keys() == expected.keys() and all(
-        actual[key].dtype == expected[key].dtype and torch.equal(actual[key], expected[key]) for key in expected
+        actual[key].dtype == expected[key].dtype and torch.equal(actual[key], expected[key])
+        for key in expected
     )
 
 
@@ -72,7 +77,8 @@ def test_a_pt_file_has_the_records_that_torch_writes_aligned_as_there(tmp_path: 
 
 
 def _records(path: Path) -> dict[str, tuple[int, bytes]]:
-    """Return the checksum of each record, and its content, which zipfile compares with the checksum."""
+    """Return the checksum of each record, and its content, which zipfile compares with the
+    checksum."""
     with zipfile.ZipFile(path) as archive:
         return {
             entry.filename: (entry.CRC, archive.read(entry))
@@ -93,18 +99,30 @@ def test_a_safetensors_file_is_the_one_that_the_library_writes(tmp_path: Path) -
     export(_folder(tmp_path / "a.ckpt"), tmp_path / "found.safetensors")
     plain = {key: value.contiguous() for key, value in weights().items()}
     save_file(plain, tmp_path / "wanted.safetensors", metadata={"format": "pt"})
-    assert (tmp_path / "found.safetensors").read_bytes() == (tmp_path / "wanted.safetensors").read_bytes()
+    assert (tmp_path / "found.safetensors").read_bytes() == (
+        tmp_path / "wanted.safetensors"
+    ).read_bytes()
     assert _same(load_file(tmp_path / "found.safetensors"), weights())
 
 
-def test_a_ckpt_file_holds_all_that_lightning_saves_and_numbers_for_parameters(tmp_path: Path) -> None:
+def test_a_ckpt_file_holds_all_that_lightning_saves_and_numbers_for_parameters(
+    tmp_path: Path,
+) -> None:
     sums = torch.rand(3000, 16)
     state = {
         "optimizer": "torch.optim.adagrad.Adagrad",
-        "state": {"b": {"step": torch.tensor(4.0)}, "a": {"sum": by_rows(sums, 100), "step": torch.tensor(5.0)}},
+        "state": {
+            "b": {"step": torch.tensor(4.0)},
+            "a": {"sum": by_rows(sums, 100), "step": torch.tensor(5.0)},
+        },
         "param_groups": [{"lr": 0.1, "params": ["a"]}, {"lr": 0.2, "params": ["b"]}],
     }
-    source = _folder(tmp_path / "a.ckpt", optimizer_states=[state], hyper_parameters={"dim": 4}, callbacks={"c": 1})
+    source = _folder(
+        tmp_path / "a.ckpt",
+        optimizer_states=[state],
+        hyper_parameters={"dim": 4},
+        callbacks={"c": 1},
+    )
     export(source, tmp_path / "out.ckpt")
     actual = torch.load(tmp_path / "out.ckpt", weights_only=True)
     assert _same(actual.pop("state_dict"), weights())
@@ -134,13 +152,22 @@ def test_plain_files_become_one_another(tmp_path: Path, first: str, second: str)
     assert _same(load(tmp_path / f"then.{second}"), weights())
 
 
-def test_tensors_that_share_memory_or_lie_in_larger_ones_become_tensors_of_their_own(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_or_lie_in_larger_ones_become_tensors_of_their_own(
+    tmp_path: Path,
+) -> None:
     large = torch.rand(50, 8)
-    tied = {"a": large, "b": large, "view": large[10:20, ::2], "parameter": torch.nn.Parameter(large[3])}
+    tied = {
+        "a": large,
+        "b": large,
+        "view": large[10:20, ::2],
+        "parameter": torch.nn.Parameter(large[3]),
+    }
     torch.save(tied, tmp_path / "tied.pt")
     for suffix, load in (("pt", torch.load), ("safetensors", load_file)):
         export(tmp_path / "tied.pt", tmp_path / f"out.{suffix}")
-        assert _same(load(tmp_path / f"out.{suffix}"), {key: value.detach() for key, value in tied.items()})
+        assert _same(
+            load(tmp_path / f"out.{suffix}"), {key: value.detach() for key, value in tied.items()}
+        )
         assert 2 * large.nbytes + 200 < (tmp_path / f"out.{suffix}").stat().st_size
 
 
@@ -187,11 +214,23 @@ def _other(folder: Path) -> Path:
             "out.onnx",
             r"out.onnx: its suffix decides what to write. Name it \*.pt or \*.safetensors for",
         ),
-        (_good, "there.pt", "there.pt exists already. Choose another name, or replace it with --overwrite."),
-        (_good, "folder.pt", "folder.pt is a folder, and a file is to be written. Choose another name."),
+        (
+            _good,
+            "there.pt",
+            "there.pt exists already. Choose another name, or replace it with --overwrite.",
+        ),
+        (
+            _good,
+            "folder.pt",
+            "folder.pt is a folder, and a file is to be written. Choose another name.",
+        ),
         (_good, "no/out.pt", "the folder .*no does not exist. Create it first."),
         (lambda folder: folder / "none.ckpt", "out.pt", "there is no checkpoint .*none.ckpt"),
-        (_incomplete, "out.pt", "is not a complete checkpoint: complete.json, which is written last, is missing"),
+        (
+            _incomplete,
+            "out.pt",
+            "is not a complete checkpoint: complete.json, which is written last, is missing",
+        ),
         (_cut_short, "out.pt", "is damaged: __0_0.distcp has 1,000 bytes, and should have"),
         (
             _of_weights,
@@ -203,7 +242,11 @@ def _other(folder: Path) -> Path:
             "out.safetensors",
             "'extra' is a int, and safetensors files hold .* Export to a .pt",
         ),
-        (_sparse, "out.safetensors", "'a' is a tensor of torch.float32.*, and safetensors files hold dense tensors"),
+        (
+            _sparse,
+            "out.safetensors",
+            "'a' is a tensor of torch.float32.*, and safetensors files hold dense tensors",
+        ),
         (_sparse, "out.pt", "'a' has the layout torch.sparse_coo, .* Make it dense."),
         (_other, "out.pt", r"other.pt holds no state_dict, only \['a', 'b'\]"),
     ],
@@ -238,28 +281,42 @@ def test_a_folder_from_which_rows_are_missing_is_refused(tmp_path: Path) -> None
         metadata = read_metadata(file)
     metadata.state_dict_metadata["state_dict/mlp.weight"].chunks.pop()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    edit_marker(path, lambda marker: marker["files"].update({".metadata": (path / ".metadata").stat().st_size}))
-    with pytest.raises(CheckpointError, match="is damaged: the chunks of 'state_dict/mlp.weight' are not all of it"):
+    edit_marker(
+        path,
+        lambda marker: marker["files"].update({".metadata": (path / ".metadata").stat().st_size}),
+    )
+    with pytest.raises(
+        CheckpointError, match="is damaged: the chunks of 'state_dict/mlp.weight' are not all of it"
+    ):
         export(path, tmp_path / "out.pt")
 
 
-def test_too_little_space_raises_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_raises_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = _folder(tmp_path / "a.ckpt")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"out.pt needs 260,\d+ bytes, and its file system has 1,000 free"):
+    with pytest.raises(
+        CheckpointError, match=r"out.pt needs 260,\d+ bytes, and its file system has 1,000 free"
+    ):
         export(source, tmp_path / "out.pt")
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors", "ckpt"])
 @pytest.mark.parametrize("limit_bytes", [100, 100_000], ids=["at once", "on the way"])
-def test_a_write_that_fails_is_reported_and_leaves_nothing(tmp_path: Path, suffix: str, limit_bytes: int) -> None:
-    """A limit on files' sizes stands in for a full disk: torch's writer and ours meet it in the same way."""
+def test_a_write_that_fails_is_reported_and_leaves_nothing(
+    tmp_path: Path, suffix: str, limit_bytes: int
+) -> None:
+    """A limit on files' sizes stands in for a full disk: torch's writer and ours meet it in the
+    same way."""
     source = _folder(tmp_path / "a.ckpt")
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, old[1]))
     try:
-        with pytest.raises(CheckpointError, match=rf"out.{suffix} cannot be written: .* No file was left there."):
+        with pytest.raises(
+            CheckpointError, match=rf"out.{suffix} cannot be written: .* No file was left there."
+        ):
             export(source, tmp_path / f"out.{suffix}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -277,7 +334,9 @@ def test_an_export_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def test_progress_is_reported_and_ends_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_reported_and_ends_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chunks_module, "BLOCK_BYTES", 4000)
     messages: list[tuple[int, int]] = []
     export(

@@ -1,4 +1,5 @@
-"""Objects that a module's hook puts into checkpoints: the start says what follows, and `pickles` is the way out."""
+"""Objects that a module's hook puts into checkpoints: the start says what follows, and `pickles` is
+the way out."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ class WithLoss(BoringModel):
 
 
 def _fit(folder: Path, max_epochs: int, pickles: bool, ckpt_path: Path | None = None) -> WithLoss:
-    options = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "limit_train_batches": 2, "limit_val_batches": 0}
+    options = NO_OUTPUT | {
+        "accelerator": "cpu",
+        "devices": 1,
+        "limit_train_batches": 2,
+        "limit_val_batches": 0,
+    }
     options |= {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, filename="it")]}
     strategy = TunedDDPStrategy(checkpoint={"pickles": pickles})
     trainer, module = pl.Trainer(strategy=strategy, max_epochs=max_epochs, **options), WithLoss()
@@ -38,8 +44,12 @@ def _fit(folder: Path, max_epochs: int, pickles: bool, ckpt_path: Path | None = 
 def test_objects_of_a_hook_are_announced_refused_and_saved_by_pickles(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(CheckpointError, match=r"\['loss_fn'\], a torch.*set checkpoint=\{'pickles': True\}"):
+    with pytest.raises(
+        CheckpointError, match=r"\['loss_fn'\], a torch.*set checkpoint=\{'pickles': True\}"
+    ):
         _fit(tmp_path, 1, pickles=False)
-    assert "What WithLoss.on_save_checkpoint adds to checkpoints must be of plain types" in caplog.text
+    assert (
+        "What WithLoss.on_save_checkpoint adds to checkpoints must be of plain types" in caplog.text
+    )
     _fit(tmp_path, 1, pickles=True)
     assert _fit(tmp_path, 2, pickles=True, ckpt_path=tmp_path / "it.ckpt").delta == 0.25

@@ -1,4 +1,5 @@
-"""A checkpoint that a thread writes: who looks for it finds it complete; it yields to steps, and keeps to a limit."""
+"""A checkpoint that a thread writes: who looks for it finds it complete; it yields to steps, and
+keeps to a limit."""
 
 import os
 import sys
@@ -80,8 +81,12 @@ def test_a_large_write_leaves_its_core_to_others_in_between(tmp_path: Path) -> N
 def test_writing_keeps_to_its_limit_until_somebody_waits_for_it(tmp_path: Path, form: str) -> None:
     table = torch.arange(2**20, dtype=torch.float32).view(-1, 4)  # 4 MiB
     path = tmp_path / "a.ckpt"
-    content = RankContent(path=path, checkpoint={"state_dict": {"table": by_rows(table)}, "global_step": 1})
-    snapshot: Any = {"folder": take_folder_snapshot, "file": take_file_snapshot}[form](content, SingleRank())
+    content = RankContent(
+        path=path, checkpoint={"state_dict": {"table": by_rows(table)}, "global_step": 1}
+    )
+    snapshot: Any = {"folder": take_folder_snapshot, "file": take_file_snapshot}[form](
+        content, SingleRank()
+    )
     saver = Saver(SingleRank(), is_async=True, bytes_per_second=4 * 2**20)
     began = time.monotonic()
     saver.save(snapshot)
@@ -95,7 +100,9 @@ def test_writing_keeps_to_its_limit_until_somebody_waits_for_it(tmp_path: Path, 
 
 
 def test_a_limit_needs_a_save_that_training_does_not_wait_for() -> None:
-    assert CheckpointOptions(async_save=True, async_bytes_per_second="200MB/s").writing_limit == 200e6
+    assert (
+        CheckpointOptions(async_save=True, async_bytes_per_second="200MB/s").writing_limit == 200e6
+    )
     with pytest.raises(ConfigError, match="Set async_save=True too"):
         CheckpointOptions(async_bytes_per_second="200MB/s")
     with pytest.raises(ConfigError, match="A bandwidth above 0 is needed"):

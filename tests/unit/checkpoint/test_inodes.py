@@ -1,4 +1,5 @@
-"""A file system without inodes: a checkpoint fails with the reason, the old one stays, and nothing is left behind."""
+"""A file system without inodes: a checkpoint fails with the reason, the old one stays, and nothing
+is left behind."""
 
 import os
 import subprocess
@@ -38,7 +39,9 @@ def _snapshot(path: Path, step: int, kind: str) -> Any:
     if kind == "file":
         return take_file_snapshot(RankContent(path=path, checkpoint=checkpoint), SingleRank())
     facts = {"epoch": 0, "global_step": step}
-    return take_folder_snapshot(RankContent(path=path, checkpoint=checkpoint, facts=facts), SingleRank())
+    return take_folder_snapshot(
+        RankContent(path=path, checkpoint=checkpoint, facts=facts), SingleRank()
+    )
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -56,7 +59,9 @@ def test_a_checkpoint_that_gets_no_inode_leaves_nothing_behind(small: Path, kind
             outcomes.append("saved")
         except CheckpointError as error:
             outcomes.append("refused" if "No space left on device" in str(error) else str(error))
-        leftovers = [item.name for item in small.iterdir() if item.name.startswith((NEW, UNFINISHED))]
+        leftovers = [
+            item.name for item in small.iterdir() if item.name.startswith((NEW, UNFINISHED))
+        ]
         assert leftovers == [], f"with {free} inodes"
         assert is_checkpoint(path)
         assert load(path, 0, 1).checkpoint["global_step"] == (2 if outcomes[-1] == "saved" else 1)

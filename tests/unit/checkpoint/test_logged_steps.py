@@ -1,4 +1,5 @@
-"""Loggers get the same steps in a resumed run as in one that never stopped, wherever the checkpoint was saved."""
+"""Loggers get the same steps in a resumed run as in one that never stopped, wherever the checkpoint
+was saved."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ PLACES = {
     "on_validation_end": 6,
     "on_train_epoch_end": 8,
 }
-"""Hook -> batches of both epochs before the one, in the second epoch, in which a checkpoint is saved."""
+"""Hook -> batches of both epochs before the one, in the second epoch, in which a checkpoint is
+saved."""
 
 
 class Saves(pl.Callback):
@@ -35,7 +37,12 @@ class Saves(pl.Callback):
 
     def _called(self, trainer: pl.Trainer, name: str) -> None:
         num_ready = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if name == self.place and not self.file.exists() and num_ready >= PLACES[name] and not trainer.sanity_checking:
+        if (
+            name == self.place
+            and not self.file.exists()
+            and num_ready >= PLACES[name]
+            and not trainer.sanity_checking
+        ):
             trainer.save_checkpoint(self.file)
 
 
@@ -52,19 +59,34 @@ class Logs(BoringModel):
 
 def _logged(folder: Path, num_accumulated: int, **options: Any) -> list[str]:
     logger, path = CSVLogger(folder), options.pop("ckpt_path", None)
-    settings = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "max_epochs": 3, "val_check_interval": 2}
-    settings |= {"log_every_n_steps": 1, "logger": logger, "accumulate_grad_batches": num_accumulated}
+    settings = NO_OUTPUT | {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 3,
+        "val_check_interval": 2,
+    }
+    settings |= {
+        "log_every_n_steps": 1,
+        "logger": logger,
+        "accumulate_grad_batches": num_accumulated,
+    }
     monitor = LearningRateMonitor()
-    trainer = pl.Trainer(strategy=TunedDDPStrategy(), **settings, callbacks=[monitor, *options.pop("callbacks", [])])
+    trainer = pl.Trainer(
+        strategy=TunedDDPStrategy(), **settings, callbacks=[monitor, *options.pop("callbacks", [])]
+    )
     data = DataLoader(torch.arange(128.0).reshape(4, 32) / 128)
     trainer.fit(Logs(), data, data, ckpt_path=path)
     return (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
 
 
 @pytest.mark.parametrize("num_accumulated", [1, 2])
-def test_a_resumed_run_logs_the_steps_of_one_that_never_stopped(num_accumulated: int, tmp_path: Path) -> None:
+def test_a_resumed_run_logs_the_steps_of_one_that_never_stopped(
+    num_accumulated: int, tmp_path: Path
+) -> None:
     files = {place: tmp_path / f"{place}.ckpt" for place in PLACES}
-    whole = _logged(tmp_path / "whole", num_accumulated, callbacks=[Saves(*item) for item in files.items()])
+    whole = _logged(
+        tmp_path / "whole", num_accumulated, callbacks=[Saves(*item) for item in files.items()]
+    )
     for place, file in files.items():
         header, *rows = _logged(tmp_path / place, num_accumulated, ckpt_path=file)
         assert header == whole[0]

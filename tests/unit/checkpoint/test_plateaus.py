@@ -1,4 +1,5 @@
-"""ReduceLROnPlateau in a run that resumes: as in one that never stopped, or the warning says what it misses."""
+"""ReduceLROnPlateau in a run that resumes: as in one that never stopped, or the warning says what
+it misses."""
 
 import warnings
 from pathlib import Path
@@ -37,19 +38,36 @@ class Falls(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "monitor": "loss"}}
 
 
-def _fit(*callbacks: pl.Callback, ckpt_path: str | None = None, **extra: Any) -> tuple[float, float, list[str]]:
+def _fit(
+    *callbacks: pl.Callback, ckpt_path: str | None = None, **extra: Any
+) -> tuple[float, float, list[str]]:
     """Return a weight, the last rate, and what was said of schedulers."""
     model, batches = Falls(), DataLoader(torch.arange(float(STEPS))[:, None], batch_size=1)
-    limits = {**NO_OUTPUT, "enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 1, **extra}
-    trainer = pl.Trainer(strategy=TunedDDPStrategy(), accelerator="cpu", devices=1, callbacks=list(callbacks), **limits)
+    limits = {
+        **NO_OUTPUT,
+        "enable_checkpointing": bool(callbacks),
+        "num_sanity_val_steps": 1,
+        **extra,
+    }
+    trainer = pl.Trainer(
+        strategy=TunedDDPStrategy(),
+        accelerator="cpu",
+        devices=1,
+        callbacks=list(callbacks),
+        **limits,
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(model, batches, batches, ckpt_path=ckpt_path)
-    messages = [str(warning.message) for warning in warned if "ReduceLROnPlateau" in str(warning.message)]
+    messages = [
+        str(warning.message) for warning in warned if "ReduceLROnPlateau" in str(warning.message)
+    ]
     return model.layer.weight.item(), trainer.optimizers[0].param_groups[0]["lr"], messages
 
 
-@pytest.mark.parametrize("limit", [{"max_epochs": EPOCHS}, {"max_epochs": -1, "max_steps": STEPS * EPOCHS}])
+@pytest.mark.parametrize(
+    "limit", [{"max_epochs": EPOCHS}, {"max_epochs": -1, "max_steps": STEPS * EPOCHS}]
+)
 def test_a_resumed_epoch_updates_plateaus_or_a_warning_says_that_one_is_missed(
     limit: dict[str, int], tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""A dataset that gives each item once, a queue or a socket: a resumed run trains on the item after the last."""
+"""A dataset that gives each item once, a queue or a socket: a resumed run trains on the item after
+the last."""
 
 import queue
 from collections.abc import Iterator
@@ -46,20 +47,34 @@ class Notes(BoringModel):
         return super().training_step(batch, batch_idx)
 
 
-def _fit(strategy: str, items: Any, num_workers: int, file: Path, max_steps: int, path: Path | None) -> list[int]:
-    options = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "limit_val_batches": 0, "max_steps": max_steps}
+def _fit(
+    strategy: str, items: Any, num_workers: int, file: Path, max_steps: int, path: Path | None
+) -> list[int]:
+    options = NO_OUTPUT | {
+        "accelerator": "cpu",
+        "devices": 1,
+        "limit_val_batches": 0,
+        "max_steps": max_steps,
+    }
     trainer = pl.Trainer(strategy=STRATEGIES[strategy](), **options)
     model = Notes()
     loader: DataLoader[Any] = DataLoader(
-        Items(items), batch_size=None, num_workers=num_workers, multiprocessing_context="fork" if num_workers else None
+        Items(items),
+        batch_size=None,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
     )
     trainer.fit(model, loader, ckpt_path=path)
     trainer.save_checkpoint(file)
     return model.items
 
 
-@pytest.mark.parametrize(("strategy", "num_workers"), [*((name, 0) for name in STRATEGIES), ("ddp_tuned", 1)])
-def test_a_resumed_run_goes_on_with_the_next_item(strategy: str, num_workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "num_workers"), [*((name, 0) for name in STRATEGIES), ("ddp_tuned", 1)]
+)
+def test_a_resumed_run_goes_on_with_the_next_item(
+    strategy: str, num_workers: int, tmp_path: Path
+) -> None:
     items: Any = get_context("fork").Queue() if num_workers else queue.Queue()
     for item in range(30):
         items.put(item)

@@ -16,7 +16,8 @@ SLOT = 64
 
 
 class LateRing(Ring):
-    """In the place of a GPU: a copy happens when it is waited for, as late as it may, and then over what is there."""
+    """In the place of a GPU: a copy happens when it is waited for, as late as it may, and then over
+    what is there."""
 
     def __init__(self) -> None:
         super().__init__(num_slots=3, slot_bytes=SLOT)
@@ -29,7 +30,9 @@ class LateRing(Ring):
 
     def start(self, source: Tensor, target: Tensor) -> "Late":
         self.started += 1
-        assert self.started - self.arrived <= 3, "a slot is filled again before its copy has arrived"
+        assert self.started - self.arrived <= 3, (
+            "a slot is filled again before its copy has arrived"
+        )
         return Late(self, lambda: target.copy_(source))
 
 
@@ -47,7 +50,10 @@ class Late:
 
 def tensors() -> list[Tensor]:
     torch.manual_seed(1)
-    whole = [torch.randint(0, 255, (n,), dtype=torch.uint8) for n in (1, SLOT - 1, SLOT, SLOT + 1, 5 * SLOT + 3)]
+    whole = [
+        torch.randint(0, 255, (n,), dtype=torch.uint8)
+        for n in (1, SLOT - 1, SLOT, SLOT + 1, 5 * SLOT + 3)
+    ]
     return [
         *whole,
         torch.randn(7, 5),
@@ -83,7 +89,9 @@ def test_a_ring_that_nothing_goes_through_has_no_memory() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.host_cuda)])
-def test_copies_of_shards_are_equal_and_share_no_memory(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_shards_are_equal_and_share_no_memory(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Ring.__init__, "__defaults__", (2, SLOT))
     sources = [tensor.clone().to(device) for tensor in tensors()]
     full = {str(i): ChunkedTensor((9,), t.dtype, [Chunk((0,), t)]) for i, t in enumerate(sources)}

@@ -1,4 +1,5 @@
-"""What load_from_checkpoint has of a large tensor is in the file until it is copied, and a tensor to everybody."""
+"""What load_from_checkpoint has of a large tensor is in the file until it is copied, and a tensor
+to everybody."""
 
 import copy
 import pickle

@@ -1,4 +1,5 @@
-"""A changed byte anywhere in a checkpoint is found by its checksums, before anything of it is loaded."""
+"""A changed byte anywhere in a checkpoint is found by its checksums, before anything of it is
+loaded."""
 
 import contextlib
 import json
@@ -43,15 +44,21 @@ def test_what_was_not_changed_is_as_it_was_written(folder: Path) -> None:
     assert sum(read) == sum(file.stat().st_size for file in folder.iterdir() if file.name != MARKER)
 
 
-def test_a_changed_number_of_a_table_is_found_by_what_reads_all_of_it(folder: Path, tmp_path: Path) -> None:
+def test_a_changed_number_of_a_table_is_found_by_what_reads_all_of_it(
+    folder: Path, tmp_path: Path
+) -> None:
     (tensors,) = folder.glob("*.distcp")
     old = load(folder, 0, 1).checkpoint["state_dict"]["table"].read()
     position = tensors.read_bytes().index(old[7].numpy().tobytes()) + 5
     _flip(tensors, position)
     assert verify(folder) == [tensors.name]
-    with pytest.raises(CheckpointError, match=r"it.ckpt is damaged: __0_0.distcp does not match its checksum"):
+    with pytest.raises(
+        CheckpointError, match=r"it.ckpt is damaged: __0_0.distcp does not match its checksum"
+    ):
         read_full(folder, with_optimizers=False)
-    with pytest.raises(CheckpointError, match=r"it.ckpt is damaged: __0_0.distcp does not match its checksum"):
+    with pytest.raises(
+        CheckpointError, match=r"it.ckpt is damaged: __0_0.distcp does not match its checksum"
+    ):
         export(folder, tmp_path / "it.pt")
     assert not (tmp_path / "it.pt").exists()
     assert main(["checkpoint", "inspect", str(folder), "--verify"]) == EXIT_ERROR
@@ -61,17 +68,24 @@ def test_a_plain_file_is_verified_too(tmp_path: Path) -> None:
     state = {"layer": torch.rand(50)}
     torch.save(state, tmp_path / "a.pt")
     assert main(["checkpoint", "inspect", str(tmp_path / "a.pt"), "--verify"]) == EXIT_OK
-    _flip(tmp_path / "a.pt", (tmp_path / "a.pt").read_bytes().index(state["layer"].numpy().tobytes()) + 20)
+    _flip(
+        tmp_path / "a.pt",
+        (tmp_path / "a.pt").read_bytes().index(state["layer"].numpy().tobytes()) + 20,
+    )
     assert verify(tmp_path / "a.pt") == ["a/data/0 in a.pt"]
     torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="old.pt has no checksums"):
         verify(tmp_path / "old.pt")
 
 
-def test_a_file_without_checksums_inside_is_compared_with_what_the_marker_has(tmp_path: Path) -> None:
+def test_a_file_without_checksums_inside_is_compared_with_what_the_marker_has(
+    tmp_path: Path,
+) -> None:
     path = (tmp_path / "it.ckpt").absolute()
     whole = {"state_dict": {"layer": torch.rand(3)}}
-    content = RankContent(path=path, checkpoint=whole, extra_files={"plan.json": b"{1}", "notes": b"12"})
+    content = RankContent(
+        path=path, checkpoint=whole, extra_files={"plan.json": b"{1}", "notes": b"12"}
+    )
     take_folder_snapshot(content, SingleRank()).write(SingleRank())
     assert verify(path) == []
     (path / "notes").write_bytes(b"13")
@@ -83,18 +97,24 @@ def test_a_file_without_checksums_inside_is_compared_with_what_the_marker_has(tm
         marker = json.loads((path / MARKER).read_text()) | {"crc32": crc32}
         del marker[MARKER_CHECKSUM]
         (path / MARKER).write_text(json.dumps(marker | {MARKER_CHECKSUM: marker_crc32(marker)}))
-        with pytest.raises(CheckpointError, match="it.ckpt is damaged: its marker has no checksums, but "):
+        with pytest.raises(
+            CheckpointError, match="it.ckpt is damaged: its marker has no checksums, but "
+        ):
             verify(path)
 
 
 def test_a_changed_marker_is_no_marker(folder: Path) -> None:
     text = (folder / MARKER).read_text()
     (folder / MARKER).write_text(text.replace('"global_step": 30', '"global_step": 31'))
-    with pytest.raises(CheckpointError, match="complete.json is damaged: it does not match its checksum"):
+    with pytest.raises(
+        CheckpointError, match="complete.json is damaged: it does not match its checksum"
+    ):
         verify(folder)
 
 
-def test_a_folder_of_an_early_version_is_compared_with_the_checksums_of_its_archives(folder: Path) -> None:
+def test_a_folder_of_an_early_version_is_compared_with_the_checksums_of_its_archives(
+    folder: Path,
+) -> None:
     marker = json.loads((folder / MARKER).read_text())
     del marker[MARKER_CHECKSUM], marker["crc32"]
     (folder / MARKER).write_text(json.dumps(marker))
@@ -103,7 +123,9 @@ def test_a_folder_of_an_early_version_is_compared_with_the_checksums_of_its_arch
     content = (folder / "__0_0.distcp").read_bytes()
     _flip(folder / "__0_0.distcp", content.index(table[150].numpy().tobytes()) + 5)
     assert verify(folder) == ["'state_dict/table' in __0_0.distcp"]
-    _flip(folder / "state.pt", (folder / "state.pt").read_bytes().index(b"pytorch-lightning_version"))
+    _flip(
+        folder / "state.pt", (folder / "state.pt").read_bytes().index(b"pytorch-lightning_version")
+    )
     assert verify(folder) == ["'state_dict/table' in __0_0.distcp", "archive/data.pkl in state.pt"]
 
 
@@ -137,7 +159,9 @@ def test_load_from_checkpoint_compares_the_checksums_of_a_plain_file(tmp_path: P
     weight = trainer.model.layer.weight.detach()
     assert torch.equal(Layer.load_from_checkpoint(path).layer.weight, weight)
     _flip(path, path.read_bytes().index(weight.numpy().tobytes()) + 7)
-    with pytest.raises(CheckpointError, match=r"plain.ckpt is damaged: archive/data/0 in plain.ckpt does not match"):
+    with pytest.raises(
+        CheckpointError, match=r"plain.ckpt is damaged: archive/data/0 in plain.ckpt does not match"
+    ):
         Layer.load_from_checkpoint(path)
 
 
@@ -152,7 +176,8 @@ def test_checksums_of_blocks_become_those_of_the_whole() -> None:
 
 
 class OneOf(SingleRank):
-    """One of some ranks, one after the other: each takes its share, the last one has the others' too."""
+    """One of some ranks, one after the other: each takes its share, the last one has the others'
+    too."""
 
     def __init__(self, rank: int, num_ranks: int, shares: list[list[int]]) -> None:
         self.rank, self.num_ranks, self.shares = rank, num_ranks, shares
@@ -163,13 +188,17 @@ class OneOf(SingleRank):
         return self.shares if len(self.shares) == self.num_ranks else [value]
 
 
-def test_ranks_read_each_byte_once_and_find_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_read_each_byte_once_and_find_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checksums, "BLOCK_BYTES", 1000)
     sizes = {"a": 0, "b": 1, "c": 12_345, "d": 999, "e": 1000, "f": 1001}
     files = {name: bytes(i % 251 for i in range(size)) for name, size in sizes.items()}
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    ranges = [ByteRange(name, tmp_path / name, 0, len(c), zlib.crc32(c)) for name, c in files.items()]
+    ranges = [
+        ByteRange(name, tmp_path / name, 0, len(c), zlib.crc32(c)) for name, c in files.items()
+    ]
     _flip(tmp_path / "c", 11_111)
     (tmp_path / "f").write_bytes(files["f"][:-1])
     for num_ranks in (1, 2, 3, 7):

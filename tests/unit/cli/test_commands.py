@@ -28,7 +28,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs the script in an empty folder; it returns exit code, stdout and stderr."""
+    """Return a function that runs the script in an empty folder; it returns exit code, stdout and
+    stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run_script(*args: str) -> tuple[int, str, str]:
@@ -75,10 +76,18 @@ def test_all_commands_of_lightning_are_listed() -> None:
 def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
     code, text, _ = run(*command, "--help")
     expected = {
-        "advise": ("--device-memory", "Print which strategy suits a module, and why", "nothing is trained."),
+        "advise": (
+            "--device-memory",
+            "Print which strategy suits a module, and why",
+            "nothing is trained.",
+        ),
         "bench": ("--strategies", "Exit code 1: no case could be measured."),
         "export": ("--overwrite", "Replace OUT if it exists.", "*.ckpt: a Lightning checkpoint"),
-        "checkpoint": ("inspect", "merge", "Write a difference and its base as one full checkpoint."),
+        "checkpoint": (
+            "inspect",
+            "merge",
+            "Write a difference and its base as one full checkpoint.",
+        ),
         "inspect": ("--json", "--all", "2: incomplete, damaged or unreadable."),
         "merge": ("difference", "out", "Exit codes: 0: written; 2: it cannot be."),
         "recipes": ("list", "copy", "List the jobs that come with the package"),
@@ -91,7 +100,9 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
     assert text.startswith(f"usage: lightning-distrec {command[0]} ")
     for part in expected[command[-1]]:
         assert part in " ".join(text.split())
-    assert not [word for word in text.split() if word.startswith("--") and "_" in word], "options have hyphens"
+    assert not [word for word in text.split() if word.startswith("--") and "_" in word], (
+        "options have hyphens"
+    )
     assert "lambda" not in text
     assert "%%" not in text
 
@@ -99,7 +110,10 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("exprot", "a", "b"), "unknown command 'exprot'; did you mean 'export' or 'checkpoint'? List all commands:"),
+        (
+            ("exprot", "a", "b"),
+            "unknown command 'exprot'; did you mean 'export' or 'checkpoint'? List all commands:",
+        ),
         (("pre",), "unknown command 'pre'; did you mean 'predict'?"),
         (("xyz",), "unknown command 'xyz'. List all commands: lightning-distrec --help."),
         (("checkpoint", "inspct", "a"), "invalid choice: 'inspct'"),
@@ -108,13 +122,17 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
         (("export", "a.ckpt", "b.pt", "--overwite"), "--overwite"),
     ],
 )
-def test_a_wrong_command_line_ends_with_2_and_a_reason(run: Run, args: tuple[str, ...], message: str) -> None:
+def test_a_wrong_command_line_ends_with_2_and_a_reason(
+    run: Run, args: tuple[str, ...], message: str
+) -> None:
     code, out, error = run(*args)
     assert (code, out) == (2, "")
     assert message in error
 
 
-@pytest.mark.parametrize("args", [("fit", "--help"), ("--config", "x.yaml", "fit"), ("--print_config",), ("predict",)])
+@pytest.mark.parametrize(
+    "args", [("fit", "--help"), ("--config", "x.yaml", "fit"), ("--print_config",), ("predict",)]
+)
 def test_lightnings_commands_and_options_reach_lightning(
     run: Run, args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +142,9 @@ def test_lightnings_commands_and_options_reach_lightning(
     assert lines == [list(args)]
 
 
-def test_a_command_named_by_the_environment_reaches_lightning(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_named_by_the_environment_reaches_lightning(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[list[str]] = []
     monkeypatch.setattr(fit_cli, "run_lightning", lines.append)
     monkeypatch.setenv("PL_SUBCOMMAND", "fit")
@@ -134,11 +154,20 @@ def test_a_command_named_by_the_environment_reaches_lightning(run: Run, monkeypa
 
 def test_a_second_fit_in_the_same_folder_replaces_its_config(tmp_path: Path) -> None:
     boring = "lightning.pytorch.demos.boring_classes"
-    options = [f"--model={boring}.BoringModel", f"--data={boring}.BoringDataModule", "--trainer.accelerator=cpu"]
+    options = [
+        f"--model={boring}.BoringModel",
+        f"--data={boring}.BoringDataModule",
+        "--trainer.accelerator=cpu",
+    ]
     options += ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.logger=false"]
     options += ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
     for seed in (1, 2):
-        main.main(["fit", *options, f"--trainer.default_root_dir={tmp_path}", f"--seed_everything={seed}"])
+        main.main([
+            "fit",
+            *options,
+            f"--trainer.default_root_dir={tmp_path}",
+            f"--seed_everything={seed}",
+        ])
         assert f"seed_everything: {seed}" in (tmp_path / "config.yaml").read_text()
 
 
@@ -150,7 +179,10 @@ def test_export_replaces_a_file_only_with_overwrite(run: Run) -> None:
     assert torch.load("out.pt", weights_only=True)["films.weight"].sum() == 4800
     code, out, error = run("export", _folder("b.ckpt", 2.0), "out.pt")
     assert (code, out) == (2, "")
-    assert error == ("lightning-distrec: out.pt exists already. Choose another name, or replace it with --overwrite.\n")
+    assert error == (
+        "lightning-distrec: out.pt exists already. Choose another name, or replace "
+        "it with --overwrite.\n"
+    )
     assert run("export", "b.ckpt", "out.pt", "--overwrite")[0] == 0
     assert torch.load("out.pt", weights_only=True)["films.weight"].sum() == 9600
 
@@ -163,7 +195,11 @@ def test_inspect_prints_for_people_and_for_programs(run: Run) -> None:
     code, text, error = run("checkpoint", "inspect", "a.ckpt", "--json")
     description = json.loads(text)
     assert (code, error) == (0, "")
-    assert (description["complete"], description["step"], [t["name"] for t in description["tensors"]]) == (
+    assert (
+        description["complete"],
+        description["step"],
+        [t["name"] for t in description["tensors"]],
+    ) == (
         True,
         30,
         ["films.weight", "top.weight"],
@@ -218,7 +254,11 @@ def test_the_commands_load_neither_torchrec_nor_a_process_group(tmp_path: Path) 
         print(codes, sorted(slow & set(sys.modules)), dist.is_initialized())
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0] [] False", done.stderr
 
@@ -240,7 +280,9 @@ def test_help_starts_without_torchrec() -> None:
             COMMANDS[command].parser(command).format_help()
             print(command, loaded("torchrec", "fbgemm_gpu"), file=sys.stderr)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
     assert done.stderr.splitlines()[-7:] == [
         *("--help []", "doctor --help []", "slurm --help []"),
         *("advise []", "plan []", "export []", "checkpoint []"),
@@ -249,13 +291,18 @@ def test_help_starts_without_torchrec() -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_distrec", "xyz"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "lightning_distrec", "xyz"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "unknown command 'xyz'" in done.stderr
 
 
-def test_an_export_that_gets_sigterm_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_gets_sigterm_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lightning_distrec.checkpoint.tools import export_checkpoint
 
     write = export_checkpoint.write_blocks
@@ -278,11 +325,14 @@ def test_versions_are_printed(run: Run) -> None:
     code, text, _ = run("--version")
     assert code == 0
     lines = dict(line.split(" ", 1) for line in text.splitlines())
-    assert torch.__version__.startswith(lines["torch"])  # the suffix of a build is not in each package's metadata
+    # the suffix of a build is not in each package's metadata
+    assert torch.__version__.startswith(lines["torch"])
     assert {"lightning-distrec", "lightning", "torchrec", "Python"} <= set(lines)
 
 
-def test_where_torchrec_is_not_installed_the_line_that_installs_it_is_printed(tmp_path: Path) -> None:
+def test_where_torchrec_is_not_installed_the_line_that_installs_it_is_printed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "clicks.py").write_text("import torchrec\n")
     (tmp_path / "job.yaml").write_text("model: clicks.Model\n")
     program = textwrap.dedent("""
@@ -308,7 +358,9 @@ def test_where_torchrec_is_not_installed_the_line_that_installs_it_is_printed(tm
             print("VersionError:", error)
     """)
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.stdout.count("pip install --no-deps fbgemm-gpu-cpu==") == 2, done.stdout
     assert "torchrec_sharded cannot be used. Installed: torch" in done.stdout
     assert "exit code 2" in done.stdout
@@ -335,32 +387,52 @@ def test_a_shell_completes_each_command_with_its_options(run: Run) -> None:
     ]
 
 
-def test_a_logger_without_its_package_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_logger_without_its_package_is_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = tmp_path / "job.yaml"
     config.write_text(
         "model: lightning.pytorch.demos.boring_classes.BoringModel\n"
-        "trainer:\n  logger:\n  - class_path: lightning.pytorch.loggers.CSVLogger\n    init_args: {save_dir: a}\n"
-        "  - class_path: lightning.pytorch.loggers.TensorBoardLogger\n    init_args: {save_dir: a}\n"
+        "trainer:\n  logger:\n  - class_path: lightning.pytorch.loggers.CSVLogger\n    init_args: "
+        "{save_dir: a}\n"
+        "  - class_path: lightning.pytorch.loggers.TensorBoardLogger\n    init_args: {save_dir: "
+        "a}\n"
     )
     find_spec = importlib.util.find_spec
     hidden = fit_cli.LOGGER_PACKAGES["TensorBoardLogger"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name)
+    )
     code, _, errors = run("fit", "--config", str(config))
     assert code == 2
     assert errors.splitlines()[-1] == (
-        "lightning-distrec: trainer.logger: TensorBoardLogger needs the package tensorboard, which is not installed. "
-        "Run pip install tensorboard, or pip install 'lightning-distrec[tensorboard]'. Or set another logger, such as "
+        "lightning-distrec: trainer.logger: TensorBoardLogger needs the package tensorboard, "
+        "which is not installed. "
+        "Run pip install tensorboard, or pip install 'lightning-distrec[tensorboard]'. Or set "
+        "another logger, such as "
         "CSVLogger."
     )
 
 
 def test_the_console_builds_tables_without_rows_where_its_strategy_shards_them() -> None:
     class_path = "lightning_distrec.TorchRecShardedStrategy"
-    few = Namespace(class_path=class_path, init_args=Namespace(min_rows=10, convert_embeddings="auto"))
+    few = Namespace(
+        class_path=class_path, init_args=Namespace(min_rows=10, convert_embeddings="auto")
+    )
     built = {}
-    for name, strategy in {"ddp": "ddp", "name": "torchrec_sharded", "few": few, "none": None}.items():
+    for name, strategy in {
+        "ddp": "ddp",
+        "name": "torchrec_sharded",
+        "few": few,
+        "none": None,
+    }.items():
         with fit_cli.tables_context(strategy):
             tables = nn.Embedding(100_000, 4), nn.Embedding(20, 4)
         with without_guard():
             built[name] = [table.weight.is_meta for table in tables]
-    assert built == {"ddp": [False, False], "name": [True, False], "few": [True, True], "none": [False, False]}
+    assert built == {
+        "ddp": [False, False],
+        "name": [True, False],
+        "few": [True, True],
+        "none": [False, False],
+    }

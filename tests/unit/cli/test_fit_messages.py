@@ -59,8 +59,11 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Return a function that runs the script in a folder with a job; it returns exit code and stderr."""
+def run(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Run]:
+    """Return a function that runs the script in a folder with a job; it returns exit code and
+    stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("clicks_job.py").write_text(MODULE)
@@ -83,15 +86,20 @@ STRATEGY = "--trainer.strategy.init_args"
         (("--trainr.max_epochs", "3"), "unrecognized arguments: --trainr.max_epochs 3"),
         (("--trainer.max_epoch=3",), "unrecognized arguments: --trainer.max_epoch=3"),
         (("--config", "jb.yaml"), 'Parser key "config": File does not exist: '),
-        (("--ckpt_path", "clicks_jb.py"), "ckpt_path clicks_jb.py: there is no such file or folder."),
-        (("--trainer.strategy", "torchrec_shard"), "'torchrec_shard'; did you mean 'torchrec_sharded'"),
-        ((f"{STRATEGY}.check_ids", "errr"), "TorchRecShardedStrategy':\n        Parser key \"check_ids\":"),
+        (("--ckpt_path", "clicks_jb.py"), "ckpt_path clicks_jb.py: there is no such file or "
+                                          "folder."),
+        (("--trainer.strategy", "torchrec_shard"), "'torchrec_shard'; did you mean "
+                                                   "'torchrec_sharded'"),
+        ((f"{STRATEGY}.check_ids", "errr"), "TorchRecShardedStrategy':\n        Parser key "
+                                            "\"check_ids\":"),
         ((f"{STRATEGY}.min_row", "3"), "Option 'min_row' is not accepted"),
         ((f"{STRATEGY}.prefetch", "{depth: 0}"), "prefetch: depth=0 must be a whole number of"),
         ((f"{STRATEGY}.batch_size_per_rank=-1",), "batch_size_per_rank=-1: must be above 0."),
-        (("--trainer.devices=-5",), "`devices` selected with `CPUAccelerator` should be an int > 0."),
+        (("--trainer.devices=-5",), "`devices` selected with `CPUAccelerator` should be an int > "
+                                    "0."),
         (("--trainer.num_nodes", "0"), "trainer.num_nodes=0: must be at least 1."),
-        (("--trainer.accelerator", "cpuu"), "You selected an invalid accelerator name: `accelerator='cpuu'`"),
+        (("--trainer.accelerator", "cpuu"), "You selected an invalid accelerator name: "
+                                            "`accelerator='cpuu'`"),
         (("--trainer.max_epochs", "many"), 'Parser key "trainer.max_epochs":'),
         (("--model.class_path", "clicks_job.Modl"), "module 'clicks_job' has no attribute 'Modl'"),
         (("--model.class_path", "click_job.Model"), "No module named 'click_job'"),
@@ -102,7 +110,9 @@ STRATEGY = "--trainer.strategy.init_args"
         ),
     ],
 )  # fmt: skip
-def test_a_mistake_on_the_command_line_is_one_block(run: Run, args: tuple[str, ...], message: str) -> None:
+def test_a_mistake_on_the_command_line_is_one_block(
+    run: Run, args: tuple[str, ...], message: str
+) -> None:
     code, error = run("fit", "--config", "job.yaml", *args)
     assert code == 2
     assert message in error.partition("lightning-distrec: ")[2]
@@ -133,7 +143,9 @@ def test_a_mistake_in_a_file_is_one_block(run: Run, old: str, new: str, message:
     assert "Namespace(" not in error
 
 
-def test_a_module_whose_package_is_missing_names_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_whose_package_is_missing_names_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("clicks_job.py").write_text(f"import pyarrow\n{MODULE}")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     code, error = run("fit", "--config", "job.yaml")
@@ -147,7 +159,9 @@ def test_with_debug_an_error_keeps_its_traceback(run: Run) -> None:
         run("fit", "--config", "none.yaml", "--debug")
 
 
-def test_of_the_ranks_of_a_node_one_prints_the_mistake(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_ranks_of_a_node_one_prints_the_mistake(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fit_cli, "SECONDS_FOR_PRINTING", 0.0)
     printed = []
     for rank in ("0", "1"):
@@ -163,17 +177,42 @@ def test_what_a_command_line_sets_wins_over_a_checkpoint_be_it_a_file_or_a_folde
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(fit_cli, "rank_zero_info", said.append)
-    assert run("fit", "--config", "job.yaml", "--model.init_args.dim=4", "--model.init_args.lr=0.25")[0] == 0
+    assert (
+        run("fit", "--config", "job.yaml", "--model.init_args.dim=4", "--model.init_args.lr=0.25")[
+            0
+        ]
+        == 0
+    )
     (file,) = tmp_path.glob("checkpoints/*.ckpt")
     distributed = "--trainer.strategy.init_args.checkpoint={distributed: true}"
-    arguments = ("--config", "job.yaml", "--model.init_args.dim=4", "--model.init_args.lr=0.25", distributed)
+    arguments = (
+        "--config",
+        "job.yaml",
+        "--model.init_args.dim=4",
+        "--model.init_args.lr=0.25",
+        distributed,
+    )
     assert run("fit", *arguments, "--trainer.default_root_dir=other")[0] == 0
     (folder,) = tmp_path.glob("other/checkpoints/*.ckpt")
     assert (file.is_file(), folder.is_dir()) == (True, True)
     for checkpoint in (file, folder):
         said.clear()
-        more = ("--ckpt_path", str(checkpoint), "--model.init_args.lr=0.5", "--trainer.max_epochs=2")
-        assert run("fit", "--config", "job.yaml", *more, f"--trainer.default_root_dir={checkpoint.name}")[0] == 0
+        more = (
+            "--ckpt_path",
+            str(checkpoint),
+            "--model.init_args.lr=0.5",
+            "--trainer.max_epochs=2",
+        )
+        assert (
+            run(
+                "fit",
+                "--config",
+                "job.yaml",
+                *more,
+                f"--trainer.default_root_dir={checkpoint.name}",
+            )[0]
+            == 0
+        )
         assert said == [
             f"From {checkpoint}, as the command line does not set them: model.dim=4.",
             f"Set here, and different in {checkpoint}: model.lr=0.5 (there 0.25).",
@@ -184,7 +223,9 @@ def test_what_a_command_line_sets_wins_over_a_checkpoint_be_it_a_file_or_a_folde
 
 def test_predictions_are_one_file_in_the_order_of_the_data(run: Run) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
-    code, error = run("predict", "--config", "job.yaml", "--out", "predictions.parquet", "--columns", "id,click")
+    code, error = run(
+        "predict", "--config", "job.yaml", "--out", "predictions.parquet", "--columns", "id,click"
+    )
     assert code == 0, error
     table = parquet.read_table("predictions.parquet").to_pydict()
     assert table["index"] == table["id"] == list(range(33))
@@ -196,10 +237,16 @@ def test_predictions_are_one_file_in_the_order_of_the_data(run: Run) -> None:
     assert "predict: --columns is for --out FILE.parquet." in error
     code, error = run("predict", "--config", "job.yaml", "--out", "predictions.csv")
     assert code == 2
-    assert "predictions are written as Parquet, and 'predictions.csv' is not named *.parquet." in error
-    code, error = run("predict", "--config", "job.yaml", "--out", "predictions.parquet", "--columns", "clik")
+    assert (
+        "predictions are written as Parquet, and 'predictions.csv' is not named *.parquet." in error
+    )
+    code, error = run(
+        "predict", "--config", "job.yaml", "--out", "predictions.parquet", "--columns", "clik"
+    )
     assert code == 2
-    assert "columns='clik': there is no 'clik' in a dict of id, click; did you mean 'click'?" in error
+    assert (
+        "columns='clik': there is no 'clik' in a dict of id, click; did you mean 'click'?" in error
+    )
     Path("clicks_job.py").write_text(MODULE.replace("batch_size=4", "4"))
     sys.modules.pop("clicks_job")
     code, error = run("predict", "--config", "job.yaml", "--out", "predictions.parquet")
@@ -209,21 +256,41 @@ def test_predictions_are_one_file_in_the_order_of_the_data(run: Run) -> None:
 
 @pytest.mark.slow
 def test_what_ranks_refuse_together_is_one_block(run: Run, tmp_path: Path) -> None:
-    Path("clicks_job.py").write_text(MODULE.replace('self(batch["id"]), batch', 'self(batch["id"] + 90), batch'))
-    command = [sys.executable, "-m", "lightning_distrec", "fit", "--config", "job.yaml", "--trainer.devices=2"]
+    Path("clicks_job.py").write_text(
+        MODULE.replace('self(batch["id"]), batch', 'self(batch["id"] + 90), batch')
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_distrec",
+        "fit",
+        "--config",
+        "job.yaml",
+        "--trainer.devices=2",
+    ]
     command += ["--trainer.strategy.init_args.convert_embeddings=all"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environment(), check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        env=environment(),
+        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("lightning-distrec: ") == 1
     assert (
-        "lightning-distrec: feature 'ids' of table 'table' has the id 122, but the table has rows 0 to 99"
-        in done.stderr
+        "lightning-distrec: feature 'ids' of table 'table' has the id 122, but the table has rows "
+        "0 to 99" in done.stderr
     )
     debugged = subprocess.run(
-        [*command, "--debug"], capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environment(), check=False
+        [*command, "--debug"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        env=environment(),
+        check=False,
     )
     assert "IdsError" in debugged.stderr
     assert "Traceback" in debugged.stderr

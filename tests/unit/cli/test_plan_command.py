@@ -1,4 +1,5 @@
-"""`lightning-distrec plan`: what it answers, its exit codes, and what it says where something is wrong."""
+"""`lightning-distrec plan`: what it answers, its exit codes, and what it says where something is
+wrong."""
 
 import json
 import resource
@@ -35,7 +36,12 @@ class Huge(pl.LightningModule):
             sizes = {"huge": self.rows, "days": 4_096, "films": 5_000}
             self.bags = EmbeddingBagCollection(
                 tables=[
-                    EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=16, feature_names=[f"of_{name}"])
+                    EmbeddingBagConfig(
+                        name=name,
+                        num_embeddings=rows,
+                        embedding_dim=16,
+                        feature_names=[f"of_{name}"],
+                    )
                     for name, rows in sizes.items()
                 ]
             )
@@ -107,17 +113,21 @@ class NoData(pl.LightningDataModule):
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function of a model and arguments that runs the command; exit code, stdout, stderr."""
+    """Return a function of a model and arguments that runs the command; exit code, stdout,
+    stderr."""
     monkeypatch.chdir(tmp_path)
     for variable in ("INTRA_NODE_BANDWIDTH", "CROSS_NODE_BANDWIDTH", "STORAGE_RESERVE_PERCENT"):
         monkeypatch.delenv(variable, raising=False)
 
-    def run_plan(model: str, *args: str, strategy: Any = "torchrec_sharded", **trainer: Any) -> tuple[int, str, str]:
+    def run_plan(
+        model: str, *args: str, strategy: Any = "torchrec_sharded", **trainer: Any
+    ) -> tuple[int, str, str]:
         package = "tests.unit.cli.test_plan_command."
         config = {
             "model": {"class_path": package + model},
             "data": {"class_path": package + "NoData"},
-            "trainer": {"accelerator": "gpu", "devices": 8, "num_nodes": 4, "strategy": strategy} | trainer,
+            "trainer": {"accelerator": "gpu", "devices": 8, "num_nodes": 4, "strategy": strategy}
+            | trainer,
         }
         Path("job.yaml").write_text(yaml.safe_dump(config))
         capsys.readouterr()
@@ -131,22 +141,32 @@ def _torchrec(**options: Any) -> dict[str, Any]:
     return {"class_path": "lightning_distrec.TorchRecShardedStrategy", "init_args": options}
 
 
-def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(run: Run, tmp_path: Path) -> None:
+def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(
+    run: Run, tmp_path: Path
+) -> None:
     earlier_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    code, text, _ = run("Huge", "--device-memory", "80GB", "--quick", "--json", "--save-plan", "plans/plan.json")
+    code, text, _ = run(
+        "Huge", "--device-memory", "80GB", "--quick", "--json", "--save-plan", "plans/plan.json"
+    )
     report = json.loads(text)
     assert code == 0
     assert report["fits"] is True
     assert report["table_bytes"] == (10**10 + 4_096 + 5_000) * 16 * 4
     assert sum(report["ranks"]["memory_bytes"]) > report["table_bytes"]
     assert max(report["ranks"]["memory_bytes"]) <= 80 * GB * 0.85
-    assert len(report["ranks"]["milliseconds"]) == report["num_nodes"] * report["ranks_per_node"] == 32
+    assert (
+        len(report["ranks"]["milliseconds"]) == report["num_nodes"] * report["ranks_per_node"] == 32
+    )
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - earlier_bytes) * 1024 < GB
     assert load_plan(tmp_path / "plans" / "plan.json").num_ranks == 32
 
 
-def test_an_embedding_of_configure_model_is_planned_with_what_ranks_need_while_they_start(run: Run) -> None:
-    code, text, _ = run("Plain", "--accelerator", "cpu", "--device-memory", "80GB", "--quick", "--json")
+def test_an_embedding_of_configure_model_is_planned_with_what_ranks_need_while_they_start(
+    run: Run,
+) -> None:
+    code, text, _ = run(
+        "Plain", "--accelerator", "cpu", "--device-memory", "80GB", "--quick", "--json"
+    )
     report = json.loads(text)
     full = 10**10 * 16 * 4
     assert (code, report["table_bytes"]) == (0, full)
@@ -154,21 +174,37 @@ def test_an_embedding_of_configure_model_is_planned_with_what_ranks_need_while_t
     assert sum(start["configure_model"]) == full
     assert start["__init__"] == [full + start["configure_model"][0], *[full] * 31]
     _, text, _ = run("Plain", "--accelerator", "cpu", "--device-memory", "80GB", "--quick")
-    words = "rank starts: 18.6 GiB if configure_model builds them; if __init__ does, 614.7 GiB on rank 0, 596.0 GiB on"
-    assert words in " ".join(text.split())
-    assert (report["open_files_per_rank"], report["process_bytes_per_node"]) == (4 * 32 + 256, 8 * 300 << 20)
-    assert (report["sockets_per_node"], report["store_requests_per_rank"]) == (8 * 3 * 32, 25 + 14 * 32)
     words = (
-        "Processes: 2.3 GiB of host memory a node before any data; a rank opens up to 384 files, most of them sockets "
-        "to other ranks (`ulimit -n`), a node 768 sockets; a rank starts with some 473 requests to rank 0's store."
+        "rank starts: 18.6 GiB if configure_model builds them; if __init__ does, 614.7 GiB on "
+        "rank 0, 596.0 GiB on"
+    )
+    assert words in " ".join(text.split())
+    assert (report["open_files_per_rank"], report["process_bytes_per_node"]) == (
+        4 * 32 + 256,
+        8 * 300 << 20,
+    )
+    assert (report["sockets_per_node"], report["store_requests_per_rank"]) == (
+        8 * 3 * 32,
+        25 + 14 * 32,
+    )
+    words = (
+        "Processes: 2.3 GiB of host memory a node before any data; a rank opens up to 384 files, "
+        "most of them sockets "
+        "to other ranks (`ulimit -n`), a node 768 sockets; a rank starts with some 473 requests "
+        "to rank 0's store."
     )
     assert words in " ".join(text.split())
 
 
 def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:
-    for interval, expected in ((1, "gradients of rows at each step"), (100, "averaged once in 100 steps")):
+    for interval, expected in (
+        (1, "gradients of rows at each step"),
+        (100, "averaged once in 100 steps"),
+    ):
         groups = _torchrec(sharding_groups={"size": 16, "sync_interval": interval})
-        code, text, _ = run("Batched", "--device-memory", "80GB", "--save-plan", "plan.json", strategy=groups)
+        code, text, _ = run(
+            "Batched", "--device-memory", "80GB", "--save-plan", "plan.json", strategy=groups
+        )
         assert code == 0
         text = " ".join(text.split())
         assert "on 32 ranks on 4 nodes" in text
@@ -176,7 +212,9 @@ def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:
         assert expected in text
         assert "was not searched for: sharding_groups fixes the ranks" in text
         assert load_plan("plan.json").num_ranks == 16
-    code, _, message = run("Batched", "--device-memory", "80GB", strategy=_torchrec(sharding_groups={"size": 5}))
+    code, _, message = run(
+        "Batched", "--device-memory", "80GB", strategy=_torchrec(sharding_groups={"size": 5})
+    )
     assert code != 0
     assert "size=5 does not divide the 32 ranks" in message
 
@@ -187,19 +225,28 @@ def test_the_batch_size_is_that_of_the_yaml_unless_one_is_given(run: Run) -> Non
         ([], _torchrec(batch_size_per_rank=32), (32, "batch_size_per_rank")),
         (["--batch-size", "7"], "torchrec_sharded", (7, "--batch-size")),
     ):
-        report = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json", *args, strategy=strategy)[1])
+        report = json.loads(
+            run(
+                "Batched", "--device-memory", "80GB", "--quick", "--json", *args, strategy=strategy
+            )[1]
+        )
         assert report["planned_with"][0] == ["examples per rank", str(expected[0]), expected[1]]
         assert report["batch_size_per_rank"] == expected[0]
 
 
-def test_layers_without_tables_count_and_are_reserved_where_they_need_more_than_the_default(run: Run) -> None:
+def test_layers_without_tables_count_and_are_reserved_where_they_need_more_than_the_default(
+    run: Run,
+) -> None:
     report = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json")[1])
-    assert report["ranks"]["dense_bytes"] == 2 * 4 * (4 * 4 + 4)  # parameters and gradients; SGD keeps nothing
+    # parameters and gradients; SGD keeps nothing
+    assert report["ranks"]["dense_bytes"] == 2 * 4 * (4 * 4 + 4)
     parts = report["ranks"]["memory_bytes_by_part"]
     assert sum(map(sum, parts.values())) == sum(report["ranks"]["memory_bytes"])
     code, text, _ = run("Batched", "--device-memory", "500B", "--quick")
     assert code == 1
-    assert "160 B reserved (what layers without tables need, more than 15%)" in " ".join(text.split())
+    assert "160 B reserved (what layers without tables need, more than 15%)" in " ".join(
+        text.split()
+    )
 
 
 def test_the_batch_and_the_nodes_are_as_far_as_plans_go(run: Run) -> None:
@@ -210,16 +257,26 @@ def test_the_batch_and_the_nodes_are_as_far_as_plans_go(run: Run) -> None:
     for flag, edge in (("--batch-size", batch), ("--nodes", nodes)):
         assert run("Huge", "--device-memory", "80GB", "--quick", flag, str(edge["fits"]))[0] == 0
     assert run("Huge", "--device-memory", "80GB", "--quick", "--nodes", "1")[0] == 1
-    code, text, _ = run("Huge", "--device-memory", "80GB", "--quick", "--batch-size", str(batch["does_not_fit"]))
+    code, text, _ = run(
+        "Huge", "--device-memory", "80GB", "--quick", "--batch-size", str(batch["does_not_fit"])
+    )
     assert code == 1
-    assert batch["why_not"] in text.replace("\n", " ").replace("  ", " ") or batch["why_not"][:60] in text
+    assert (
+        batch["why_not"] in text.replace("\n", " ").replace("  ", " ")
+        or batch["why_not"][:60] in text
+    )
 
 
-def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_reported(run: Run) -> None:
-    code, text, error = run("Huge", "--device-memory", "80GB", "--nodes", "1", "--html", "plan.html")
+def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_reported(
+    run: Run,
+) -> None:
+    code, text, error = run(
+        "Huge", "--device-memory", "80GB", "--nodes", "1", "--html", "plan.html"
+    )
     assert code == 1
     assert text.startswith(
-        "DOES NOT FIT: 3 tables of 596.0 GiB on 8 ranks on 1 node, 512 examples per rank\nthe tables do not"
+        "DOES NOT FIT: 3 tables of 596.0 GiB on 8 ranks on 1 node, 512 examples per rank\nthe "
+        "tables do not"
     )
     assert "table 'bags.huge'" in text
     assert "Minimum nodes of 8 ranks: 2; 1 does not fit: table 'bags.huge'" in text
@@ -228,9 +285,13 @@ def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_rep
 
 
 def test_it_prints_one_screen_and_writes_the_page(run: Run) -> None:
-    code, text, _ = run("Huge", "--device-memory", "80GB", "--nodes", "4", "--html", "plan.html", "--quick")
+    code, text, _ = run(
+        "Huge", "--device-memory", "80GB", "--nodes", "4", "--html", "plan.html", "--quick"
+    )
     assert code == 0
-    assert text.startswith("FITS: 3 tables of 596.0 GiB on 32 ranks on 4 nodes, 512 examples per rank")
+    assert text.startswith(
+        "FITS: 3 tables of 596.0 GiB on 32 ranks on 4 nodes, 512 examples per rank"
+    )
     for row in (
         "memory for tables",
         "... rows",
@@ -243,10 +304,18 @@ def test_it_prints_one_screen_and_writes_the_page(run: Run) -> None:
     ):
         assert row in text
     line = " ".join(text.split())
-    assert "Planned with: 512 examples per rank (assumed), 74.5 GiB per rank (--device-memory), 15% reserved" in line
+    assert (
+        "Planned with: 512 examples per rank (assumed), 74.5 GiB per rank (--device-memory), 15% "
+        "reserved" in line
+    )
     assert "one id per example and feature is assumed for 3 tables without pooling_factor" in line
-    assert "15% of a rank is reserved for them and for layers without tables (default), whatever the batch size" in line
-    assert "--quick: the largest batch and the minimum number of nodes were not searched for" in line
+    assert (
+        "15% of a rank is reserved for them and for layers without tables (default), whatever the "
+        "batch size" in line
+    )
+    assert (
+        "--quick: the largest batch and the minimum number of nodes were not searched for" in line
+    )
     assert "3 tables over 32 ranks on 4 nodes: all tables fit" in Path("plan.html").read_text()
 
 
@@ -255,16 +324,30 @@ def test_the_options_of_the_strategy_count_and_those_of_the_command_line_more(ru
         memory_bytes_per_rank=70 * GB,
         batch_size_per_rank=64,
         tables={"huge": {"sharding_types": ["row_wise"], "pooling_factor": 3}},
-        planning={"reserve": "10%", "bandwidths": {"cross_node": "30GB/s", "intra_node": "400GB/s"}},
+        planning={
+            "reserve": "10%",
+            "bandwidths": {"cross_node": "30GB/s", "intra_node": "400GB/s"},
+        },
     )
-    report = json.loads(run("Huge", "--quick", "--json", "--save-plan", "plan.json", strategy=strategy)[1])
+    report = json.loads(
+        run("Huge", "--quick", "--json", "--save-plan", "plan.json", strategy=strategy)[1]
+    )
     origins = {name: (value, origin) for name, value, origin in report["planned_with"]}
     assert (report["batch_size_per_rank"], report["memory_bytes_per_rank"]) == (64, 70 * GB)
     assert origins["reserved for all but tables"] == ("10%", "argument")
     assert origins["cross_node"] == ("30.0 GB/s", "argument")
     assert load_plan("plan.json").tables["bags.huge"].sharding_type == "row_wise"
     assert "one id per example and feature is assumed for 2 tables" in " ".join(report["assumed"])
-    args = ["--batch-size", "128", "--device-memory", "40GB", "--reserve", "5GB", "--bandwidth", "cross_node=25GB/s"]
+    args = [
+        "--batch-size",
+        "128",
+        "--device-memory",
+        "40GB",
+        "--reserve",
+        "5GB",
+        "--bandwidth",
+        "cross_node=25GB/s",
+    ]
     report = json.loads(run("Huge", "--quick", "--json", *args, strategy=strategy)[1])
     origins = {name: (value, origin) for name, value, origin in report["planned_with"]}
     assert (report["batch_size_per_rank"], report["memory_bytes_per_rank"]) == (128, 40 * GB)
@@ -284,9 +367,14 @@ def test_tables_may_lie_in_the_hosts_memory_where_it_is_given_how_much_there_is(
 def test_what_was_assumed_is_reported(run: Run) -> None:
     memory = ("--device-memory", "80GB", "--quick", "--json")
     report = json.loads(run("NeedsTrainer", "--nodes", "8", *memory)[1])
-    assert "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not attached to" in str(report)
+    assert (
+        "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not "
+        "attached to" in str(report)
+    )
     assert sum(report["ranks"]["memory_bytes"]) > 3 * report["table_bytes"]
-    adagrad = _torchrec(table_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}})
+    adagrad = _torchrec(
+        table_optimizer={"class_path": "torchrec.optim.RowWiseAdagrad", "init_args": {"lr": 0.1}}
+    )
     report = json.loads(run("NeedsTrainer", "--nodes", "8", *memory, strategy=adagrad)[1])
     assert "configure_optimizers failed" not in str(report)
     assert sum(report["ranks"]["memory_bytes"]) < 1.1 * report["table_bytes"]
@@ -295,7 +383,9 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
     options = _torchrec(planning={"bandwidths": "measure", "estimate_pooling": 3})
     assumed = str(json.loads(run("Huge", *memory, strategy=options)[1])["assumed"])
     assert "cannot be measured without ranks: torchrec's defaults are used" in assumed
-    assert "planning.estimate_pooling: no data is read, so ids per example are not counted" in assumed
+    assert (
+        "planning.estimate_pooling: no data is read, so ids per example are not counted" in assumed
+    )
     assumed = str(json.loads(run("Huge", *memory, accelerator="auto")[1])["assumed"])
     assert "accelerator: auto is " in assumed
 
@@ -306,13 +396,33 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
         ("Huge", ("--nodes", "0"), "--nodes 0: must be at least 1."),
         ("Huge", ("--devices", "-1"), "--devices -1: must be at least 1."),
         ("Huge", ("--batch-size", "0"), "--batch-size 0: must be at least 1."),
-        ("Huge", (), "plan: this machine has no GPU to ask for its memory. Give it: --device-memory 80GB."),
+        (
+            "Huge",
+            (),
+            "plan: this machine has no GPU to ask for its memory. Give it: --device-memory 80GB.",
+        ),
         ("Huge", ("--device-memory", "80QB"), "--device-memory '80QB': A size above 0 is needed"),
         ("Huge", ("--host-memory", "much"), "--host-memory 'much': A size above 0 is needed"),
-        ("Huge", ("--bandwidth", "25GB/s"), "--bandwidth 25GB/s: a name and a value are needed, such as cross_node=25"),
-        ("Huge", ("--bandwidth", "cross=1GB/s"), "--bandwidth='cross' is not known; did you mean 'cross_node'?"),
-        ("Huge", ("--bandwidth", "cross_node=1Gb/s"), "--bandwidth cross_node=1Gb/s: A bandwidth above 0"),
-        ("Huge", ("--device-memory", "80GB", "--reserve", "15"), "planning.reserve='15' has no unit."),
+        (
+            "Huge",
+            ("--bandwidth", "25GB/s"),
+            "--bandwidth 25GB/s: a name and a value are needed, such as cross_node=25",
+        ),
+        (
+            "Huge",
+            ("--bandwidth", "cross=1GB/s"),
+            "--bandwidth='cross' is not known; did you mean 'cross_node'?",
+        ),
+        (
+            "Huge",
+            ("--bandwidth", "cross_node=1Gb/s"),
+            "--bandwidth cross_node=1Gb/s: A bandwidth above 0",
+        ),
+        (
+            "Huge",
+            ("--device-memory", "80GB", "--reserve", "15"),
+            "planning.reserve='15' has no unit.",
+        ),
         (
             "Layered",
             ("--device-memory", "80GB"),
@@ -321,18 +431,22 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
         (
             "BuiltFromNumbers",
             ("--device-memory", "80GB"),
-            "plan: the module cannot be built on the meta device, where it takes no memory: ReadsNumbers.__init__, "
+            "plan: the module cannot be built on the meta device, where it takes no memory: "
+            "ReadsNumbers.__init__, "
             "test_plan_command.py:",
         ),
         (
             "ConfiguredFromNumbers",
             ("--device-memory", "80GB"),
-            "plan: configure_model of ConfiguredFromNumbers cannot run on the meta device without a Trainer "
+            "plan: configure_model of ConfiguredFromNumbers cannot run on the meta device without "
+            "a Trainer "
             "(ReadsNumbers.__init__, test_plan_command.py:",
         ),
     ],
 )
-def test_what_cannot_be_is_reported_in_one_line(run: Run, model: str, args: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_is_reported_in_one_line(
+    run: Run, model: str, args: tuple[str, ...], message: str
+) -> None:
     code, out, error = run(model, *args)
     assert (code, out) == (2, "")
     last = error.splitlines()[-1]
@@ -342,4 +456,7 @@ def test_what_cannot_be_is_reported_in_one_line(run: Run, model: str, args: tupl
 
 def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan"]) == 2
-    assert "plan: --config is missing. Give it the YAML file that fit would get." in capsys.readouterr().err
+    assert (
+        "plan: --config is missing. Give it the YAML file that fit would get."
+        in capsys.readouterr().err
+    )

@@ -1,4 +1,5 @@
-"""`plan --from-data`: what batches look up is counted, planned by, saved beside the plan and shown on its page."""
+"""`plan --from-data`: what batches look up is counted, planned by, saved beside the plan and shown
+on its page."""
 
 import json
 from pathlib import Path
@@ -23,7 +24,8 @@ BATCH, BATCHES = 32, 5
 
 
 def drawn(number: int) -> dict[str, list[list[int]]]:
-    """Return the bags of a batch, by feature: one id in two of `a` and all of `b` are of hot rows."""
+    """Return the bags of a batch, by feature: one id in two of `a` and all of `b` are of hot
+    rows."""
     draw = np.random.default_rng(number)
     bags_a = [draw.choice([7, int(draw.integers(100_000))], size=4).tolist() for _ in range(BATCH)]
     return {"a": bags_a, "b": [[3]] * BATCH}
@@ -46,7 +48,9 @@ class Data(pl.LightningDataModule):
             {
                 "ids": KeyedJaggedTensor(
                     keys=list(bags),
-                    values=torch.tensor([i for entry in bags.values() for bag in entry for i in bag]),
+                    values=torch.tensor([
+                        i for entry in bags.values() for bag in entry for i in bag
+                    ]),
                     lengths=torch.tensor([len(bag) for entry in bags.values() for bag in entry]),
                 ),
                 "label": torch.ones(BATCH),
@@ -63,9 +67,15 @@ class Clicks(pl.LightningModule):
         super().__init__()
         self.bags = EmbeddingBagCollection(
             tables=[
-                EmbeddingBagConfig(name="many", num_embeddings=200_000, embedding_dim=16, feature_names=["a"]),
-                EmbeddingBagConfig(name="few", num_embeddings=5_000, embedding_dim=16, feature_names=["b"]),
-                EmbeddingBagConfig(name="unseen", num_embeddings=5_000, embedding_dim=16, feature_names=["c"]),
+                EmbeddingBagConfig(
+                    name="many", num_embeddings=200_000, embedding_dim=16, feature_names=["a"]
+                ),
+                EmbeddingBagConfig(
+                    name="few", num_embeddings=5_000, embedding_dim=16, feature_names=["b"]
+                ),
+                EmbeddingBagConfig(
+                    name="unseen", num_embeddings=5_000, embedding_dim=16, feature_names=["c"]
+                ),
             ]
         )
         self.layer = nn.Linear(48, 1)
@@ -93,12 +103,19 @@ def test_a_plan_follows_what_its_batches_look_up(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, text, _ = run(capsys, "--from-data", "3", "--save-plan", "plan.json", "--html", "plan.html", "--json")
+    code, text, _ = run(
+        capsys, "--from-data", "3", "--save-plan", "plan.json", "--html", "plan.html", "--json"
+    )
     actual = json.loads(text)
     assert code == 0
     assert actual["planned_with"][0] == ["examples per rank", str(BATCH), "of the first batch"]
-    assert any("no batch holds the features of bags.unseen by name" in line for line in actual["assumed"])
-    assert any("one id per example and feature is assumed for 1 table without" in line for line in actual["assumed"])
+    assert any(
+        "no batch holds the features of bags.unseen by name" in line for line in actual["assumed"]
+    )
+    assert any(
+        "one id per example and feature is assumed for 1 table without" in line
+        for line in actual["assumed"]
+    )
     assert "ids per example" in Path("plan.html").read_text()
 
 
@@ -109,7 +126,9 @@ def test_data_is_read_only_where_that_is_asked_for_and_a_failure_is_told(
     assert run(capsys, fails=True)[0] == 0
     code, _, error = run(capsys, "--from-data", "2", fails=True)
     assert code == 2
-    assert "--from-data: the data cannot be read (FileNotFoundError: clicks.parquet)" in " ".join(error.split())
+    assert "--from-data: the data cannot be read (FileNotFoundError: clicks.parquet)" in " ".join(
+        error.split()
+    )
     code, _, error = run(capsys, "--from-data", "0")
     assert code == 2
     assert "--from-data 0: must be at least 1" in error
@@ -117,7 +136,9 @@ def test_data_is_read_only_where_that_is_asked_for_and_a_failure_is_told(
 
 def test_rows_that_repeat_make_updates_shorter() -> None:
     def milliseconds(share: float) -> float:
-        constraints = TableConstraints((), False, TableOptions(), bytes_per_element=4.0, distinct_share=share)
+        constraints = TableConstraints(
+            (), False, TableOptions(), bytes_per_element=4.0, distinct_share=share
+        )
         return float(update_milliseconds([(10**6, 64)], constraints, 5000.0, False, 1e6)[0])
 
     every, tenth, almost_every = map(milliseconds, (1.0, 0.1, 0.999))

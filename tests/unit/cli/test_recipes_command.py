@@ -18,14 +18,26 @@ def test_the_list_has_each_recipe_with_its_strategy(capsys: pytest.CaptureFixtur
 
 
 def test_a_recipe_comes_with_all_that_it_imports() -> None:
-    assert set(find_parts(recipes_folder(), "multi_task")) == {"multi_task", "criteo_dlrm", "report.py"}
+    assert set(find_parts(recipes_folder(), "multi_task")) == {
+        "multi_task",
+        "criteo_dlrm",
+        "report.py",
+    }
     assert set(find_parts(recipes_folder(), "two_tower")) == {"two_tower", "movielens", "report.py"}
 
 
-def test_a_copy_is_complete_and_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_is_complete_and_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["recipes", "copy", "sasrec", "--into", str(tmp_path)]) == 0
     assert "lightning-distrec fit --config recipes/sasrec/cpu.yaml" in capsys.readouterr().out
-    for file in ("__init__.py", "report.py", "movielens/folder.py", "sasrec/model.py", "sasrec/cpu.yaml"):
+    for file in (
+        "__init__.py",
+        "report.py",
+        "movielens/folder.py",
+        "sasrec/model.py",
+        "sasrec/cpu.yaml",
+    ):
         assert (tmp_path / "recipes" / file).read_text() == (recipes_folder() / file).read_text()
     assert (tmp_path / "recipes/strategies/ddp_tuned.yaml").is_file()
     assert not list(tmp_path.rglob("__pycache__"))
@@ -46,4 +58,6 @@ def test_the_readme_of_a_copy_has_no_link_to_what_is_not_there(tmp_path: Path) -
 
 def test_an_unknown_name_is_answered_with_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "copy", "twotower"]) == 2
-    assert "recipes copy twotower: there is none; did you mean 'two_tower'?" in capsys.readouterr().err
+    assert (
+        "recipes copy twotower: there is none; did you mean 'two_tower'?" in capsys.readouterr().err
+    )

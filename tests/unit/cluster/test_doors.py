@@ -1,4 +1,5 @@
-"""The ports at which ranks listen, while strangers connect: they may send anything, or nothing. Real sockets."""
+"""The ports at which ranks listen, while strangers connect: they may send anything, or nothing.
+Real sockets."""
 
 import asyncio
 import json
@@ -18,8 +19,20 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from lightning_distrec.cluster.door import MAX_LINE_BYTES, encode_fields, is_signed, open_door, parse_fields, sign
-from lightning_distrec.cluster.introduction import Introduction, answer, find_introduction, listen_at
+from lightning_distrec.cluster.door import (
+    MAX_LINE_BYTES,
+    encode_fields,
+    is_signed,
+    open_door,
+    parse_fields,
+    sign,
+)
+from lightning_distrec.cluster.introduction import (
+    Introduction,
+    answer,
+    find_introduction,
+    listen_at,
+)
 from lightning_distrec.cluster.job_key import KEY_VARIABLE, choose_key
 from lightning_distrec.cluster.rendezvous import MeetingPoint, _Meeting, _Waiting, name_in_store
 from lightning_distrec.cluster.watchdog import Watchdog
@@ -34,12 +47,41 @@ COUNTS = slow_except([500], [500, 10_000])
 NUM_HALF_OPEN = 800
 NESTED = b"[" * 4096 + b"\n"
 NAMES = ("rank", "nonce", "proof", "job", "offer", "port", "num_ranks", "watch")
-VALUES = ("", "\ud800", "x" * 500, "variable", 0, -1, 2**70, 1e308, None, True, [[]], {"nonce": {}}, "\n", "é")
-PIECES = [b"{", b"}", b"[", b'"nonce":', b'"proof":', b'"rank":', b'"x"', b"1e999", b"-1", b"null", b",", b"\n"]
+VALUES = (
+    "",
+    "\ud800",
+    "x" * 500,
+    "variable",
+    0,
+    -1,
+    2**70,
+    1e308,
+    None,
+    True,
+    [[]],
+    {"nonce": {}},
+    "\n",
+    "é",
+)
+PIECES = [
+    b"{",
+    b"}",
+    b"[",
+    b'"nonce":',
+    b'"proof":',
+    b'"rank":',
+    b'"x"',
+    b"1e999",
+    b"-1",
+    b"null",
+    b",",
+    b"\n",
+]
 
 
 def _messages(count: int) -> Iterator[bytes]:
-    """Yield what strangers may send: bytes, pieces of JSON, and lines of JSON with names that are expected."""
+    """Yield what strangers may send: bytes, pieces of JSON, and lines of JSON with names that are
+    expected."""
     random = Random(1)
     for index in range(count):
         if index % 250 == 0:
@@ -70,9 +112,13 @@ def _soon(find: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture
-def _nothing_is_printed(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+def _nothing_is_printed(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> Iterator[None]:
     yield
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR
+    ] == []
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
@@ -88,7 +134,8 @@ def introduction(_nothing_is_printed: None) -> Iterator[int]:
 
 @pytest.fixture
 def hub_port(_nothing_is_printed: None) -> Iterator[int]:
-    """Yield the port at which rank 0's watchdog listens; at the end, it must not have heard of any rank."""
+    """Yield the port at which rank 0's watchdog listens; at the end, it must not have heard of any
+    rank."""
     hub, listener, loop = Hub(SETTINGS), listen_at(HOST, 0, True), asyncio.new_event_loop()
     loop.run_until_complete(open_door(listener, hub.greet, hub.receive))
     thread = Thread(target=loop.run_forever)
@@ -100,7 +147,8 @@ def hub_port(_nothing_is_printed: None) -> Iterator[int]:
 
 
 def _greet_hub(port: int) -> bool | None:
-    """Return whether the hub knows its token, as seen by a rank that proves to have it, too; None: no answer."""
+    """Return whether the hub knows its token, as seen by a rank that proves to have it, too; None:
+    no answer."""
     with socket.create_connection((HOST, port), 5) as connection:
         lines = connection.makefile("rb")
         if not (line := lines.readline()):
@@ -129,7 +177,9 @@ def test_the_store_survives_whatever_strangers_send() -> None:
     assert store.get("key") == b"value"
 
 
-def test_ranks_refuse_whatever_strangers_write_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_refuse_whatever_strangers_write_into_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "a secret")
     monkeypatch.setattr("lightning_distrec.cluster.rendezvous.PAUSE_SECONDS", 0)
     point, waiting = MeetingPoint(HOST, (1,), IDENTITY), _Waiting(10, print, str)
@@ -146,17 +196,23 @@ def test_ranks_refuse_whatever_strangers_write_into_the_store(monkeypatch: pytes
         answer(store, [1])
         with pytest.raises(RendezvousError, match="rank 1 does not have the key of this job"):
             first._check_arrived(store, 1, choose_key(ENVIRON), "nonce")
-        with pytest.raises(RendezvousError, match="does not have the key of this job|names a kind of key"):
+        with pytest.raises(
+            RendezvousError, match="does not have the key of this job|names a kind of key"
+        ):
             _Meeting(point, 1, 2, (), watch, waiting)._arrive(store)
     assert set(ports) <= {0, 1}, "no number of a port beyond the last"
 
 
-def test_what_a_stranger_writes_as_failure_is_one_printable_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_stranger_writes_as_failure_is_one_printable_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "a secret")
     store = HashStore()
     store.set("challenge", json.dumps({"nonce": "x", "offer": "variable", "watch": "no port"}))
     store.set("complete", b"failed: \x1b[2J\xff no\nrank" + b"x" * 100_000)
-    meeting = _Meeting(MeetingPoint(HOST, (1,), IDENTITY), 1, 2, (), lambda port, _: port, _Waiting(10, print, str))
+    meeting = _Meeting(
+        MeetingPoint(HOST, (1,), IDENTITY), 1, 2, (), lambda port, _: port, _Waiting(10, print, str)
+    )
     with pytest.raises(RendezvousError) as refused:
         meeting._arrive(store)
     assert str(refused.value).startswith("?[2J\ufffd no?rankxx")
@@ -169,13 +225,21 @@ def test_a_jobs_name_that_is_none_of_ours_becomes_no_files_name() -> None:
     assert name_in_store(point, 0) == name_in_store(point, 0)
     assert name_in_store(point, 0).startswith("torchrun-")
     store.set("lightning_distrec/job/lightning_distrec/job", "../../x")
-    with pytest.raises(RendezvousError, match="somebody else has written into torchrun's store at 127.0.0.1. Start"):
+    with pytest.raises(
+        RendezvousError, match="somebody else has written into torchrun's store at 127.0.0.1. Start"
+    ):
         name_in_store(point, 0)
 
 
 def test_half_open_connections_keep_no_rank_out(introduction: int, hub_port: int) -> None:
-    strangers = [socket.create_connection((HOST, port)) for port in (introduction, hub_port) for _ in range(400)]
-    strangers += [socket.create_connection((HOST, introduction)) for _ in range(NUM_HALF_OPEN - 400)]
+    strangers = [
+        socket.create_connection((HOST, port))
+        for port in (introduction, hub_port)
+        for _ in range(400)
+    ]
+    strangers += [
+        socket.create_connection((HOST, introduction)) for _ in range(NUM_HALF_OPEN - 400)
+    ]
     assert _soon(lambda: find_introduction(HOST, introduction, IDENTITY, ENVIRON)) == STORE_PORT
     assert _soon(lambda: _greet_hub(hub_port))
     open_strangers = 0
@@ -222,9 +286,14 @@ def _drip(connection: socket.socket) -> None:
 def test_the_watchdogs_token_is_in_no_command_line_and_no_environment() -> None:
     listener = listen_at(HOST, 0, True)
     port, token = listener.getsockname()[1], secrets.token_hex(16)
-    watchdog = Watchdog(Settings(0, os.getpid(), [], HOST, port, listener.fileno(), token, 3.0, 60.0), listener)
+    watchdog = Watchdog(
+        Settings(0, os.getpid(), [], HOST, port, listener.fileno(), token, 3.0, 60.0), listener
+    )
     monitor = Path("/proc", str(watchdog._process.pid))
     _soon(lambda: b"watchdog_monitor" in (monitor / "cmdline").read_bytes() or None)
-    assert token.encode() not in (monitor / "cmdline").read_bytes() + (monitor / "environ").read_bytes()
+    assert (
+        token.encode()
+        not in (monitor / "cmdline").read_bytes() + (monitor / "environ").read_bytes()
+    )
     watchdog.send(is_closed=True)
     assert watchdog._process.wait(60) == 0, "it has read its settings, and ends when it is asked to"

@@ -1,4 +1,5 @@
-"""Threads of a rank, by the CPUs that it and the others on its node were given, and files that it may open."""
+"""Threads of a rank, by the CPUs that it and the others on its node were given, and files that it
+may open."""
 
 import subprocess
 import sys
@@ -25,7 +26,15 @@ def _half(half: int) -> frozenset[int]:
         ([(0, frozenset({3})), (0, frozenset({3}))], [1, 1]),
         ([(0, ALL)] * 40, [1] * 40),
     ],
-    ids=["alone", "shared", "bound apart", "on two nodes", "unequal nodes", "one CPU", "more ranks than CPUs"],
+    ids=[
+        "alone",
+        "shared",
+        "bound apart",
+        "on two nodes",
+        "unequal nodes",
+        "one CPU",
+        "more ranks than CPUs",
+    ],
 )
 def test_ranks_share_the_cpus_they_were_given(ranks, threads):
     assert [num_threads(ranks, rank, {}) for rank in range(len(ranks))] == threads
@@ -53,9 +62,13 @@ for num_ranks, backend in ((186, "gloo"), (187, "gloo"), (372, "nccl"), (373, "c
 
 
 def test_a_rank_may_open_what_the_system_lets_it_and_too_many_ranks_are_refused() -> None:
-    done = subprocess.run([sys.executable, "-c", RESERVE], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RESERVE], capture_output=True, text=True, check=True
+    )
     fits, gloo, nccl, too_many = done.stdout.splitlines()
     assert fits == nccl == "(1000, 1000) 1"
-    assert gloo.startswith("a rank in a job of 187 needs 1004 open files, most of them sockets, and may open 1000.")
+    assert gloo.startswith(
+        "a rank in a job of 187 needs 1004 open files, most of them sockets, and may open 1000."
+    )
     assert "`ulimit -n 1004`" in gloo
     assert too_many.startswith("a rank in a job of 373 needs 1002 open files")

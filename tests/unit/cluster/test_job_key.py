@@ -20,14 +20,19 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _agree(key: JobKey, other: JobKey) -> bool:
-    return other.is_signed(key.sign("a", 1), "a", 1) and not other.is_signed(key.sign("a", 1), "a", 2)
+    return other.is_signed(key.sign("a", 1), "a", 1) and not other.is_signed(
+        key.sign("a", 1), "a", 2
+    )
 
 
 def test_the_variable_is_the_key_of_those_that_have_it() -> None:
     key = choose_key({KEY_VARIABLE: "one"})
     assert _agree(key, find_key(key.offer, {KEY_VARIABLE: "one"}))
     assert not _agree(key, find_key(key.offer, {KEY_VARIABLE: "two"}))
-    with pytest.raises(RendezvousError, match=f"rank 0 has {KEY_VARIABLE} in its environment, and this rank has not"):
+    with pytest.raises(
+        RendezvousError,
+        match=f"rank 0 has {KEY_VARIABLE} in its environment, and this rank has not",
+    ):
         find_key(key.offer, {})
     assert "one" not in f"{key}{key.offer}"
 
@@ -61,5 +66,7 @@ def test_without_a_home_the_file_is_on_this_machine_and_without_that_the_variabl
     assert choose_key({}).origin.startswith(str(tmp_path / "tmp"))
     (tmp_path / "tmp").rename(tmp_path / "gone")
     (tmp_path / "tmp").write_text("not a folder")
-    with pytest.raises(RendezvousError, match=rf"no place for the key .*Set {KEY_VARIABLE} to the same secret text"):
+    with pytest.raises(
+        RendezvousError, match=rf"no place for the key .*Set {KEY_VARIABLE} to the same secret text"
+    ):
         choose_key({})

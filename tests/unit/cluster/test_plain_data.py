@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 from lightning_distrec.cluster.plain_data import from_bytes, to_bytes
 from lightning_distrec.sharding.planning.table_options import TableOptions
 
-KEYS = st.one_of(st.text(), st.integers(), st.booleans(), st.none(), st.tuples(st.text(), st.integers()))
+KEYS = st.one_of(
+    st.text(), st.integers(), st.booleans(), st.none(), st.tuples(st.text(), st.integers())
+)
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary()
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
         st.dictionaries(KEYS, inner, max_size=4),
@@ -76,7 +80,9 @@ class _Stranger:
 
 
 @pytest.mark.parametrize(
-    "value", [object(), _Stranger("x"), print, lambda: None, 1j], ids=lambda value: type(value).__name__
+    "value",
+    [object(), _Stranger("x"), print, lambda: None, 1j],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_sent_raises_before_anything_is_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot be sent to other ranks"):
@@ -96,17 +102,52 @@ class _Runs:
 @pytest.mark.parametrize(
     "crafted",
     [
-        {"type": "dataclass", "class": ["subprocess", "Popen"], "fields": {"args": ["touch", "ran"]}},
-        {"type": "dataclass", "class": ["lightning_distrec.cluster.plain_data", "Path"], "fields": {}},
-        {"type": "dataclass", "class": ["lightning_distrec.cluster.slurm", "requeue"], "fields": {}},
-        {"type": "dataclass", "class": ["lightning_distrec.cluster.slurm", "subprocess.Popen"], "fields": {}},
-        {"type": "dataclass", "class": ["lightning_distrec.strategies", "TorchRecShardedStrategy"], "fields": {}},
+        {
+            "type": "dataclass",
+            "class": ["subprocess", "Popen"],
+            "fields": {"args": ["touch", "ran"]},
+        },
+        {
+            "type": "dataclass",
+            "class": ["lightning_distrec.cluster.plain_data", "Path"],
+            "fields": {},
+        },
+        {
+            "type": "dataclass",
+            "class": ["lightning_distrec.cluster.slurm", "requeue"],
+            "fields": {},
+        },
+        {
+            "type": "dataclass",
+            "class": ["lightning_distrec.cluster.slurm", "subprocess.Popen"],
+            "fields": {},
+        },
+        {
+            "type": "dataclass",
+            "class": ["lightning_distrec.strategies", "TorchRecShardedStrategy"],
+            "fields": {},
+        },
         {"type": "enum", "class": ["signal", "Signals"], "name": "SIGKILL"},
         {"type": "dtype", "name": "hub"},
         {"type": "dtype", "name": "load"},
-        {"type": "tensor", "dtype": "float32", "shape": [2**40], "values": {"type": "bytes", "base64": ""}},
-        {"type": "tensor", "dtype": "int64", "shape": [2], "values": {"type": "bytes", "base64": "AA=="}},
-        {"type": "array", "dtype": "O", "shape": [1], "values": {"type": "bytes", "base64": "AAAAAAAAAAA="}},
+        {
+            "type": "tensor",
+            "dtype": "float32",
+            "shape": [2**40],
+            "values": {"type": "bytes", "base64": ""},
+        },
+        {
+            "type": "tensor",
+            "dtype": "int64",
+            "shape": [2],
+            "values": {"type": "bytes", "base64": "AA=="},
+        },
+        {
+            "type": "array",
+            "dtype": "O",
+            "shape": [1],
+            "values": {"type": "bytes", "base64": "AAAAAAAAAAA="},
+        },
         {"type": "reduce"},
         {},
     ],

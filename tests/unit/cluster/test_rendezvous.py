@@ -1,4 +1,5 @@
-"""Ranks find those of their own job, and say whom they wait for. Real sockets and stores; ranks are threads here."""
+"""Ranks find those of their own job, and say whom they wait for. Real sockets and stores; ranks are
+threads here."""
 
 import json
 import socket
@@ -53,7 +54,9 @@ def _run(*calls: Callable[[], Any]) -> list[Any]:
     return outcomes
 
 
-def _rank(point: MeetingPoint, rank: int, num_ranks: int, lines: list[str], seconds: float = 10) -> Callable[[], str]:
+def _rank(
+    point: MeetingPoint, rank: int, num_ranks: int, lines: list[str], seconds: float = 10
+) -> Callable[[], str]:
     nodes = [f"node{rank}" for rank in range(num_ranks)]
 
     def arrive() -> str:
@@ -91,8 +94,12 @@ def test_an_earlier_attempt_that_still_listens_is_passed_by(point: MeetingPoint)
     assert isinstance(outcomes[0], RendezvousError)
 
 
-@pytest.mark.parametrize("greeting", [b"", b"220 mail server ready\n", b"\xff\xfe\n"], ids=["silent", "text", "bytes"])
-def test_whoever_else_listens_at_the_port_is_passed_by(point: MeetingPoint, greeting: bytes) -> None:
+@pytest.mark.parametrize(
+    "greeting", [b"", b"220 mail server ready\n", b"\xff\xfe\n"], ids=["silent", "text", "bytes"]
+)
+def test_whoever_else_listens_at_the_port_is_passed_by(
+    point: MeetingPoint, greeting: bytes
+) -> None:
     with socket.create_server(("", point.ports[0])) as foreign:
         foreign.settimeout(0.1)
         ended, connections = threading.Event(), []
@@ -132,8 +139,9 @@ def test_a_rank_that_is_missing_is_named_on_all(point: MeetingPoint) -> None:
 def test_why_nobody_else_may_come_is_told_where_nobody_has_come(point: MeetingPoint) -> None:
     hinted = replace(point, hint=" (unset LOCAL_RANK)")
     (failure,) = _run(_rank(hinted, 0, 3, [], seconds=0.5))
-    assert "1 of 3 ranks arrived at 127.0.0.1; waiting for rank 1 on node1, rank 2 on node2 (unset LOCAL" in str(
-        failure
+    assert (
+        "1 of 3 ranks arrived at 127.0.0.1; waiting for rank 1 on node1, rank 2 on node2 (unset "
+        "LOCAL" in str(failure)
     )
     (lost,) = _run(_rank(hinted, 1, 3, [], seconds=0.5))
     assert "(unset LOCAL_RANK): not within 0.5 s" in str(lost)
@@ -144,7 +152,9 @@ def test_why_nobody_else_may_come_is_told_where_nobody_has_come(point: MeetingPo
 def test_a_missing_first_rank_is_reported_by_the_others(point: MeetingPoint) -> None:
     lines: list[str] = []
     (outcome,) = _run(_rank(point, 1, 2, lines, seconds=1))
-    assert str(outcome).startswith(f"waiting for rank 0 at 127.0.0.1, port {point.ports[0]} and 2 others: not within")
+    assert str(outcome).startswith(
+        f"waiting for rank 0 at 127.0.0.1, port {point.ports[0]} and 2 others: not within"
+    )
     assert lines
 
 
@@ -206,9 +216,13 @@ def test_a_stranger_learns_neither_the_job_nor_where_its_store_is(
     assert _run(_rank(point, 0, 2, lines), late, ask)[:2] == ["job 1.0"] * 2
     keys = [sorted(json.loads(line)) for lines in learned for line in lines.splitlines()]
     hello = ["job", "nonce", "offer"]
-    assert keys == [hello, hello, [], hello, []], "an empty answer to a wrong proof, and none to none"
+    assert keys == [hello, hello, [], hello, []], (
+        "an empty answer to a wrong proof, and none to none"
+    )
     assert all(b"job 1.0" not in lines and b"secret" not in lines for lines in learned)
-    refused = "refused a process at 127.0.0.1, which asked for the ranks of this job without its key."
+    refused = (
+        "refused a process at 127.0.0.1, which asked for the ranks of this job without its key."
+    )
     assert lines == [refused], "once for each address"
 
 
@@ -217,7 +231,9 @@ def test_a_rank_with_another_key_is_refused_and_says_what_to_set(
 ) -> None:
     set_key("a secret")
     outcomes: list[Any] = []
-    thread = threading.Thread(target=lambda: outcomes.extend(_run(_rank(point, 0, 2, [], seconds=2))))
+    thread = threading.Thread(
+        target=lambda: outcomes.extend(_run(_rank(point, 0, 2, [], seconds=2)))
+    )
     thread.start()
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -240,7 +256,9 @@ def _other_than(earlier_attempt: str, job_store: PrefixStore) -> str:
     return job_store.get("latest").decode()
 
 
-def test_attempts_in_a_launchers_store_do_not_meet_what_is_left_of_earlier_ones(point: MeetingPoint) -> None:
+def test_attempts_in_a_launchers_store_do_not_meet_what_is_left_of_earlier_ones(
+    point: MeetingPoint,
+) -> None:
     """Also where one of the ranks comes first, as that of a node that was replaced may."""
     agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
     hosted = replace(point, ports=point.ports[:1], is_hosted=True)
@@ -255,7 +273,9 @@ def test_attempts_in_a_launchers_store_do_not_meet_what_is_left_of_earlier_ones(
     assert _other_than(earlier_attempt, PrefixStore(hosted.identity, agent)) != earlier_attempt
 
 
-@pytest.mark.parametrize("late_seconds", [0, 1], ids=["together", "the other rank after the refusal"])
+@pytest.mark.parametrize(
+    "late_seconds", [0, 1], ids=["together", "the other rank after the refusal"]
+)
 def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
     point: MeetingPoint, set_key: Callable[[str], None], late_seconds: float
 ) -> None:
@@ -268,7 +288,8 @@ def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
         latest = _other_than("", job_store)
         place = PrefixStore(latest, agent)
         place.set("arrived/1", json.dumps({"num_ranks": 3, "nonce": "x", "proof": "0" * 64}))
-        place.wait(["challenge"])  # set after the list of arrivals, which the stranger would begin anew
+        # set after the list of arrivals, which the stranger would begin anew
+        place.wait(["challenge"])
         place.append("arrivals", "1 ")
 
     def last() -> Any:
@@ -279,7 +300,10 @@ def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
     thread.start()
     outcomes = _run(_rank(hosted, 0, 3, []), last)
     thread.join()
-    expected = f"rank 1 does not have the key of this job, which rank 0 has from {KEY_VARIABLE}. Set {KEY_VARIABLE}"
+    expected = (
+        f"rank 1 does not have the key of this job, which rank 0 has from {KEY_VARIABLE}. "
+        f"Set {KEY_VARIABLE}"
+    )
     assert all(str(outcome).startswith(expected) for outcome in outcomes), outcomes
 
 
@@ -310,8 +334,12 @@ def test_on_one_node_nothing_listens_beyond_the_address_that_ranks_use(point: Me
     """127.0.0.2 reaches what listens at all interfaces, and not what listens at 127.0.0.1."""
     assert _reaches("127.0.0.2", listen_at("0.0.0.0", 0, one_node=False))
     assert not _reaches("127.0.0.2", listen_at("127.0.0.1", 0, one_node=True))
-    assert _reaches("127.0.0.2", listen_at("127.0.0.1", 0, one_node=False)), "other nodes do not reach a loopback"
-    assert _reaches("127.0.0.2", listen_at("203.0.113.1", 0, one_node=False)), "an address of a router"
+    assert _reaches("127.0.0.2", listen_at("127.0.0.1", 0, one_node=False)), (
+        "other nodes do not reach a loopback"
+    )
+    assert _reaches("127.0.0.2", listen_at("203.0.113.1", 0, one_node=False)), (
+        "an address of a router"
+    )
     assert not _reaches("127.0.0.1", listen_at("127.0.0.3", 0, one_node=True))
 
 
@@ -328,7 +356,12 @@ def test_a_rank_whose_launching_process_is_gone_waits_for_nobody(point: MeetingP
     began = time.monotonic()
     lines: list[str] = []
     (outcome,) = _run(
-        _rank(replace(point, find_loss=lambda: "the process that started this rank is gone"), 1, 2, lines)
+        _rank(
+            replace(point, find_loss=lambda: "the process that started this rank is gone"),
+            1,
+            2,
+            lines,
+        )
     )
     assert [str(outcome)] == lines == ["the process that started this rank is gone"]
     assert time.monotonic() - began < 5

@@ -1,11 +1,18 @@
-"""What a process is in Slurm, by the variables that Slurm 22.05 was seen to set; tests/cluster asks the real one."""
+"""What a process is in Slurm, by the variables that Slurm 22.05 was seen to set; tests/cluster asks
+the real one."""
 
 from typing import Any
 
 import pytest
 
 from lightning_distrec.cluster import slurm
-from lightning_distrec.cluster.slurm import expand_counts, expand_hosts, in_step, read_srun, refuse_lone_script
+from lightning_distrec.cluster.slurm import (
+    expand_counts,
+    expand_hosts,
+    in_step,
+    read_srun,
+    refuse_lone_script,
+)
 from lightning_distrec.errors import ConfigError
 
 Variables = dict[str, str]
@@ -35,21 +42,44 @@ def _task(rank: int = 0, **changes: Any) -> Variables:
 
 def _alone(**changes: Any) -> Variables:
     """Return the variables of `srun -n1`."""
-    fields = {"STEP_NODELIST": "node1", "STEP_NUM_NODES": 1, "STEP_NUM_TASKS": 1, "STEP_TASKS_PER_NODE": "1"}
-    return _task(**(fields | {"NNODES": 1, "NTASKS": 1, "TASKS_PER_NODE": "1", "GTIDS": "0"} | changes))
+    fields = {
+        "STEP_NODELIST": "node1",
+        "STEP_NUM_NODES": 1,
+        "STEP_NUM_TASKS": 1,
+        "STEP_TASKS_PER_NODE": "1",
+    }
+    return _task(
+        **(fields | {"NNODES": 1, "NTASKS": 1, "TASKS_PER_NODE": "1", "GTIDS": "0"} | changes)
+    )
 
 
-STEP = dict.fromkeys(("STEP_ID", "STEP_NODELIST", "STEP_NUM_NODES", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE"))
+STEP = dict.fromkeys((
+    "STEP_ID",
+    "STEP_NODELIST",
+    "STEP_NUM_NODES",
+    "STEP_NUM_TASKS",
+    "STEP_TASKS_PER_NODE",
+))
 NO_TASKS: dict[str, Variables] = {
     "no Slurm": {},
     "a batch script": _task(**STEP, GTIDS="0"),
     "a shell of salloc": _task(**STEP, GTIDS=None, PROCID=None, LOCALID=None, NODEID=None),
     "an interactive step": _task(
-        STEP_ID=4294967290, STEP_NODELIST="node1", STEP_NUM_TASKS=1, STEP_TASKS_PER_NODE="1", NTASKS=4, GTIDS="0"
+        STEP_ID=4294967290,
+        STEP_NODELIST="node1",
+        STEP_NUM_TASKS=1,
+        STEP_TASKS_PER_NODE="1",
+        NTASKS=4,
+        GTIDS="0",
     ),
     "srun --pty bash": _alone(PTY_PORT=40375),
     "a script submitted in a step of other numbers": _task(
-        STEP_NODELIST="node1", STEP_NUM_NODES=1, STEP_NUM_TASKS=2, STEP_TASKS_PER_NODE="2", GTIDS="0", NTASKS=2
+        STEP_NODELIST="node1",
+        STEP_NUM_NODES=1,
+        STEP_NUM_TASKS=2,
+        STEP_TASKS_PER_NODE="2",
+        GTIDS="0",
+        NTASKS=2,
     ),
     "a script submitted in a step of the same numbers": _task(GTIDS="0"),
 }
@@ -70,8 +100,14 @@ def _names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_names")
 def test_a_task_is_recognised_by_its_step() -> None:
     launched = [read_srun(_task(rank)) for rank in range(3)]
-    assert [(task.rank, task.num_ranks, task.local_rank) for task in launched] == [(0, 3, 0), (1, 3, 1), (2, 3, 0)]
-    assert [(task.node, task.num_nodes, task.local_num_ranks) for task in launched] == [(0, 2, 2)] * 2 + [(1, 2, 1)]
+    assert [(task.rank, task.num_ranks, task.local_rank) for task in launched] == [
+        (0, 3, 0),
+        (1, 3, 1),
+        (2, 3, 0),
+    ]
+    assert [(task.node, task.num_nodes, task.local_num_ranks) for task in launched] == [
+        (0, 2, 2)
+    ] * 2 + [(1, 2, 1)]
     assert {task.nodes for task in launched} == {("node1", "node1", "node2")}
     assert len({task.point for task in launched}) == 1
     assert launched[0].point.host == "node1.address"
@@ -127,7 +163,8 @@ def test_only_scripts_of_several_nodes_must_use_srun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("short", "long"), [("2", [2]), ("2(x3)", [2, 2, 2]), ("3,1", [3, 1]), ("4(x2),1,2(x2)", [4, 4, 1, 2, 2])]
+    ("short", "long"),
+    [("2", [2]), ("2(x3)", [2, 2, 2]), ("3,1", [3, 1]), ("4(x2),1,2(x2)", [4, 4, 1, 2, 2])],
 )
 def test_counts(short: str, long: list[int]) -> None:
     assert expand_counts(short) == long
@@ -154,11 +191,19 @@ def test_host_lists_are_expanded(nodelist: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"STEP_NODELIST": "node1", "NODELIST": "node1"}, r"SLURM_STEP_NODELIST=node1, SLURM_STEP_TASKS_PER_NODE=2,1 "),
-        ({"STEP_TASKS_PER_NODE": "3", "TASKS_PER_NODE": "3"}, r"LIST=node\[1-2\], SLURM_STEP_TASKS_PER_NODE=3 "),
+        (
+            {"STEP_NODELIST": "node1", "NODELIST": "node1"},
+            r"SLURM_STEP_NODELIST=node1, SLURM_STEP_TASKS_PER_NODE=2,1 ",
+        ),
+        (
+            {"STEP_TASKS_PER_NODE": "3", "TASKS_PER_NODE": "3"},
+            r"LIST=node\[1-2\], SLURM_STEP_TASKS_PER_NODE=3 ",
+        ),
         ({"NODEID": 2}, r"SLURM_NODEID=2 .*srun"),
     ],
 )
-def test_lists_of_nodes_that_do_not_fit_are_refused_with_their_values(changes: Variables, message: str) -> None:
+def test_lists_of_nodes_that_do_not_fit_are_refused_with_their_values(
+    changes: Variables, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         read_srun(_task(**changes))

@@ -1,4 +1,5 @@
-"""What rank 0's process makes of what it hears of the ranks, and what a rank says of its own failures."""
+"""What rank 0's process makes of what it hears of the ranks, and what a rank says of its own
+failures."""
 
 import _thread
 import asyncio
@@ -40,7 +41,9 @@ SETTINGS = Settings(0, 1, ["a", "a", "b"], "127.0.0.1", 0, None, "a secret", 3.0
 RUNS = [RankState(rank, started=1, location="x.py:1", progress="batch 1") for rank in range(3)]
 
 
-async def _connect(port: int, rank: int, token: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(
+    port: int, rank: int, token: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     proof = sign(token.encode(), "rank", rank, (await read_fields(reader))["nonce"], "drawn")
     writer.write(encode_fields({"rank": rank, "nonce": "drawn", "proof": proof}))
@@ -50,12 +53,17 @@ async def _connect(port: int, rank: int, token: str) -> tuple[asyncio.StreamRead
     return reader, writer
 
 
-async def _receive(states: list[RankState], num_ticks: int, token: str, ranks: list[int] | None = None) -> HubMessage:
-    """Return what the hub says last to the rank of the first state. ranks: as which the states' senders connect."""
+async def _receive(
+    states: list[RankState], num_ticks: int, token: str, ranks: list[int] | None = None
+) -> HubMessage:
+    """Return what the hub says last to the rank of the first state. ranks: as which the states'
+    senders connect."""
     hub, listener = Hub(SETTINGS), socket.create_server(("127.0.0.1", 0))
     await open_door(listener, hub.greet, hub.receive)
     port = listener.getsockname()[1]
-    connections = [await _connect(port, rank, token) for rank in ranks or [state.rank for state in states]]
+    connections = [
+        await _connect(port, rank, token) for rank in ranks or [state.rank for state in states]
+    ]
     for (_, writer), state in zip(connections, states, strict=True):
         writer.write(encode_line(state))
     reader, writer = connections[0]
@@ -90,12 +98,22 @@ ENDED = [replace(state, ended=1) for state in RUNS]
 CASES = {
     "all run": (RUNS, ""),
     "one is gone": ([*RUNS[:2], replace(RUNS[2], is_gone=True)], "rank 2 on b has died"),
-    "one is gone, and the others do not need it": ([*ENDED[:2], replace(ENDED[2], is_gone=True)], ""),
+    "one is gone, and the others do not need it": (
+        [*ENDED[:2], replace(ENDED[2], is_gone=True)],
+        "",
+    ),
     "one has left between two runs, the others go on": (
-        [replace(RUNS[0], started=2, ended=1), replace(RUNS[1], started=2, ended=1), replace(ENDED[2], is_gone=True)],
+        [
+            replace(RUNS[0], started=2, ended=1),
+            replace(RUNS[1], started=2, ended=1),
+            replace(ENDED[2], is_gone=True),
+        ],
         "rank 2 on b has died",
     ),
-    "one is stopped": ([RUNS[0], replace(RUNS[1], is_stopped=True), RUNS[2]], "rank 1 on a has been stopped for 3 s"),
+    "one is stopped": (
+        [RUNS[0], replace(RUNS[1], is_stopped=True), RUNS[2]],
+        "rank 1 on a has been stopped for 3 s",
+    ),
     "one is stopped between two runs": ([*ENDED[:2], replace(ENDED[2], is_stopped=True)], ""),
     "one has failed": (
         [RUNS[0], RUNS[1], replace(RUNS[2], failed=1, failure="ValueError: no")],
@@ -115,7 +133,11 @@ CASES = {
         "rank 2 on b has died",
     ),
     "one has failed, another repeats that and is gone": (
-        [RUNS[0], replace(RUNS[1], failed=1, is_gone=True), replace(RUNS[2], failed=1, failure="ValueError: no")],
+        [
+            RUNS[0],
+            replace(RUNS[1], failed=1, is_gone=True),
+            replace(RUNS[2], failed=1, failure="ValueError: no"),
+        ],
         "rank 2 on b failed: ValueError: no",
     ),
     "one goes on with another run after a failure that it caught": (
@@ -123,7 +145,13 @@ CASES = {
         "rank 0 on a failed: ValueError: no",
     ),
     "one was stopped, and ended for it, as another was": (
-        [RUNS[0], *(replace(state, killed_for="rank 2 on b has been stopped", is_gone=True) for state in RUNS[1:])],
+        [
+            RUNS[0],
+            *(
+                replace(state, killed_for="rank 2 on b has been stopped", is_gone=True)
+                for state in RUNS[1:]
+            ),
+        ],
         "rank 2 on b has been stopped",
     ),
     "all but one have ended after a collective that it did not make": (
@@ -131,16 +159,26 @@ CASES = {
         "rank 1 on a has ended after a failed collective",
     ),
     "all wait, each for the others": (
-        [replace(state, is_stuck=True, progress=f"exchanges {min(state.rank, 1)}") for state in RUNS],
-        "ranks wait in different exchanges for 60 s: rank 0 on a: exchanges 0, x.py:1; ranks 1, 2: exchanges 1, x.py:1",
+        [
+            replace(state, is_stuck=True, progress=f"exchanges {min(state.rank, 1)}")
+            for state in RUNS
+        ],
+        "ranks wait in different exchanges for 60 s: rank 0 on a: exchanges 0, x.py:1; ranks 1, "
+        "2: exchanges 1, x.py:1",
     ),
     "all wait in one exchange": ([replace(state, is_stuck=True) for state in RUNS], ""),
     "one takes long, and the others wait for it": (
         [*(replace(state, is_stuck=True, progress="exchanges 1") for state in RUNS[:2]), RUNS[2]],
         "",
     ),
-    "one whose collective has failed has not ended yet": ([*RUNS[:2], replace(RUNS[2], failed=1)], ""),
-    "one is not watched any more": ([*RUNS[:2], replace(RUNS[2], is_closed=True, is_gone=True)], ""),
+    "one whose collective has failed has not ended yet": (
+        [*RUNS[:2], replace(RUNS[2], failed=1)],
+        "",
+    ),
+    "one is not watched any more": (
+        [*RUNS[:2], replace(RUNS[2], is_closed=True, is_gone=True)],
+        "",
+    ),
 }
 
 
@@ -152,9 +190,15 @@ CASES_OF_LEAVING = {
         [*LEAVING[:2], replace(LEAVING[2], failure="ValueError: no", is_gone=True)],
         "rank 2 on b failed: ValueError: no",
     ),
-    "one has failed and is leaving too": ([*LEAVING[:2], replace(LEAVING[2], failure="ValueError: no")], ""),
+    "one has failed and is leaving too": (
+        [*LEAVING[:2], replace(LEAVING[2], failure="ValueError: no")],
+        "",
+    ),
     "one is gone, and the others have left": (
-        [*(replace(state, is_leaving=False) for state in LEAVING[:2]), replace(RUNS[2], is_gone=True)],
+        [
+            *(replace(state, is_leaving=False) for state in LEAVING[:2]),
+            replace(RUNS[2], is_gone=True),
+        ],
         "",
     ),
 }
@@ -185,7 +229,11 @@ def test_who_is_silent_for_longer_than_the_limit_holds_the_others_up() -> None:
 
 
 def test_where_ranks_are_is_told_when_one_asks() -> None:
-    parted = [replace(RUNS[0], is_asking=True), RUNS[1], replace(RUNS[2], location="y.py:7 in f (all_reduce)")]
+    parted = [
+        replace(RUNS[0], is_asking=True),
+        RUNS[1],
+        replace(RUNS[2], location="y.py:7 in f (all_reduce)"),
+    ]
     assert asyncio.run(_receive(parted, 1, SETTINGS.token)).locations == (
         "ranks 0, 1: batch 1, x.py:1; rank 2 on b: batch 1, y.py:7 in f (all_reduce)"
     )
@@ -193,7 +241,8 @@ def test_where_ranks_are_is_told_when_one_asks() -> None:
 
 
 async def _write_before_reading() -> str:
-    """Return the verdict of a hub that is busy while a rank dies, and whose next two messages come before it reads."""
+    """Return the verdict of a hub that is busy while a rank dies, and whose next two messages come
+    before it reads."""
     hub, listener = Hub(SETTINGS), socket.create_server(("127.0.0.1", 0))
     await open_door(listener, hub.greet, hub.receive)
     port = listener.getsockname()[1]
@@ -240,14 +289,21 @@ def test_a_stranger_is_not_listened_to() -> None:
 
 def test_a_rank_is_believed_of_itself_alone() -> None:
     states = [RUNS[0], replace(RUNS[1], is_gone=True)]
-    assert asyncio.run(_receive(states, 1, SETTINGS.token)).verdict.startswith("rank 1 on a has died")
+    assert asyncio.run(_receive(states, 1, SETTINGS.token)).verdict.startswith(
+        "rank 1 on a has died"
+    )
     assert asyncio.run(_receive(states, 1, SETTINGS.token, ranks=[0, 2])) == HubMessage()
 
 
 @pytest.mark.parametrize(
     ("failure", "is_it"),
     [
-        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (
+            RuntimeError(
+                "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+            ),
+            True,
+        ),
         (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("NCCL communicator was aborted on rank 1"), True),
         (DistNetworkError("The client socket has timed out"), True),
@@ -272,7 +328,9 @@ def test_a_place_is_the_users_own_line_and_what_it_called_there() -> None:
     json.dumps({}, cls=lambda **_: type("Encoder", (), {"encode": look})())
     (location,) = seen
     assert location.startswith("test_watchdog.py:")
-    assert location.endswith("in test_a_place_is_the_users_own_line_and_what_it_called_there (dumps)")
+    assert location.endswith(
+        "in test_a_place_is_the_users_own_line_and_what_it_called_there (dumps)"
+    )
 
 
 def test_a_main_thread_that_just_enters_a_function_is_not_taken_for_one_that_waits() -> None:
@@ -282,7 +340,8 @@ def test_a_main_thread_that_just_enters_a_function_is_not_taken_for_one_that_wai
     def enter() -> None:
         lock.acquire()
 
-    enter.__code__ = enter.__code__.replace(co_linetable=b"")  # a frame without a line, as Python has it on entry
+    # a frame without a line, as Python has it on entry
+    enter.__code__ = enter.__code__.replace(co_linetable=b"")
     (thread := threading.Thread(target=enter)).start()
     watchdog = cast(Watchdog, SimpleNamespace(_main=thread.ident, _progress=None))
     assert sys._current_frames()[cast(int, thread.ident)].f_lineno is None
@@ -292,7 +351,8 @@ def test_a_main_thread_that_just_enters_a_function_is_not_taken_for_one_that_wai
 
 
 async def _seconds_until_stuck(answer: Callable[[int], dict[str, object]]) -> float | None:
-    """Return how long a rank waits until its process takes it for stuck; None: not within five times the limit.
+    """Return how long a rank waits until its process takes it for stuck; None: not within five
+    times the limit.
 
     answer: returns what the rank answers when its process asks.
     """
@@ -317,11 +377,14 @@ def test_a_rank_is_stuck_where_it_waits_at_one_place_and_nowhere_else() -> None:
     assert seconds(lambda _: waits) == 6 * TICK_SECONDS
     assert seconds(lambda tick: waits | {"place": tick}) is None
     assert seconds(lambda _: {"is_waiting": False, "place": 7}) is None
-    assert seconds(lambda tick: waits if tick < 4 else {}) is None, "it holds the interpreter, and does not answer"
+    assert seconds(lambda tick: waits if tick < 4 else {}) is None, (
+        "it holds the interpreter, and does not answer"
+    )
 
 
 def _look_at(run: Callable[[threading.Event], object]) -> tuple[set[bool], int]:
-    """Run something that ends with an event, and look at it. Return whether it waits, and at how many places it was.
+    """Run something that ends with an event, and look at it. Return whether it waits, and at how
+    many places it was.
 
     This thread runs it, and another one looks.
     """
@@ -424,7 +487,9 @@ def test_what_runs_in_backward_on_a_gpu_is_work() -> None:
 
     # Not those of pytest's workers, which are not of the threading module either.
     see, others = sys._current_frames, sys._current_frames().keys() - {threading.get_ident()}
-    own = patch.object(sys, "_current_frames", lambda: {i: f for i, f in see().items() if i not in others})
+    own = patch.object(
+        sys, "_current_frames", lambda: {i: f for i, f in see().items() if i not in others}
+    )
     with own, patch.object(torch.cuda, "is_initialized", lambda: True):
         assert _look_at(lambda event: run(event, None)) == ({True}, 1)
         assert _look_at(lambda event: run(event, compute)) == ({False}, 1)

@@ -46,7 +46,8 @@ def columns() -> Columns:
 
 
 def test_hashes_are_those_of_every_version_and_machine() -> None:
-    # Fixed values: served folders and checkpoints depend on them. SplitMix64's first output of seed 0 is public.
+    # Fixed values: served folders and checkpoints depend on them. SplitMix64's first output of seed
+    # 0 is public.
     assert int(mix(np.array([0x9E3779B97F4A7C15], dtype=np.uint64))[0]) == 0xE220A8397B1DCDAF
     texts = pack(["", "a", "42", "u123", "Zürich", "x" * 9, True, None])
     assert hash_texts(texts, 0).tolist() == [
@@ -74,7 +75,9 @@ def test_hashes_are_those_of_every_version_and_machine() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.text(max_size=30)), max_size=40), st.integers(0, 3))
-def test_texts_are_hashed_alike_by_arrow_by_lists_in_slices_and_in_dictionaries(texts: list, start: int) -> None:
+def test_texts_are_hashed_alike_by_arrow_by_lists_in_slices_and_in_dictionaries(
+    texts: list, start: int
+) -> None:
     expected = hash_texts(pack(texts[start:]), 5)
     array = pa.array(texts, pa.string())
     for values in (array.slice(start), array.cast(pa.large_string()).slice(start)):
@@ -94,10 +97,17 @@ def test_a_missing_value_of_a_dictionary_is_in_no_vocabulary() -> None:
 
 def test_integers_and_booleans_are_hashed_as_their_texts_and_other_numbers_refused() -> None:
     columns = Columns({"a": Hash(rows=2**32)}).fit([pa.table({"a": ["text"]})])
-    by_type = [columns({"a": values})["ids"].values().tolist() for values in ([42, -1], ["42", "-1"])]
+    by_type = [
+        columns({"a": values})["ids"].values().tolist() for values in ([42, -1], ["42", "-1"])
+    ]
     assert by_type[0] == by_type[1]
-    assert columns({"a": [True]})["ids"].values().tolist() == columns({"a": ["true"]})["ids"].values().tolist()
-    with pytest.raises(DataError, match=r"column 'a' has the type double: hash needs texts, integers or booleans"):
+    assert (
+        columns({"a": [True]})["ids"].values().tolist()
+        == columns({"a": ["true"]})["ids"].values().tolist()
+    )
+    with pytest.raises(
+        DataError, match=r"column 'a' has the type double: hash needs texts, integers or booleans"
+    ):
         Columns({"a": Hash(rows=9)}).fit([pa.table({"a": [1.5]})])
 
 
@@ -136,7 +146,10 @@ def test_numbers_are_standardized_after_their_logarithm_in_float32(columns: Colu
 
 
 def test_rows_of_json_have_the_batchs_tensors_bit_for_bit(columns: Columns) -> None:
-    rows = [{name: values[number] for name, values in ROWS.items() if name != "clicked"} for number in range(5)]
+    rows = [
+        {name: values[number] for name, values in ROWS.items() if name != "clicked"}
+        for number in range(5)
+    ]
     encoder = Encoder(json.loads(json.dumps(columns.to_plain())))
     arrays, batch = encoder.arrays_of_rows(json.loads(json.dumps(rows))), columns(ROWS)
     assert np.array_equal(arrays["ids.values"], batch["ids"].values())
@@ -160,14 +173,18 @@ def test_rows_of_json_have_the_batchs_tensors_bit_for_bit(columns: Columns) -> N
 def test_a_mapping_comes_back_from_json(columns: Columns) -> None:
     again = Columns.from_plain(json.loads(json.dumps(columns.to_plain())))
     assert again.to_plain() == columns.to_plain()
-    assert {name: feature.plain(name) for name, feature in again.features.items()} == columns.to_plain()["features"]
+    assert {
+        name: feature.plain(name) for name, feature in again.features.items()
+    } == columns.to_plain()["features"]
     assert again.tables == columns.tables
     assert torch.equal(again(ROWS)["ids"].values(), columns(ROWS)["ids"].values())
 
 
 def test_some_of_the_features_map_alone_as_with_the_others(columns: Columns) -> None:
     names = ["tags", "price", "price_range", "user_in_city"]
-    batch = (some := columns.select(names))({column: ROWS[column] for column in ("tags", "price", "user", "city")})
+    batch = (some := columns.select(names))({
+        column: ROWS[column] for column in ("tags", "price", "user", "city")
+    })
     all_ids, ids = columns(ROWS)["ids"].to_dict(), batch["ids"].to_dict()
     assert list(ids) == ["tags", "price_range", "user_in_city"]
     assert all(torch.equal(bag.values(), all_ids[name].values()) for name, bag in ids.items())
@@ -187,7 +204,10 @@ def test_padded_batches_have_the_ids_of_jagged_ones(columns: Columns) -> None:
 
 
 def test_a_table_may_have_the_name_of_a_number() -> None:
-    features = {"a": Number(log=True, standardize=True), "b": Bucketize(column="a", quantiles=2, table="a")}
+    features = {
+        "a": Number(log=True, standardize=True),
+        "b": Bucketize(column="a", quantiles=2, table="a"),
+    }
     plain = Columns(features).fit([pa.table({"a": [0.0, 10.0, 1000.0]})]).to_plain()
     logarithms = np.log1p([0, 10, 1000])
     assert plain["moments"]["a"] == pytest.approx([logarithms.mean(), logarithms.std()])
@@ -196,7 +216,10 @@ def test_a_table_may_have_the_name_of_a_number() -> None:
 
 def test_fits_over_many_tables_are_those_of_one() -> None:
     draw = np.random.default_rng(0)
-    frame = pd.DataFrame({"x": draw.lognormal(size=30_000), "w": draw.zipf(1.5, 30_000).astype(str)})
+    frame = pd.DataFrame({
+        "x": draw.lognormal(size=30_000),
+        "w": draw.zipf(1.5, 30_000).astype(str),
+    })
     frame.loc[::7, "x"] = None
     features = {
         "x": Number(standardize=True),
@@ -205,7 +228,9 @@ def test_fits_over_many_tables_are_those_of_one() -> None:
     }
     table = pa.Table.from_pandas(frame)
     one = Columns(features).fit([table]).to_plain()
-    many = Columns(features).fit(table.slice(start, 300) for start in range(0, 30_000, 300)).to_plain()
+    many = (
+        Columns(features).fit(table.slice(start, 300) for start in range(0, 30_000, 300)).to_plain()
+    )
     assert many["vocabularies"] == one["vocabularies"]
     assert many["boundaries"] == one["boundaries"]
     assert many["moments"]["x"] == pytest.approx([frame["x"].mean(), frame["x"].std(ddof=0)])
@@ -216,7 +241,10 @@ def test_fits_over_many_tables_are_those_of_one() -> None:
 @pytest.mark.parametrize(
     ("feature", "message"),
     [
-        ({"kind": "hsh", "rows": 9}, r"'a' has kind='hsh': use one of hash, .*; did you mean 'hash'"),
+        (
+            {"kind": "hsh", "rows": 9},
+            r"'a' has kind='hsh': use one of hash, .*; did you mean 'hash'",
+        ),
         ({"kind": "hash", "row": 9}, r"'a' \(hash\) has no 'row'; did you mean 'rows'"),
         ({"kind": "hash"}, r"'a' \(hash\) needs 'rows'"),
         ({"kind": "hash", "rows": 1}, "'a': rows=1: a table needs 2 to"),
@@ -227,7 +255,10 @@ def test_fits_over_many_tables_are_those_of_one() -> None:
         ({"kind": "number", "separator": ","}, "separator=','"),
         ({"kind": "cross", "of": ["a"], "rows": 9}, "name two or more"),
         ("hash", "write a dict such as"),
-        ({"kind": "time", "part": "year"}, "'a': time: part='year': use one of hour, weekday, day, or the kind age"),
+        (
+            {"kind": "time", "part": "year"},
+            "'a': time: part='year': use one of hour, weekday, day, or the kind age",
+        ),
         ({"kind": "age", "until": "now"}, "'a': age: until='now' is no time: Invalid isoformat"),
     ],
 )
@@ -259,27 +290,61 @@ def test_features_that_cannot_be_together_are_refused() -> None:
         ({"a": Number(max_length=2)}, {"a": [1]}, "max_length is for lists"),
         ({"a": Hash(rows=9, max_length=2, separator=" ")}, {"a": [1]}, "max_length is for lists"),
         ({"a": Hash(rows=9, required=True)}, {"a": ["x", None]}, "'a' has required=True"),
-        ({"a": Number(required=True)}, {"a": [1.0, None]}, "column 'a': a value is missing, the first in row 1"),
-        ({"a": Vocabulary(rows=9, max_length=2)}, {"a": [[["x"]]]}, "lists of lists; write one list for each row"),
-        ({"a": Number(standardize=True)}, {"a": [2**53 + 1]}, r"'a': .*; use hash .* for ids, or write numbers as fl"),
-        ({"a": Number(max_length=2)}, {"a": [[1.0, 2.0], [float("inf")]]}, "'a': inf in row 1 is no finite number in"),
-        ({"a": Number(standardize=True)}, {"a": [1.0, 1e300]}, r"'a': 1e\+300 in row 1 is no finite number in 32 bits"),
-        ({"a": Bucketize(quantiles=2)}, {"a": [1.0, float("-inf")]}, "'a': -inf in row 1 is no finite number"),
-        ({"a": Hash(rows=9)}, {"a": ["x" * 40_000]}, "'a': a text has 40000 bytes, and the most is 32768"),
+        (
+            {"a": Number(required=True)},
+            {"a": [1.0, None]},
+            "column 'a': a value is missing, the first in row 1",
+        ),
+        (
+            {"a": Vocabulary(rows=9, max_length=2)},
+            {"a": [[["x"]]]},
+            "lists of lists; write one list for each row",
+        ),
+        (
+            {"a": Number(standardize=True)},
+            {"a": [2**53 + 1]},
+            r"'a': .*; use hash .* for ids, or write numbers as fl",
+        ),
+        (
+            {"a": Number(max_length=2)},
+            {"a": [[1.0, 2.0], [float("inf")]]},
+            "'a': inf in row 1 is no finite number in",
+        ),
+        (
+            {"a": Number(standardize=True)},
+            {"a": [1.0, 1e300]},
+            r"'a': 1e\+300 in row 1 is no finite number in 32 bits",
+        ),
+        (
+            {"a": Bucketize(quantiles=2)},
+            {"a": [1.0, float("-inf")]},
+            "'a': -inf in row 1 is no finite number",
+        ),
+        (
+            {"a": Hash(rows=9)},
+            {"a": ["x" * 40_000]},
+            "'a': a text has 40000 bytes, and the most is 32768",
+        ),
         ({"a": Vocabulary(rows=9)}, {"a": ["x" * 40_000]}, "vocabulary: a text has 40000 bytes"),
     ],
 )
-def test_data_that_does_not_fit_is_refused_by_column(features: dict, table: dict, message: str) -> None:
+def test_data_that_does_not_fit_is_refused_by_column(
+    features: dict, table: dict, message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         Columns(features).fit([pa.table(table)])(pa.table(table))
 
 
 def test_a_missing_label_is_an_error_and_labels_may_be_several() -> None:
-    columns = Columns({"a": Number()}, ["x", "y"]).fit([pa.table({"a": [1.0, 2.0], "x": [0, 1], "y": [1, 1]})])
+    columns = Columns({"a": Number()}, ["x", "y"]).fit([
+        pa.table({"a": [1.0, 2.0], "x": [0, 1], "y": [1, 1]})
+    ])
     assert columns({"a": [1.0], "x": [0], "y": [1]})["label"].tolist() == [[0, 1]]
     assert "label" not in columns({"a": [1.0]})
     for label in (None, float("inf")):
-        with pytest.raises(DataError, match="column 'y': a label is missing, or not finite in 32 bits, .* in row 0"):
+        with pytest.raises(
+            DataError, match="column 'y': a label is missing, or not finite in 32 bits, .* in row 0"
+        ):
             columns({"a": [1.0], "x": [0], "y": [label]})
 
 
@@ -291,7 +356,9 @@ def test_two_columns_of_one_name_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
 @pytest.mark.parametrize("form", ["jagged", "padded"])
-def test_numbers_of_each_type_are_in_serving_what_they_are_in_training(kind: pa.DataType, form: str) -> None:
+def test_numbers_of_each_type_are_in_serving_what_they_are_in_training(
+    kind: pa.DataType, form: str
+) -> None:
     values = [1 / 3, 0.1, None, -1e-8, 60_001.0]
     features = {
         "number": Number(column="x", log=True, standardize=True),
@@ -302,7 +369,8 @@ def test_numbers_of_each_type_are_in_serving_what_they_are_in_training(kind: pa.
     encoder = Encoder(json.loads(json.dumps(columns.to_plain())))
     served = encoder.arrays_of_rows([{"x": value} for value in values])
     trained = columns.tensors(columns.encode(table), 5)
-    # A file of another type, such as that of validation, has the numbers that the training data would have.
+    # A file of another type, such as that of validation, has the numbers that the training data
+    # would have.
     other = columns.tensors(columns.encode(pa.table({"x": values})), 5)
     for name, tensor in trained.items():
         assert np.array_equal(tensor.numpy(), served[name]), name
@@ -320,7 +388,9 @@ def test_texts_of_numbers_are_in_serving_what_they_are_in_training() -> None:
     served = columns.encoder.arrays_of_rows([{"x": text} for text in texts])
     assert all(np.array_equal(tensor.numpy(), served[name]) for name, tensor in trained.items())
     for text in ("1||2", "1| 2", "1_0", "x"):
-        with pytest.raises(ValueError, match="column 'x': ('.*' is no number|could not convert string to float)"):
+        with pytest.raises(
+            ValueError, match="column 'x': ('.*' is no number|could not convert string to float)"
+        ):
             columns.encoder.arrays_of_rows([{"x": text}])
         with pytest.raises(DataError, match="column 'x': Failed to parse string"):
             columns({"x": [text]})
@@ -333,7 +403,9 @@ def test_times_of_all_types_are_in_serving_what_they_are_in_training() -> None:
         "hour": Time(column="at", part="hour"),
         "weekday": Time(column="at", part="weekday"),
         "day": Time(column="at", part="day"),
-        "age": Age(column="at", until="2024-03-01T12:00:00+02:00", log=True, standardize=True, missing=-1.0),
+        "age": Age(
+            column="at", until="2024-03-01T12:00:00+02:00", log=True, standardize=True, missing=-1.0
+        ),
     }
     moments = [
         datetime(2024, 2, 29, 23, 59, 59, 999_999, tzinfo=timezone.utc),
@@ -365,12 +437,18 @@ def test_times_of_all_types_are_in_serving_what_they_are_in_training() -> None:
         table = pa.table({"at": values})
         columns = Columns(features, form="padded").fit([table])
         trained = columns.tensors(columns.encode(table), 4)
-        served = Encoder(json.loads(json.dumps(columns.to_plain()))).arrays_of_rows([{"at": value} for value in raw])
-        assert all(np.array_equal(tensor.numpy(), served[name]) for name, tensor in trained.items()), values.type
+        served = Encoder(json.loads(json.dumps(columns.to_plain()))).arrays_of_rows([
+            {"at": value} for value in raw
+        ])
+        assert all(
+            np.array_equal(tensor.numpy(), served[name]) for name, tensor in trained.items()
+        ), values.type
         if not pa.types.is_date(values.type):
             assert {name: trained[name].tolist() for name in expected} == expected
     assert [columns.tables[name].rows for name in expected] == [25, 8, 32]
-    with pytest.raises(DataError, match=r"'at': 1.7e\+12 is no time: write seconds since 1970, or ISO texts"):
+    with pytest.raises(
+        DataError, match=r"'at': 1.7e\+12 is no time: write seconds since 1970, or ISO texts"
+    ):
         columns({"at": [1.7e12]})
     with pytest.raises(ValueError, match="column 'at': Invalid isoformat string: 'yesterday'"):
         columns.encoder.arrays_of_rows([{"at": "yesterday"}])
@@ -379,9 +457,13 @@ def test_times_of_all_types_are_in_serving_what_they_are_in_training() -> None:
 def test_each_group_of_features_is_a_jagged_tensor_of_its_own() -> None:
     groups = {"user": "people", "friends": "people", "tags": "things", "visits": None}
     grouped = {
-        name: feature | ({"group": groups[name]} if groups.get(name) else {}) for name, feature in FEATURES.items()
+        name: feature | ({"group": groups[name]} if groups.get(name) else {})
+        for name, feature in FEATURES.items()
     }
-    columns, plain = Columns(grouped, "clicked").fit([pa.table(ROWS)]), Columns(FEATURES).fit([pa.table(ROWS)])
+    columns, plain = (
+        Columns(grouped, "clicked").fit([pa.table(ROWS)]),
+        Columns(FEATURES).fit([pa.table(ROWS)]),
+    )
     batch, expected = columns(ROWS), plain(ROWS)["ids"].to_dict()
     assert batch["people"].keys() == ["user", "friends"]
     assert batch["things"].keys() == ["tags"]
@@ -390,7 +472,10 @@ def test_each_group_of_features_is_a_jagged_tensor_of_its_own() -> None:
         for name, jagged in batch[group].to_dict().items():
             assert torch.equal(jagged.values(), expected[name].values())
             assert torch.equal(jagged.lengths(), expected[name].lengths())
-    rows = [{name: values[number] for name, values in ROWS.items() if name != "clicked"} for number in range(5)]
+    rows = [
+        {name: values[number] for name, values in ROWS.items() if name != "clicked"}
+        for number in range(5)
+    ]
     served = Encoder(json.loads(json.dumps(columns.to_plain()))).arrays_of_rows(rows)
     assert np.array_equal(served["people.values"], batch["people"].values())
     assert np.array_equal(served["things.lengths"], batch["things"].lengths())
@@ -398,5 +483,7 @@ def test_each_group_of_features_is_a_jagged_tensor_of_its_own() -> None:
         ({"a": Hash(rows=9, group="b"), "b": Number()}, "jagged"),
         ({"a": Hash(rows=9, group="g")}, "padded"),
     ):
-        with pytest.raises(ConfigError, match="group=.*: groups are KeyedJaggedTensors of form='jagged'"):
+        with pytest.raises(
+            ConfigError, match="group=.*: groups are KeyedJaggedTensors of form='jagged'"
+        ):
             Columns(features, form=form)  # type: ignore[arg-type]

@@ -45,7 +45,8 @@ def test_ranks_and_workers_share_out_all_rows_and_others_what_remains(data: st.D
     assert min(sizes) >= 1
     assert max(sizes) <= shares.batch_size
     assert sorted(set(flat(batches))) == list(range(num_rows))
-    # A rank repeats a row only where batches have one each, and it has one fewer than there are batches.
+    # A rank repeats a row only where batches have one each, and it has one fewer than there are
+    # batches.
     repeats = len(flat(batches)) - num_rows
     assert repeats == 0 or (repeats < shares.num_ranks and shares.batch_size == 1)
     num_done = draw(0, shares.num_batches)
@@ -61,14 +62,22 @@ def test_ranks_and_workers_share_out_all_rows_and_others_what_remains(data: st.D
 
 
 def frame() -> pd.DataFrame:
-    return pd.DataFrame({"row": np.arange(ROWS, dtype=np.float64), "user": [f"u{row}" for row in range(ROWS)], "y": 0})
+    return pd.DataFrame({
+        "row": np.arange(ROWS, dtype=np.float64),
+        "user": [f"u{row}" for row in range(ROWS)],
+        "y": 0,
+    })
 
 
 def data_in(folder: Path, **options: object) -> ColumnData:
     parquet.write_table(pa.Table.from_pandas(frame()), folder / "rows.parquet", row_group_size=90)
     options = {"batch_size": 32, "buffer_rows": 200, **options}
     data = ColumnData(
-        str(folder), {"row": Number(), "user": Hash(rows=50)}, "y", cache_dir=str(folder / "cache"), **options
+        str(folder),
+        {"row": Number(), "user": Hash(rows=50)},
+        "y",
+        cache_dir=str(folder / "cache"),
+        **options,
     )
     data.prepare_data()
     data.setup()
@@ -80,7 +89,9 @@ def rows_of(batches: object) -> list[int]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_has_each_row_once_in_an_order_of_its_own(tmp_path: Path, num_workers: int) -> None:
+def test_an_epoch_has_each_row_once_in_an_order_of_its_own(
+    tmp_path: Path, num_workers: int
+) -> None:
     loader = data_in(tmp_path, num_workers=num_workers).train_dataloader()
     orders = []
     for epoch in range(2):
@@ -136,7 +147,9 @@ def test_too_few_rows_for_the_ranks_are_an_error() -> None:
         RowSampler(RowOrder([3], shuffle=True, seed=1, buffer_rows=9), 4, 0, 1, 8)
 
 
-def test_a_position_saved_before_the_first_batch_of_a_resumed_run_is_where_that_began(tmp_path: Path) -> None:
+def test_a_position_saved_before_the_first_batch_of_a_resumed_run_is_where_that_began(
+    tmp_path: Path,
+) -> None:
     batches = iter(first := data_in(tmp_path, batch_size=5).train_dataloader())
     seen, state = rows_of([next(batches)]), first.state_dict()
     for _ in range(2):  # as many batches are left as an epoch has

@@ -1,4 +1,5 @@
-"""Files, folders, text, stores and tables give the same rows; what is wrong is an error that says where."""
+"""Files, folders, text, stores and tables give the same rows; what is wrong is an error that says
+where."""
 
 import os
 import subprocess
@@ -51,14 +52,18 @@ def batch_of(source: object, cache: Path, **options: object) -> dict[str, torch.
     return {**batch, "values": ids.values(), "lengths": ids.lengths()}
 
 
-def test_all_sources_of_the_same_rows_give_the_same_batch(frame: pd.DataFrame, tmp_path: Path) -> None:
+def test_all_sources_of_the_same_rows_give_the_same_batch(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
     expected = batch_of(frame, tmp_path)
     assert (expected["values"] == 0).any()
     table = pa.Table.from_pandas(frame, preserve_index=False)
     folder = tmp_path / "parts"
     folder.mkdir()
     for number in range(5):
-        parquet.write_table(table.slice(100 * number, 100), folder / f"{number}.parquet", row_group_size=40)
+        parquet.write_table(
+            table.slice(100 * number, 100), folder / f"{number}.parquet", row_group_size=40
+        )
     frame.to_csv(tmp_path / "rows.csv", index=False)
     frame.to_csv(tmp_path / "rows.tsv.gz", index=False, header=False, sep="\t")
     store = fsspec.filesystem("memory")
@@ -72,7 +77,10 @@ def test_all_sources_of_the_same_rows_give_the_same_batch(frame: pd.DataFrame, t
         "glob": (str(folder / "*.parquet"), {}),
         "list": ([str(folder / f"{number}.parquet") for number in range(5)], {}),
         "csv": (str(tmp_path / "rows.csv"), {}),
-        "without a header": (str(tmp_path / "rows.tsv.gz"), {"delimiter": "\t", "column_names": list(frame)}),
+        "without a header": (
+            str(tmp_path / "rows.tsv.gz"),
+            {"delimiter": "\t", "column_names": list(frame)},
+        ),
         "glob in a store": ("memory://bucket/*.parquet", {}),
         "folder in a store": ("memory://bucket/parts", {}),
         "url": (folder.as_uri(), {}),
@@ -93,12 +101,21 @@ def test_files_in_a_bucket_give_the_rows_of_the_table(
     server.start()
     try:
         host, port = server.get_host_and_port()
-        for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", "us-east-1")):
+        for name, value in (
+            ("ACCESS_KEY_ID", "a"),
+            ("SECRET_ACCESS_KEY", "b"),
+            ("DEFAULT_REGION", "us-east-1"),
+        ):
             monkeypatch.setenv(f"AWS_{name}", value)
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         store, _ = fs.FileSystem.from_uri("s3://bucket/?allow_bucket_creation=true")
         store.create_dir("bucket")
-        parquet.write_table(pa.Table.from_pandas(frame), "bucket/day/0.parquet", filesystem=store, row_group_size=200)
+        parquet.write_table(
+            pa.Table.from_pandas(frame),
+            "bucket/day/0.parquet",
+            filesystem=store,
+            row_group_size=200,
+        )
         with store.open_output_stream("bucket/rows.csv") as file:
             file.write(frame.to_csv(index=False).encode())
         expected = batch_of(frame, tmp_path)
@@ -106,15 +123,22 @@ def test_files_in_a_bucket_give_the_rows_of_the_table(
             for num_workers in (0, 1):
                 actual = batch_of(source, tmp_path / "cache", num_workers=num_workers)
                 for part, tensor in expected.items():
-                    assert torch.allclose(actual[part].double(), tensor.double(), atol=1e-6), (source, part)
-        (data := ColumnData("s3://bucket/none.parquet", FEATURES, cache_dir=str(tmp_path))).prepare_data()
+                    assert torch.allclose(actual[part].double(), tensor.double(), atol=1e-6), (
+                        source,
+                        part,
+                    )
+        (
+            data := ColumnData("s3://bucket/none.parquet", FEATURES, cache_dir=str(tmp_path))
+        ).prepare_data()
         with pytest.raises(DataError, match="none.parquet: there is no such file"):
             data.setup()
     finally:
         server.stop()
 
 
-def test_features_are_fitted_once_and_again_when_the_data_changes(frame: pd.DataFrame, tmp_path: Path) -> None:
+def test_features_are_fitted_once_and_again_when_the_data_changes(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
     file, cache = tmp_path / "rows.parquet", tmp_path / "cache"
     frame.to_parquet(file)
     data_of(str(file), cache)
@@ -127,7 +151,9 @@ def test_features_are_fitted_once_and_again_when_the_data_changes(frame: pd.Data
     assert len(list(cache.glob("*.json"))) == 2
 
 
-def test_a_checkpoints_features_replace_those_of_the_data(frame: pd.DataFrame, tmp_path: Path) -> None:
+def test_a_checkpoints_features_replace_those_of_the_data(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
     state = data_of(frame, tmp_path).state_dict()
     other = data_of(frame.assign(city="Rom"), tmp_path)
     other.load_state_dict(state)
@@ -137,11 +163,16 @@ def test_a_checkpoints_features_replace_those_of_the_data(frame: pd.DataFrame, t
         changed.load_state_dict(state)
 
 
-def test_predictions_need_no_labels_and_no_training_data(frame: pd.DataFrame, tmp_path: Path) -> None:
+def test_predictions_need_no_labels_and_no_training_data(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
     state = data_of(frame, tmp_path).state_dict()
     frame.drop(columns="y").to_parquet(tmp_path / "new.parquet")
     data = ColumnData(
-        features=FEATURES, label="y", predict=str(tmp_path / "new.parquet"), cache_dir=str(tmp_path / "c")
+        features=FEATURES,
+        label="y",
+        predict=str(tmp_path / "new.parquet"),
+        cache_dir=str(tmp_path / "c"),
     )
     data.prepare_data()
     data.setup("predict")
@@ -185,7 +216,9 @@ def test_a_bad_file_is_named_before_training_by_every_rank(
     frame: pd.DataFrame, tmp_path: Path, kind: str, message: str
 ) -> None:
     (tmp_path / "in").mkdir()
-    data = ColumnData(str(broken(tmp_path / "in", frame, kind)), FEATURES, "y", cache_dir=str(tmp_path))
+    data = ColumnData(
+        str(broken(tmp_path / "in", frame, kind)), FEATURES, "y", cache_dir=str(tmp_path)
+    )
     data.prepare_data()
     for _ in range(2):  # ranks that did not prepare
         with pytest.raises(DataError, match=message):
@@ -199,7 +232,9 @@ def write_unnoticed(file: Path, content: bytes) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_a_file_that_changes_after_its_rows_were_counted_is_an_error(frame: pd.DataFrame, tmp_path: Path) -> None:
+def test_a_file_that_changes_after_its_rows_were_counted_is_an_error(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
     for number in range(4):
         frame.to_parquet(tmp_path / f"{number}.parquet")
     for change in (frame.head(90), pd.concat([frame, frame]), None):
@@ -209,7 +244,8 @@ def test_a_file_that_changes_after_its_rows_were_counted_is_an_error(frame: pd.D
         if change is not None:
             change.to_parquet(file)
         with pytest.raises(
-            DataError, match=r"2\.parquet, row group 0, the file has changed since its rows were counted"
+            DataError,
+            match=r"2\.parquet, row group 0, the file has changed since its rows were counted",
         ):
             list(data.train_dataloader())
         frame.to_parquet(file)
@@ -226,12 +262,15 @@ def test_a_number_that_cannot_be_fitted_is_named_by_file_row_group_row_and_colum
     frame.loc[307, "price"] = np.inf
     parquet.write_table(pa.Table.from_pandas(frame), tmp_path / "rows.parquet", row_group_size=100)
     with pytest.raises(
-        DataError, match=r"rows\.parquet, row group 3, column 'price': inf in row 7 is no finite number"
+        DataError,
+        match=r"rows\.parquet, row group 3, column 'price': inf in row 7 is no finite number",
     ):
         data_of(str(tmp_path / "rows.parquet"), tmp_path)
 
 
-def test_line_breaks_in_quotes_cut_no_row_in_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_breaks_in_quotes_cut_no_row_in_any_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightning_distrec.data.row_groups.CSV_BLOCK_BYTES", 4096)
     users = [f"u{number}" for number in range(900)]
     lines = "".join(f'{user},"good\nreally, nice {user}",1\n' for user in users)
@@ -246,10 +285,16 @@ def test_line_breaks_in_quotes_cut_no_row_in_any_block(tmp_path: Path, monkeypat
         assert set(users) <= set(data.columns.to_plain()["vocabularies"]["user"])
 
 
-def test_bad_bytes_and_values_are_named_by_file_row_group_and_column(frame: pd.DataFrame, tmp_path: Path) -> None:
+def test_bad_bytes_and_values_are_named_by_file_row_group_and_column(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
     file = tmp_path / "rows.parquet"
     parquet.write_table(
-        pa.Table.from_pandas(frame), file, row_group_size=100, compression="snappy", use_dictionary=False
+        pa.Table.from_pandas(frame),
+        file,
+        row_group_size=100,
+        compression="snappy",
+        use_dictionary=False,
     )
     data = data_of(str(file), tmp_path / "cache")
     column = parquet.ParquetFile(file).metadata.row_group(2).column(0)
@@ -261,16 +306,22 @@ def test_bad_bytes_and_values_are_named_by_file_row_group_and_column(frame: pd.D
     required = {**FEATURES, "city": Vocabulary(rows=5, required=True)}
     bad = ColumnData(frame, required, "y")
     bad.setup()
-    with pytest.raises(DataError, match="the table, row group 0, column .*'city' has required=True"):
+    with pytest.raises(
+        DataError, match="the table, row group 0, column .*'city' has required=True"
+    ):
         list(bad.train_dataloader())
 
 
-def test_a_label_out_of_range_is_an_error_before_training(frame: pd.DataFrame, tmp_path: Path) -> None:
+def test_a_label_out_of_range_is_an_error_before_training(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
     wrong = frame.assign(y=frame["y"].where(frame.index != 450, -1.5))
     parquet.write_table(pa.Table.from_pandas(wrong), tmp_path / "rows.parquet", row_group_size=100)
     data_of(str(tmp_path / "rows.parquet"), tmp_path)  # any number, unless a range is set
     for source in (wrong, str(tmp_path / "rows.parquet")):
-        with pytest.raises(DataError, match="column 'y' has the label -1.5, which label_range excludes: 0 to 1"):
+        with pytest.raises(
+            DataError, match="column 'y' has the label -1.5, which label_range excludes: 0 to 1"
+        ):
             data_of(source, tmp_path, label_range=[0, 1], val=0.2)
     data = ColumnData(frame, FEATURES, "y", predict=wrong.drop(columns="y"), label_range=[0, 1])
     data.setup()
@@ -292,8 +343,12 @@ def test_impossible_sources_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_pyarrow_the_room_names_what_to_install() -> None:
-    code = "import importlib.util as u; u.find_spec = lambda name: None\nimport lightning_distrec.data"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    code = (
+        "import importlib.util as u; u.find_spec = lambda name: None\nimport lightning_distrec.data"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
+    )
     assert "lightning_distrec.data needs the package pyarrow" in done.stderr
 
 
@@ -302,14 +357,19 @@ def test_kept_columns_are_those_of_text_and_tables_too(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("row,note\n1,a\n2,\n")
     for source in (table, str(tmp_path / "rows.csv")):
         features = {"row": Number()}
-        data = ColumnData(predict=source, features=features, keep=["note"], cache_dir=str(tmp_path / "cache"))
+        data = ColumnData(
+            predict=source, features=features, keep=["note"], cache_dir=str(tmp_path / "cache")
+        )
         data.prepare_data()
         data.setup("predict")
         assert data.predict_dataloader().dataset.kept_columns().to_pydict() == {"note": ["a", None]}
-        data = ColumnData(predict=source, features=features, keep=["other"], cache_dir=str(tmp_path))
+        data = ColumnData(
+            predict=source, features=features, keep=["other"], cache_dir=str(tmp_path)
+        )
         data.prepare_data()
         with pytest.raises(
-            DataError, match="there is no column 'other'|Column 'other' in include_columns does not exist"
+            DataError,
+            match="there is no column 'other'|Column 'other' in include_columns does not exist",
         ):
             data.setup()
     with pytest.raises(ConfigError, match="keep=.*: its columns are those of predict"):

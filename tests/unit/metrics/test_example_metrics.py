@@ -1,4 +1,5 @@
-"""Metrics of predictions and labels are those of torchmetrics, torchrec.metrics and plain formulas."""
+"""Metrics of predictions and labels are those of torchmetrics, torchrec.metrics and plain
+formulas."""
 
 import math
 from typing import Any
@@ -26,7 +27,9 @@ from lightning_distrec.metrics.click_metrics import running_sums
 from lightning_distrec.metrics.retrieval import NDCGAtK
 
 
-def examples(number: int = 400, users: int = 30, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def examples(
+    number: int = 400, users: int = 30, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return probabilities (many are equal), labels, users and weights."""
     draw = torch.Generator().manual_seed(seed)
     preds = torch.randint(1, 40, (number,), generator=draw) / 41
@@ -47,7 +50,9 @@ def plain_gauc(preds: Tensor, labels: Tensor, users: Tensor, weighting: str = "e
     masks = [users == user for user in users.unique()]
     masks = [mask for mask in masks if len(labels[mask].unique()) == 2]
     aucs = [float(binary_auroc(preds[mask], labels[mask].long())) for mask in masks]
-    return float(np.average(aucs, weights=[int(m.sum()) if weighting == "examples" else 1 for m in masks]))
+    return float(
+        np.average(aucs, weights=[int(m.sum()) if weighting == "examples" else 1 for m in masks])
+    )
 
 
 def test_normalized_entropy_and_calibration_are_those_of_torchrec() -> None:
@@ -59,19 +64,27 @@ def test_normalized_entropy_and_calibration_are_those_of_torchrec() -> None:
     arguments = [item.double()[None] for item in (labels, preds, weights)]
     states = get_ne_states(*arguments, 1e-12)
     truth = compute_ne(
-        *(states[k] for k in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")), 1e-12
+        *(
+            states[k]
+            for k in ("cross_entropy_sum", "weighted_num_samples", "pos_labels", "neg_labels")
+        ),
+        1e-12,
     )
     assert float(updated(NormalizedEntropy(), preds, labels, weights).compute()) == pytest.approx(
         float(truth), rel=1e-6
     )
     truth = compute_calibration(*get_calibration_states(*arguments).values())
-    assert float(updated(Calibration(), preds, labels, weights).compute()) == pytest.approx(float(truth), rel=1e-6)
+    assert float(updated(Calibration(), preds, labels, weights).compute()) == pytest.approx(
+        float(truth), rel=1e-6
+    )
     # A saturated log-odd is no saturated probability, so these two are left out.
     ordinary = [item[2:] for item in (preds, labels, weights)]
     logits = [torch.logit(ordinary[0].double()), *ordinary[1:]]
     for kind in (NormalizedEntropy, Calibration):
         expected = float(updated(kind(), *ordinary).compute())
-        assert float(updated(kind(from_logits=True), *logits).compute()) == pytest.approx(expected, rel=1e-6)
+        assert float(updated(kind(from_logits=True), *logits).compute()) == pytest.approx(
+            expected, rel=1e-6
+        )
 
 
 def test_the_mean_label_as_prediction_has_normalized_entropy_one() -> None:
@@ -101,10 +114,15 @@ def test_gauc_is_that_of_torchrec_where_scores_differ() -> None:
     preds = preds + torch.arange(400) * 1e-6
     order = users.argsort()
     states = get_auc_states(
-        labels[order][None], preds[order][None], torch.ones(1, 400), torch.bincount(users, minlength=30)
+        labels[order][None],
+        preds[order][None],
+        torch.ones(1, 400),
+        torch.bincount(users, minlength=30),
     )
     truth = float(states["auc_sum"] / states["num_samples"])
-    assert float(updated(GAUC(weighting="users"), preds, labels, users).compute()) == pytest.approx(truth, abs=1e-6)
+    assert float(updated(GAUC(weighting="users"), preds, labels, users).compute()) == pytest.approx(
+        truth, abs=1e-6
+    )
 
 
 def test_a_windowed_auc_is_that_of_the_latest_examples() -> None:
@@ -117,7 +135,9 @@ def test_a_windowed_auc_is_that_of_the_latest_examples() -> None:
 
     preds = preds + torch.arange(400) * 1e-6
     truth = float(compute_auc(1, [preds[None, -90:]], [labels[None, -90:]], [torch.ones(1, 90)]))
-    assert float(updated(WindowedAUC(90), preds, labels).compute()) == pytest.approx(truth, abs=1e-6)
+    assert float(updated(WindowedAUC(90), preds, labels).compute()) == pytest.approx(
+        truth, abs=1e-6
+    )
 
 
 def plain_decayed_auc(preds: Tensor, labels: Tensor, weights: Tensor) -> float:
@@ -141,7 +161,9 @@ def test_a_decayed_auc_weights_examples_by_their_age() -> None:
     assert abs(float(coarse.compute()) - truth) <= float(coarse.error_bound()) < 0.2
 
 
-@pytest.mark.parametrize("make", [lambda: WindowedAUC(90), lambda: DecayedAUC(3.0), GAUC, NormalizedEntropy])
+@pytest.mark.parametrize(
+    "make", [lambda: WindowedAUC(90), lambda: DecayedAUC(3.0), GAUC, NormalizedEntropy]
+)
 def test_a_step_that_calls_the_metric_adds_its_batch_as_update_does(make: Any) -> None:
     preds, labels, users, _ = examples()
     metrics, values = [make(), make()], [preds, labels, *([users] if make is GAUC else [])]
@@ -167,9 +189,16 @@ def test_users_that_have_no_place_are_an_error() -> None:
 def test_each_task_has_metrics_of_its_own() -> None:
     preds, labels, users, _ = examples()
     bought = torch.where(labels > 0, (torch.arange(400) % 3 == 0).float(), -1)
-    kinds = {"ne": NormalizedEntropy(), "gauc": GAUC(), "slow": DecayedAUC(9.0), "fast": DecayedAUC(0.5)}
+    kinds = {
+        "ne": NormalizedEntropy(),
+        "gauc": GAUC(),
+        "slow": DecayedAUC(9.0),
+        "fast": DecayedAUC(0.5),
+    }
     metrics = TaskMetrics(["click", "purchase"], kinds, prefix="val/", ignore_index=-1)
-    for batch in zip(preds.split(50), labels.split(50), bought.split(50), users.split(50), strict=True):
+    for batch in zip(
+        preds.split(50), labels.split(50), bought.split(50), users.split(50), strict=True
+    ):
         its_labels = {"click": batch[1], "purchase": batch[2]}
         metrics.update(torch.stack([batch[0], batch[0]], 1), its_labels, users=batch[3])
     actual = metrics.compute()
@@ -199,8 +228,14 @@ def test_each_task_has_metrics_of_its_own() -> None:
         (lambda p, n: DecayedAUC(0), "half_life=0"),
         (lambda p, n: Calibration().update(p, n[1:]), "need the same shape"),
         (lambda p, n: Calibration().update(n, n), "floating point"),
-        (lambda p, n: TaskMetrics(["a"], {"ne": NormalizedEntropy()}).update({"b": p}, {"b": p}), r"tasks are \['a'\]"),
-        (lambda p, n: TaskMetrics(["a"], {"ne": NormalizedEntropy()}).update(p, p), r"must be \(examples, 1\)"),
+        (
+            lambda p, n: TaskMetrics(["a"], {"ne": NormalizedEntropy()}).update({"b": p}, {"b": p}),
+            r"tasks are \['a'\]",
+        ),
+        (
+            lambda p, n: TaskMetrics(["a"], {"ne": NormalizedEntropy()}).update(p, p),
+            r"must be \(examples, 1\)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(call: Any, message: str) -> None:
@@ -209,7 +244,8 @@ def test_what_does_not_fit_is_an_error(call: Any, message: str) -> None:
 
 
 class FloatSums(TorchDispatchMode):
-    """Notes where running sums of floats are made: on CUDA they raise under deterministic algorithms."""
+    """Notes where running sums of floats are made: on CUDA they raise under deterministic
+    algorithms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +258,9 @@ class FloatSums(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_running_sums_of_floats_leave_the_gpu_where_it_must_be_deterministic(deterministic: bool) -> None:
+def test_running_sums_of_floats_leave_the_gpu_where_it_must_be_deterministic(
+    deterministic: bool,
+) -> None:
     torch.use_deterministic_algorithms(deterministic)
     try:
         with FakeTensorMode(), FloatSums() as sums:
@@ -241,7 +279,10 @@ def test_metrics_make_no_other_running_sums_of_floats(monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "running_sums", add)
     preds, labels, users, _ = examples()
     with FloatSums() as sums:
-        for metric, values in ((GAUC(), (preds, labels, users)), (DecayedAUC(100), (preds, labels))):
+        for metric, values in (
+            (GAUC(), (preds, labels, users)),
+            (DecayedAUC(100), (preds, labels)),
+        ):
             assert 0 < float(updated(metric, *values).compute()) < 1
         assert float(updated(NDCGAtK(3), torch.tensor([1, 2, 7])).compute()) > 0
     assert sums.devices == set()

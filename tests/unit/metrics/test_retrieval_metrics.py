@@ -20,11 +20,19 @@ from lightning_distrec.metrics import (
 )
 
 
-def drawn(queries: int, candidates: int, targets: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return query vectors, candidate vectors, targets and excluded ids; scores are small integers with many ties."""
+def drawn(
+    queries: int, candidates: int, targets: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return query vectors, candidate vectors, targets and excluded ids; scores are small integers
+    with many ties."""
     draw = torch.Generator().manual_seed(seed)
-    vectors = [torch.randint(-2, 3, (number, 4), generator=draw).float() for number in (queries, candidates)]
-    picked = torch.stack([torch.randperm(candidates, generator=draw)[: targets + 3] for _ in range(queries)])
+    vectors = [
+        torch.randint(-2, 3, (number, 4), generator=draw).float()
+        for number in (queries, candidates)
+    ]
+    picked = torch.stack([
+        torch.randperm(candidates, generator=draw)[: targets + 3] for _ in range(queries)
+    ])
     picked = torch.where(torch.rand(picked.shape, generator=draw) < 0.2, -1, picked)
     # Some targets are excluded as well, and count all the same.
     excluded = torch.cat([picked[:, targets:], picked[:, :1]], dim=1)
@@ -33,7 +41,9 @@ def drawn(queries: int, candidates: int, targets: int, seed: int = 0) -> tuple[T
 
 def rank_by_sorting(scores: Tensor, target: int, excluded: set[int]) -> int:
     """Return the place of a target in a sorted list, slowly."""
-    remaining = [float(s) for place, s in enumerate(scores) if place not in excluded and place != target]
+    remaining = [
+        float(s) for place, s in enumerate(scores) if place not in excluded and place != target
+    ]
     return 1 + sum(score >= float(scores[target]) for score in remaining)
 
 
@@ -44,10 +54,14 @@ def test_ranks_are_places_in_a_sorted_list():
     for query, (row, left_out) in enumerate(zip(targets.tolist(), excluded.tolist(), strict=True)):
         for place, target in enumerate(row):
             if target >= 0:
-                truth[query, place] = rank_by_sorting(scores[query], target, set(left_out) - set(row))
+                truth[query, place] = rank_by_sorting(
+                    scores[query], target, set(left_out) - set(row)
+                )
     assert torch.equal(ranks_in_scores(scores, targets, excluded), truth)
     for max_bytes in (2**28, 300, 1):  # one block, some blocks, one candidate at a time
-        actual = target_ranks(queries, targets, candidates, 40, excluded=excluded, max_bytes=max_bytes)
+        actual = target_ranks(
+            queries, targets, candidates, 40, excluded=excluded, max_bytes=max_bytes
+        )
         assert torch.equal(actual, truth)
 
 
@@ -61,7 +75,11 @@ def test_ids_name_candidates_in_any_order():
     queries, candidates, targets, _ = drawn(10, 20, 1, seed=1)
     order = torch.randperm(20)
     actual = target_ranks(
-        queries, order[targets[:, 0]].where(targets[:, 0] >= 0, -1) * 10, candidates, 20, ids=order * 10
+        queries,
+        order[targets[:, 0]].where(targets[:, 0] >= 0, -1) * 10,
+        candidates,
+        20,
+        ids=order * 10,
     )
     assert torch.equal(actual, ranks_in_scores(queries @ candidates.T, targets[:, 0]))
 
@@ -83,7 +101,9 @@ def test_metrics_are_those_of_torchmetrics(k):
         metric = kind(k)
         for part in ranks.split(7):
             metric.update(part)
-        truth = torch.stack([function(s, t) for s, t in zip(scores, relevant, strict=True) if t.any()]).mean()
+        truth = torch.stack([
+            function(s, t) for s, t in zip(scores, relevant, strict=True) if t.any()
+        ]).mean()
         assert float(metric.compute()) == pytest.approx(float(truth), abs=1e-6), kind
 
 
@@ -93,7 +113,9 @@ def test_a_collection_keeps_apart_what_was_equal_in_the_first_batch():
     metrics.update(torch.tensor([3, 1, 0, 0]))
     actual = {name: float(value) for name, value in metrics.compute().items()}
     third = pytest.approx(1 / 3)
-    assert actual["val/recall_at_1"] == actual["val/hit_rate_at_1"] == actual["val/ndcg_at_1"] == third
+    assert (
+        actual["val/recall_at_1"] == actual["val/hit_rate_at_1"] == actual["val/ndcg_at_1"] == third
+    )
     assert actual["val/recall_at_5"] == actual["val/hit_rate_at_5"] == pytest.approx(2 / 3)
     assert actual["val/ndcg_at_5"] == pytest.approx((1 + 0.5) / 3)
     assert actual["val/mrr"] == pytest.approx((1 / 9 + 1 / 3 + 1) / 3)
@@ -108,7 +130,10 @@ def test_without_queries_there_is_no_mean():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda q, c, t: target_ranks(q, t, c, 9), r"\[8\] candidates: neither slices of num_candidates=9"),
+        (
+            lambda q, c, t: target_ranks(q, t, c, 9),
+            r"\[8\] candidates: neither slices of num_candidates=9",
+        ),
         (lambda q, c, t: target_ranks(q[:, 1:], t, c, 8), "same dim"),
         (lambda q, c, t: target_ranks(q, t[1:], c, 8), "one row for each query"),
         (lambda q, c, t: target_ranks(q, t, c, 8, excluded=t), r"excluded .* must be int64"),

@@ -20,7 +20,8 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += not any(
-            result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in func._schema.returns
         )
         return func(*args, **(kwargs or {}))
 
@@ -34,9 +35,13 @@ def group() -> Iterator[None]:
 
 
 def parameters(count: int) -> list[nn.Parameter]:
-    """Return parameters with gradients: of two types, one without elements, and one sparse gradient."""
+    """Return parameters with gradients: of two types, one without elements, and one sparse
+    gradient."""
     torch.manual_seed(1)
-    made = [nn.Parameter(torch.zeros(3, 4, dtype=(torch.float32, torch.float64)[i % 2])) for i in range(count)]
+    made = [
+        nn.Parameter(torch.zeros(3, 4, dtype=(torch.float32, torch.float64)[i % 2]))
+        for i in range(count)
+    ]
     for parameter in made:
         parameter.grad = torch.randn_like(parameter)
     empty, table = nn.Parameter(torch.zeros(0, 4)), nn.Embedding(5, 2, sparse=True)

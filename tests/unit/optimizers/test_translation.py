@@ -1,4 +1,5 @@
-"""From the user's optimizers to each table's update: decisions, in one process. Numbers are in test_parity.py."""
+"""From the user's optimizers to each table's update: decisions, in one process. Numbers are in
+test_parity.py."""
 
 from typing import Any
 
@@ -12,7 +13,9 @@ from lightning_distrec.optimizers.param_groups import rewrite_groups
 from lightning_distrec.optimizers.translation import translate
 
 
-def decide(optimizer: type, mode: str = "auto", device: str = "cpu", later: str = "", **options: Any) -> Any:
+def decide(
+    optimizer: type, mode: str = "auto", device: str = "cpu", later: str = "", **options: Any
+) -> Any:
     """Return the update of one table in one optimizer."""
     table = nn.Parameter(torch.zeros(4, 8))
     return translate({"t": table}, {"t": mode}, [optimizer([table], **options)], device, later)["t"]
@@ -21,7 +24,10 @@ def decide(optimizer: type, mode: str = "auto", device: str = "cpu", later: str 
 def test_fused_updates_are_given_every_hyperparameter() -> None:
     adagrad = decide(optim.Adagrad, lr=0.25, eps=1e-7, initial_accumulator_value=0.5)
     assert adagrad.kind == "fused"
-    assert {k: v for k, v in adagrad.arguments.items() if k != "optimizer"} == {"learning_rate": 0.25, "eps": 1e-7}
+    assert {k: v for k, v in adagrad.arguments.items() if k != "optimizer"} == {
+        "learning_rate": 0.25,
+        "eps": 1e-7,
+    }
     assert adagrad.initial_state == 0.5
     rows = decide(RowWiseAdagrad, lr=0.25)
     assert (rows.kind, rows.needs_full_rows, rows.arguments["eps"]) == ("fused", True, 1e-10)
@@ -37,7 +43,9 @@ def test_fused_updates_are_given_every_hyperparameter() -> None:
         (optim.Adam, {}, "Adam moves rows that no id touched"),
     ],
 )
-def test_what_fbgemm_would_ignore_goes_dense_with_the_reason(optimizer: type, options: Any, obstacle: str) -> None:
+def test_what_fbgemm_would_ignore_goes_dense_with_the_reason(
+    optimizer: type, options: Any, obstacle: str
+) -> None:
     update = decide(optimizer, **options)
     assert (update.kind, update.reason) == ("dense", obstacle)
 
@@ -46,22 +54,30 @@ def test_updates_that_must_wait_for_the_step_are_sparse_where_the_optimizer_can(
     for optimizer in (optim.SGD, optim.Adagrad):
         update = decide(optimizer, lr=0.1, later="gradient_clip_val=1.0")
         assert (update.kind, update.reason) == ("sparse", "gradient_clip_val=1.0")
-        assert decide(optimizer, lr=0.1, later="gradient_clip_val=1.0", mode="fused").kind == "fused"
+        assert (
+            decide(optimizer, lr=0.1, later="gradient_clip_val=1.0", mode="fused").kind == "fused"
+        )
     rows = decide(RowWiseAdagrad, lr=0.1, later="manual optimization")
     assert (rows.kind, rows.needs_full_rows) == ("dense", True)
     assert rows.reason == "manual optimization; RowWiseAdagrad takes no sparse gradients"
     assert decide(optim.SGD, lr=0.1, fused=True, later="manual optimization").kind == "dense"
-    assert decide(optim.Adam, later="manual optimization").reason == "Adam moves rows that no id touched"
+    assert decide(optim.Adam, later="manual optimization").reason == (
+        "Adam moves rows that no id touched"
+    )
 
 
 def test_sparse_can_be_asked_for_where_it_is_exact() -> None:
     assert decide(optim.SparseAdam).kind == "sparse"
     assert decide(optim.Adagrad, mode="sparse").reason == "asked for"
-    with pytest.raises(OptimizerError, match="embedding_update='sparse', but Adam moves rows that no id touched"):
+    with pytest.raises(
+        OptimizerError, match="embedding_update='sparse', but Adam moves rows that no id touched"
+    ):
         decide(optim.Adam, mode="sparse")
     by_hand = decide(optim.SparseAdam, later="manual optimization; fused on request")
     assert (by_hand.kind, by_hand.reason) == ("sparse", "SparseAdam takes sparse gradients")
-    with pytest.raises(OptimizerError, match="SparseAdam is not known. Set embedding_update='sparse'"):
+    with pytest.raises(
+        OptimizerError, match="SparseAdam is not known. Set embedding_update='sparse'"
+    ):
         decide(optim.SparseAdam, mode="fused")
     with pytest.raises(OptimizerError, match="SparseAdam needs sparse gradients"):
         decide(optim.SparseAdam, mode="dense")
@@ -77,21 +93,33 @@ def test_lazy_adam_is_for_cuda_and_on_request() -> None:
 
 
 def test_frozen_tables_are_left_where_they_are() -> None:
-    frozen, loose = nn.Parameter(torch.zeros(4, 8), requires_grad=False), nn.Parameter(torch.zeros(4, 8))
+    frozen, loose = (
+        nn.Parameter(torch.zeros(4, 8), requires_grad=False),
+        nn.Parameter(torch.zeros(4, 8)),
+    )
     other = nn.Parameter(torch.zeros(1))
     modes = {"frozen": "auto", "loose": "auto"}
-    updates = translate({"frozen": frozen, "loose": loose}, modes, [optim.SGD([frozen, other], lr=0.1)], "cpu", "")
+    updates = translate(
+        {"frozen": frozen, "loose": loose}, modes, [optim.SGD([frozen, other], lr=0.1)], "cpu", ""
+    )
     assert {name: (u.kind, u.reason) for name, u in updates.items()} == {
         "frozen": ("frozen", "requires_grad is False"),
         "loose": ("frozen", "in no optimizer"),
     }
-    assert updates["frozen"].param_group is not None  # it keeps its place in the group, in case it is unfrozen
+    # it keeps its place in the group, in case it is unfrozen
+    assert updates["frozen"].param_group is not None
 
 
 def test_a_table_in_two_optimizers_is_reported() -> None:
     table = nn.Parameter(torch.zeros(4, 8))
     with pytest.raises(OptimizerError, match="table 't' is in two optimizers"):
-        translate({"t": table}, {"t": "auto"}, [optim.SGD([table], lr=0.1), optim.Adam([table])], "cpu", "")
+        translate(
+            {"t": table},
+            {"t": "auto"},
+            [optim.SGD([table], lr=0.1), optim.Adam([table])],
+            "cpu",
+            "",
+        )
 
 
 def test_unknown_optimizers_go_dense_only_when_asked_and_say_so() -> None:

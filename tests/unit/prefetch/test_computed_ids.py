@@ -1,4 +1,5 @@
-"""What was computed ahead is compared late where the host cannot wait; operations of torch are watched as expected."""
+"""What was computed ahead is compared late where the host cannot wait; operations of torch are
+watched as expected."""
 
 import pytest
 import torch
@@ -39,7 +40,12 @@ def test_operations_are_watched_with_the_numbers_that_python_reads() -> None:
         y.add_(int(x.max()))
     assert seen == [
         *("aten.slice.Tensor", "aten.lift_fresh.default"),
-        *("aten.add.Tensor", "aten.max.default", "aten._local_scalar_dense.default", "aten.add_.Tensor"),
+        *(
+            "aten.add.Tensor",
+            "aten.max.default",
+            "aten._local_scalar_dense.default",
+            "aten.add_.Tensor",
+        ),
     ]
     add = torch.ops.aten.add_.Tensor
     assert list(written_by(add, (x, 1), {})) == [x]

@@ -1,4 +1,5 @@
-"""Random programs: what is computed ahead is what the program computes, or it is not computed ahead."""
+"""Random programs: what is computed ahead is what the program computes, or it is not computed
+ahead."""
 
 import random
 from collections.abc import Callable
@@ -40,14 +41,18 @@ STEPS: list[Step] = [
 
 
 def run(program: list[int], seed: int) -> tuple[int, int]:
-    """Return in how many steps the program's result was computed ahead, and in how many it was another one."""
+    """Return in how many steps the program's result was computed ahead, and in how many it was
+    another one."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
     call, module, ahead, wrong = ComputedCall("t", 0), nn.Module(), 0, 0
     width = draw.choice(WIDTHS)
     for step in range(14):
         size = draw.choice((8, 8, 8, 5))
-        batch = {"x": torch.randint(0, 50, (size, width)), "len": torch.randint(1, width + 1, (size,))}
+        batch = {
+            "x": torch.randint(0, 50, (size, width)),
+            "len": torch.randint(1, width + 1, (size,)),
+        }
         roots, computed = BatchRoots(batch), None
         if step >= 3:
             with replaying():
@@ -75,7 +80,9 @@ programs = st.lists(st.integers(0, len(STEPS) - 1), min_size=1, max_size=5)
 
 @settings(max_examples=25, deadline=None)
 @given(program=programs, seed=st.integers(0, 10_000))
-def test_what_a_random_program_computes_is_computed_ahead_or_not_at_all(program: list[int], seed: int) -> None:
+def test_what_a_random_program_computes_is_computed_ahead_or_not_at_all(
+    program: list[int], seed: int
+) -> None:
     assert run(program, seed)[1] == 0
 
 
@@ -83,6 +90,9 @@ def test_what_a_random_program_computes_is_computed_ahead_or_not_at_all(program:
 def test_of_many_random_programs_hardly_any_is_computed_wrongly_ahead() -> None:
     """What is wrong is an error at the call, which compares by value."""
     draw = random.Random(1)
-    counts = [run([draw.randrange(len(STEPS)) for _ in range(draw.randint(1, 5))], seed) for seed in range(1500)]
+    counts = [
+        run([draw.randrange(len(STEPS)) for _ in range(draw.randint(1, 5))], seed)
+        for seed in range(1500)
+    ]
     assert sum(ahead > 0 for ahead, _ in counts) > 500
     assert sum(wrong > 0 for _, wrong in counts) <= 15

@@ -1,4 +1,5 @@
-"""Hooks that are called ahead of the step of their batch may not go by counters, which are not there yet."""
+"""Hooks that are called ahead of the step of their batch may not go by counters, which are not
+there yet."""
 
 from typing import Any
 
@@ -46,7 +47,10 @@ class Hooked(pl.LightningModule):
 def _fit(hook: str, read: str, depth: int) -> list[int]:
     options = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "max_epochs": 2}
     strategy = TorchRecShardedStrategy(convert_embeddings="all", prefetch={"depth": depth})
-    trainer, data = pl.Trainer(strategy=strategy, **options), DataLoader(torch.arange(12), batch_size=4)
+    trainer, data = (
+        pl.Trainer(strategy=strategy, **options),
+        DataLoader(torch.arange(12), batch_size=4),
+    )
     module = Hooked(hook, read)
     trainer.fit(module, data, data)
     return module.epochs
@@ -54,7 +58,9 @@ def _fit(hook: str, read: str, depth: int) -> list[int]:
 
 @pytest.mark.parametrize("read", ["global_step", "fit_loop"])
 def test_reading_a_counter_ahead_of_its_step_is_an_error(read: str) -> None:
-    with pytest.raises(ConfigError, match=rf"trainer\.{read} is read in a hook that prepares a batch"):
+    with pytest.raises(
+        ConfigError, match=rf"trainer\.{read} is read in a hook that prepares a batch"
+    ):
         _fit(HOOKS[list(READS).index(read)], read, 2)
 
 

@@ -1,4 +1,5 @@
-"""On a GPU a lookup is begun when its batch is drawn, and prepared once, when the batch has arrived."""
+"""On a GPU a lookup is begun when its batch is drawn, and prepared once, when the batch has
+arrived."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ def test_the_host_does_not_wait_for_a_batch_that_was_just_drawn(on_gpu: bool) ->
         prepared.append(begun)
         return "request"
 
-    table = SimpleNamespace(on_gpu=on_gpu, begin=lambda arguments: f"{len(arguments)} begun", prepare=prepare)
+    table = SimpleNamespace(
+        on_gpu=on_gpu, begin=lambda arguments: f"{len(arguments)} begun", prepare=prepare
+    )
     call: Any = SimpleNamespace(path="table", get=lambda roots: (torch.ones(2),))
     lookup = PrefetchedLookup(call, table, BatchRoots(None))
     assert prepared == ([] if on_gpu else ["1 begun"])

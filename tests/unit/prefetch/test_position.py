@@ -1,5 +1,5 @@
-"""A resumed epoch goes on with the batches that were left, on any number of ranks; Lightning takes the loader for one
-that can."""
+"""A resumed epoch goes on with the batches that were left, on any number of ranks; Lightning takes
+the loader for one that can."""
 
 import io
 import warnings
@@ -63,7 +63,9 @@ def _never(message: str) -> None:
     raise AssertionError(message)
 
 
-def _wrapped(loader: DataLoader[int], rank: int = 0, num_ranks: int = 1, say: Callable[[str], None] = _never) -> Any:
+def _wrapped(
+    loader: DataLoader[int], rank: int = 0, num_ranks: int = 1, say: Callable[[str], None] = _never
+) -> Any:
     wrapped = resumable(loader, rank, num_ranks, say)
     assert isinstance(wrapped, PositionedLoader)
     return wrapped
@@ -96,7 +98,8 @@ def _first_of(loader: Any, count: int) -> Batches:
 
 
 def _stored(state: State) -> State:
-    """Return the state as it comes out of a checkpoint that may hold nothing but tensors and plain types."""
+    """Return the state as it comes out of a checkpoint that may hold nothing but tensors and plain
+    types."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -139,11 +142,17 @@ def test_on_the_same_ranks_the_rest_of_the_epoch_is_that_of_the_plain_loader(
         count = data.draw(st.integers(1, len(plain)))
         assert _first_of(wrapped, count) == plain[:count]
         remaining = _resumed(_wrapped(_dealt(*job)), wrapped.state_dict())
-        assert remaining == (plain[count:] or plain)  # a position at the end is the beginning of the next epoch
+        # a position at the end is the beginning of the next epoch
+        assert remaining == (plain[count:] or plain)
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data(), ranks=st.tuples(RANKS, RANKS, RANKS), sizes=st.tuples(SIZES, SIZES, SIZES), **JOBS)
+@given(
+    data=st.data(),
+    ranks=st.tuples(RANKS, RANKS, RANKS),
+    sizes=st.tuples(SIZES, SIZES, SIZES),
+    **JOBS,
+)
 def test_on_other_ranks_each_sample_that_is_left_is_trained_once(
     data, ranks, sizes, length, shuffle, drop_last, drop_uneven, epoch
 ):
@@ -151,7 +160,9 @@ def test_on_other_ranks_each_sample_that_is_left_is_trained_once(
     trained, state, progress = 0, None, 0
     for num_ranks, batch_size in zip(ranks, sizes, strict=True):
         loaders = [
-            _wrapped(_dealt(length, num_ranks, rank, batch_size, epoch, drop_last, drop_uneven, shuffle))
+            _wrapped(
+                _dealt(length, num_ranks, rank, batch_size, epoch, drop_last, drop_uneven, shuffle)
+            )
             for rank in range(num_ranks)
         ]
         whole = len(loaders[0])
@@ -191,9 +202,12 @@ def test_a_sampler_that_drops_what_cannot_be_dealt_evenly_does_so_on_other_ranks
     first = [_wrapped(_dealt(23, 2, rank, 3, shuffle=False, drop_uneven=True)) for rank in range(2)]
     for loader in first:
         _first_of(loader, 2)
-    loaders = [_wrapped(_dealt(23, 4, rank, 2, shuffle=False, drop_uneven=True)) for rank in range(4)]
+    loaders = [
+        _wrapped(_dealt(23, 4, rank, 2, shuffle=False, drop_uneven=True)) for rank in range(4)
+    ]
     remaining = [_resumed(loader, first[0].state_dict()) for loader in loaders]
-    assert _dealt_back(remaining) == list(range(12, 20))  # of 11 that are left, 8 can be dealt to 4 ranks
+    # of 11 that are left, 8 can be dealt to 4 ranks
+    assert _dealt_back(remaining) == list(range(12, 20))
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
@@ -211,11 +225,17 @@ def test_samples_of_one_rank_are_dealt_to_many_and_back(shuffle, own_generator, 
     first = _wrapped(of_one())
     assert _dealt_back([_first_of(first, 3)]) == order[:6]
     torch.manual_seed(99)
-    many = [_wrapped(_dealt(21, num_ranks, rank, 2, epoch=1), rank, num_ranks) for rank in range(num_ranks)]
+    many = [
+        _wrapped(_dealt(21, num_ranks, rank, 2, epoch=1), rank, num_ranks)
+        for rank in range(num_ranks)
+    ]
     for loader in many:
         loader.load_state_dict(_stored(first.state_dict()))
     assert _dealt_back([_first_of(loader, 2) for loader in many]) == order[6 : 6 + 4 * num_ranks]
-    assert _dealt_back([_resumed(_wrapped(of_one()), many[0].state_dict())]) == order[6 + 4 * num_ranks :]
+    assert (
+        _dealt_back([_resumed(_wrapped(of_one()), many[0].state_dict())])
+        == order[6 + 4 * num_ranks :]
+    )
 
 
 def _even_first() -> DataLoader[int]:
@@ -236,9 +256,15 @@ LOADERS: dict[str, Callable[[], DataLoader[int]]] = {
     "in order": lambda: DataLoader(Numbers(13), 2),
     "shuffled": lambda: DataLoader(Numbers(13), 2, shuffle=True),
     "shuffled, the last dropped": lambda: DataLoader(Numbers(13), 2, shuffle=True, drop_last=True),
-    "with replacement": lambda: DataLoader(Numbers(13), 2, sampler=RandomSampler(range(13), True, 70)),
-    "more than once": lambda: DataLoader(Numbers(13), 2, sampler=RandomSampler(range(13), num_samples=30)),
-    "weighted": lambda: DataLoader(Numbers(13), 2, sampler=WeightedRandomSampler(torch.arange(1.0, 14), 13)),
+    "with replacement": lambda: DataLoader(
+        Numbers(13), 2, sampler=RandomSampler(range(13), True, 70)
+    ),
+    "more than once": lambda: DataLoader(
+        Numbers(13), 2, sampler=RandomSampler(range(13), num_samples=30)
+    ),
+    "weighted": lambda: DataLoader(
+        Numbers(13), 2, sampler=WeightedRandomSampler(torch.arange(1.0, 14), 13)
+    ),
     "a list as sampler": lambda: DataLoader(Numbers(13), 2, sampler=[3, 1, 4, 5, 9, 2, 6]),
     "a batch sampler of torch's": lambda: DataLoader(
         Numbers(13), batch_sampler=BatchSampler(RandomSampler(range(13)), 3, False)
@@ -249,7 +275,9 @@ LOADERS: dict[str, Callable[[], DataLoader[int]]] = {
         [*range(13)], None, sampler=RandomSampler(range(13)), collate_fn=torch.tensor
     ),
     "two workers": lambda: DataLoader(Numbers(13), 2, shuffle=True, num_workers=2),
-    "workers that stay": lambda: DataLoader(Numbers(13), 2, shuffle=True, num_workers=1, persistent_workers=True),
+    "workers that stay": lambda: DataLoader(
+        Numbers(13), 2, shuffle=True, num_workers=1, persistent_workers=True
+    ),
 }
 
 
@@ -310,7 +338,10 @@ def _state_after(loader: DataLoader[int], count: int, rank: int = 0, num_ranks: 
 def test_another_batch_size_on_one_rank_goes_on_with_the_next_sample(sampler):
     state = _state_after(DataLoader(Numbers(14), 4, sampler=sampler), 2)
     assert rescale(2, state, 1, 3) == 3  # batches of 3, 3, 2 make 8 samples; 6 more need two
-    assert _resumed(_wrapped(DataLoader(Numbers(14), 3, sampler=sampler)), state) == [[8, 9, 10], [11, 12, 13]]
+    assert _resumed(_wrapped(DataLoader(Numbers(14), 3, sampler=sampler)), state) == [
+        [8, 9, 10],
+        [11, 12, 13],
+    ]
 
 
 def test_the_last_batch_may_be_dropped_from_now_on():
@@ -339,7 +370,9 @@ def test_samplers_wrapped_by_lightning_go_on_with_the_order_of_the_wrapped_one()
     def make(num_ranks: int, rank: int) -> DataLoader[int]:
         numbers = Numbers(12)
         weighted = WeightedRandomSampler(torch.ones(12), 12, replacement=False)
-        return DataLoader(numbers, 1, sampler=DistributedSamplerWrapper(weighted, num_ranks, rank, seed=4))
+        return DataLoader(
+            numbers, 1, sampler=DistributedSamplerWrapper(weighted, num_ranks, rank, seed=4)
+        )
 
     torch.manual_seed(0)
     order = _dealt_back([_all_of(make(1, 0))])
@@ -348,7 +381,10 @@ def test_samplers_wrapped_by_lightning_go_on_with_the_order_of_the_wrapped_one()
     assert [_resumed(_wrapped(make(2, rank)), state) for rank in range(2)] == [
         [[sample] for sample in order[4 + rank :: 2]] for rank in range(2)
     ]
-    assert _dealt_back([_resumed(_wrapped(make(3, rank)), state) for rank in range(3)]) == order[4:] + order[:1]
+    assert (
+        _dealt_back([_resumed(_wrapped(make(3, rank)), state) for rank in range(3)])
+        == order[4:] + order[:1]
+    )
 
 
 def _of_ranks(num_ranks: int, uneven: int = 0) -> list[DataLoader[int]]:
@@ -368,7 +404,9 @@ def test_ranks_with_orders_of_their_own_go_on_from_their_own_states():
     assert orders[0] != orders[1]
     assert rescale(2, states[1], 2, 2) == 2
     resumed = [_wrapped(loader, rank, 2) for rank, loader in enumerate(_of_ranks(2, uneven=3))]
-    assert [_resumed(*pair) for pair in zip(resumed, states, strict=True)] == [order[2:] for order in orders]
+    assert [_resumed(*pair) for pair in zip(resumed, states, strict=True)] == [
+        order[2:] for order in orders
+    ]
 
 
 def test_ranks_with_batches_of_unequal_size_go_on_from_their_own_states():
@@ -393,7 +431,9 @@ def test_one_state_is_made_of_all_ranks_only_where_it_is_the_same_to_all():
 
 
 def _joined(loaders: list[DataLoader[int]], count: int) -> State:
-    states = [_state_after(loader, count, rank, len(loaders)) for rank, loader in enumerate(loaders)]
+    states = [
+        _state_after(loader, count, rank, len(loaders)) for rank, loader in enumerate(loaders)
+    ]
     return merge_states([[state] for state in states])[0]
 
 
@@ -455,7 +495,10 @@ REFUSED: dict[str, tuple[Callable[[], State], Callable[[], Any], str]] = {
     ),
     "wrapped, now one rank": (
         lambda: _state_after(
-            DataLoader(Numbers(12), 1, sampler=DistributedSamplerWrapper(RandomSampler(range(12)), 2, 0)), 2
+            DataLoader(
+                Numbers(12), 1, sampler=DistributedSamplerWrapper(RandomSampler(range(12)), 2, 0)
+            ),
+            2,
         ),
         lambda: (DataLoader(Numbers(12), 1, shuffle=True), 0, 1),
         "order of DistributedSamplerWrapper.* order of RandomSampler",
@@ -491,7 +534,9 @@ def test_a_position_that_cannot_be_used_is_reported_and_the_epoch_starts_over(na
     torch.manual_seed(2)
     assert resumed == _all_of(loader)
     (message,) = messages
-    with pytest.raises(ValueError, match=f"middle of an epoch: .*{reason}.*restarts.*Resume with the same"):
+    with pytest.raises(
+        ValueError, match=f"middle of an epoch: .*{reason}.*restarts.*Resume with the same"
+    ):
         raise ValueError(message)
     if "ranks" in name or "joined" in name:  # these the state itself tells
         assert rescale(state["batches"], state, num_ranks, 2) == 0
@@ -543,7 +588,8 @@ def test_looking_at_a_batch_does_not_move_the_position_of_the_loop():
 
 
 def test_a_position_of_another_epoch_is_not_used():
-    state = _state_after(_dealt(12, 2, 0, 2, epoch=1), 2)  # say, Trainer(limit_train_batches=2) ended the epoch
+    # say, Trainer(limit_train_batches=2) ended the epoch
+    state = _state_after(_dealt(12, 2, 0, 2, epoch=1), 2)
     loader = _dealt(12, 2, 0, 2, epoch=0)
     wrapped = _wrapped(loader)
     wrapped.load_state_dict(state)
@@ -558,7 +604,9 @@ def test_the_epoch_may_be_set_after_the_loader_was_begun(num_workers):
     plain = _all_of(_dealt(12, 2, 0, 2, epoch=3))
     state = _state_after(_dealt(12, 2, 0, 2, epoch=3), 1)
     template = _dealt(12, 2, 0, 2)
-    wrapped = _wrapped(DataLoader(template.dataset, 2, sampler=template.sampler, num_workers=num_workers))
+    wrapped = _wrapped(
+        DataLoader(template.dataset, 2, sampler=template.sampler, num_workers=num_workers)
+    )
     wrapped.load_state_dict(state)
     for expected in (plain[1:], plain):
         template.sampler.set_epoch(0)
@@ -569,7 +617,12 @@ def test_the_epoch_may_be_set_after_the_loader_was_begun(num_workers):
 
 def test_the_seed_of_a_saved_epoch_is_kept():
     plain = _all_of(_dealt(12, 2, 0, 2, seed=5))
-    assert _resumed(_wrapped(_dealt(12, 2, 0, 2, seed=6)), _state_after(_dealt(12, 2, 0, 2, seed=5), 1)) == plain[1:]
+    assert (
+        _resumed(
+            _wrapped(_dealt(12, 2, 0, 2, seed=6)), _state_after(_dealt(12, 2, 0, 2, seed=5), 1)
+        )
+        == plain[1:]
+    )
 
 
 class Stream(IterableDataset[int]):
@@ -609,7 +662,14 @@ class Resumable(DataLoader[int]):
         ShortenedLoader(Resumable(Numbers(4)), 2),
         ShortenedLoader([1, 2], 1),
     ],
-    ids=["list", "stream", "without a length", "with a state", "with a state, shortened", "list, shortened"],
+    ids=[
+        "list",
+        "stream",
+        "without a length",
+        "with a state",
+        "with a state, shortened",
+        "list, shortened",
+    ],
 )
 def test_other_loaders_are_left_as_they_are(loader):
     assert resumable(loader, 0, 1, _never) is loader
@@ -700,10 +760,14 @@ class RandomNumbers(pl.Callback):
 
     saved: Tensor | None = None
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         checkpoint["random_numbers"] = torch.get_rng_state()
 
-    def on_load_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         self.saved = checkpoint["random_numbers"]
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -723,9 +787,14 @@ class Data(pl.LightningDataModule):
 
 
 def _fit(
-    make: Callable[[], Any], seed: int, ckpt_path: Path | None = None, unresumable: Any = "error", **options: Any
+    make: Callable[[], Any],
+    seed: int,
+    ckpt_path: Path | None = None,
+    unresumable: Any = "error",
+    **options: Any,
 ) -> list[Any]:
-    """Return (epoch, batch index, batch) of every step. unresumable: what a loader that cannot be resumed is."""
+    """Return (epoch, batch index, batch) of every step. unresumable: what a loader that cannot be
+    resumed is."""
     pl.seed_everything(seed, verbose=False)
     module = options.pop("module", Recorder)()
     callbacks = [RandomNumbers(), *options.pop("callbacks", [])]
@@ -747,7 +816,12 @@ def _fit(
 
 def _every_step(folder: Path) -> list[pl.Callback]:
     steps = ModelCheckpoint(
-        folder, "step{step}", save_top_k=-1, every_n_train_steps=1, auto_insert_metric_name=False, save_last=False
+        folder,
+        "step{step}",
+        save_top_k=-1,
+        every_n_train_steps=1,
+        auto_insert_metric_name=False,
+        save_last=False,
     )
     epochs = ModelCheckpoint(folder, "epoch{epoch}", save_top_k=-1, auto_insert_metric_name=False)
     return [steps, epochs]
@@ -775,7 +849,8 @@ def test_a_resumed_fit_sees_the_batches_of_one_that_never_stopped(tmp_path, name
     assert _fit(wrapped, seed=1, callbacks=_every_step(tmp_path)) == plain
     assert len(plain) == 15
     assert plain[5][:2] == (1, 0)
-    # in the middle of the first and of the second epoch; after the last batch of an epoch; after its hooks
+    # in the middle of the first and of the second epoch; after the last batch of an epoch; after
+    # its hooks
     for file, trained in (("step3", 3), ("step7", 7), ("step10", 10), ("epoch0", 5)):
         assert _fit(wrapped, seed=2, ckpt_path=tmp_path / f"{file}.ckpt") == plain[trained:], file
 
@@ -804,15 +879,19 @@ def test_a_fit_on_other_ranks_ends_the_epoch_after_its_rest(tmp_path, num_ranks,
         return _dealt(41, num_ranks, rank, 4, drop_last=drop_last)
 
     _fit(lambda: _wrapped(make(2, 0)), seed=1, callbacks=_every_step(tmp_path))
-    path = tmp_path / f"step{len(make(2, 0)) + 4}.ckpt"  # in the second epoch, after 32 of 41 samples
-    (state,) = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    # in the second epoch, after 32 of 41 samples
+    path = tmp_path / f"step{len(make(2, 0)) + 4}.ckpt"
+    (state,) = torch.load(path, weights_only=True)["loops"]["fit_loop"]["state_dict"][
+        "combined_loader"
+    ]
     first = rescale(4, state, num_ranks, 4)
     _move(path, num_ranks)
     for rank in range(num_ranks):
         seen = _fit(lambda rank=rank: _wrapped(make(num_ranks, rank)), seed=2, ckpt_path=path)
         loader = make(num_ranks, rank)
         loader.sampler.set_epoch(1)
-        has_rest = not drop_last or num_ranks == 1  # what is left for 3 or 4 ranks makes no whole batch
+        # what is left for 3 or 4 ranks makes no whole batch
+        has_rest = not drop_last or num_ranks == 1
         remaining = _resumed(_wrapped(loader), state) if has_rest else []
         assert first + len(remaining) == len(loader)
         loader.sampler.set_epoch(2)
@@ -823,7 +902,10 @@ def test_a_fit_on_other_ranks_ends_the_epoch_after_its_rest(tmp_path, num_ranks,
 @pytest.mark.parametrize("num_trained", [4, 5])
 def test_counts_of_several_loaders_follow_the_longest(tmp_path, num_trained):
     def make(num_ranks: int) -> Any:
-        return {name: _wrapped(_dealt(length, num_ranks, 0, 2)) for name, length in (("a", 10), ("b", 20))}
+        return {
+            name: _wrapped(_dealt(length, num_ranks, 0, 2))
+            for name, length in (("a", 10), ("b", 20))
+        }
 
     class Pairs(Recorder):
         """Is trained on batches of two loaders; the shorter one begins again when it ends."""
@@ -833,9 +915,13 @@ def test_counts_of_several_loaders_follow_the_longest(tmp_path, num_trained):
 
     _fit(lambda: make(2), seed=1, callbacks=_every_step(tmp_path), module=Pairs)
     _move(tmp_path / f"step{num_trained}.ckpt", 1)
-    seen = _fit(lambda: make(1), seed=2, ckpt_path=tmp_path / f"step{num_trained}.ckpt", module=Pairs)
+    seen = _fit(
+        lambda: make(1), seed=2, ckpt_path=tmp_path / f"step{num_trained}.ckpt", module=Pairs
+    )
     indices = [step[:2] for step in seen]
-    assert indices == [(0, i) for i in range(2 * num_trained, 10)] + [(epoch, i) for epoch in (1, 2) for i in range(10)]
+    assert indices == [(0, i) for i in range(2 * num_trained, 10)] + [
+        (epoch, i) for epoch in (1, 2) for i in range(10)
+    ]
 
 
 def test_loaders_of_other_kinds_are_not_moved():
@@ -857,11 +943,15 @@ def test_an_epoch_that_was_limited_has_ended_there(tmp_path, name):
 
     plain = _fit(FITTED[name], seed=1, limit_train_batches=3)
     assert _fit(wrapped, seed=1, limit_train_batches=3, callbacks=_every_step(tmp_path)) == plain
-    state = torch.load(tmp_path / "step6.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]
+    state = torch.load(tmp_path / "step6.ckpt", weights_only=True)["loops"]["fit_loop"][
+        "state_dict"
+    ]
     assert state["combined_loader"][0]["batches"] == 3
     if name == "shuffled":  # its sampler is not told epochs, so that Lightning's counts must tell
         _move(tmp_path / "step6.ckpt", 1)
-    assert _fit(wrapped, seed=2, ckpt_path=tmp_path / "step6.ckpt", limit_train_batches=3) == plain[6:]
+    assert (
+        _fit(wrapped, seed=2, ckpt_path=tmp_path / "step6.ckpt", limit_train_batches=3) == plain[6:]
+    )
 
 
 @pytest.mark.parametrize("name", ["shuffled", "dealt"])
@@ -882,8 +972,12 @@ def test_a_step_that_failed_is_made_again(tmp_path, name, failed):
     with pytest.raises(KeyError, match="failed"):
         _fit(wrapped, seed=1, module=Failing, callbacks=[OnExceptionCheckpoint(tmp_path, "failed")])
     _move(tmp_path / "failed.ckpt", 2 if name == "dealt" else 1)
-    num_left = -failed % 5  # of 5 steps in an epoch; numbers that the failed step would have drawn differ in later ones
-    assert _fit(wrapped, seed=2, ckpt_path=tmp_path / "failed.ckpt")[:num_left] == plain[failed : failed + num_left]
+    # of 5 steps in an epoch; numbers that the failed step would have drawn differ in later ones
+    num_left = -failed % 5
+    assert (
+        _fit(wrapped, seed=2, ckpt_path=tmp_path / "failed.ckpt")[:num_left]
+        == plain[failed : failed + num_left]
+    )
 
 
 def test_a_fit_that_cannot_go_on_starts_its_epoch_over_and_trains_all_of_it(tmp_path):

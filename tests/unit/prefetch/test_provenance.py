@@ -1,4 +1,5 @@
-"""Arguments of a lookup are found in the batch, and built again from other batches, or are refused with a reason."""
+"""Arguments of a lookup are found in the batch, and built again from other batches, or are refused
+with a reason."""
 
 import dataclasses
 from collections import namedtuple
@@ -78,10 +79,19 @@ def _batch(size: int, seed: int) -> dict[str, Any]:
     return {
         "x": _ids(size, seed + 3, 6),
         "y": _ids(size, seed + 4),
-        "cube": torch.randint(0, 50, (size, 3, 4), generator=torch.Generator().manual_seed(seed + 5)),
+        "cube": torch.randint(
+            0, 50, (size, 3, 4), generator=torch.Generator().manual_seed(seed + 5)
+        ),
         "by_feature": _ids(3, seed + 6, size) if size else torch.empty(3, 0, dtype=torch.long),
         "kjt": KeyedJaggedTensor(["a", "b"], values.clone(), lengths=lengths.clone()),
-        "nested": [{"deep": (_ids(size, seed + 7), Pair(_ids(size, seed + 8), Plain(_ids(size, seed + 9))))}],
+        "nested": [
+            {
+                "deep": (
+                    _ids(size, seed + 7),
+                    Pair(_ids(size, seed + 8), Plain(_ids(size, seed + 9))),
+                )
+            }
+        ],
         "example": Example(_ids(size, seed + 10), {"extra": _ids(size, seed + 11)}),
         "slotted": Slotted(_ids(size, seed + 13)),
         "values": values,
@@ -135,16 +145,26 @@ FOUND: dict[str, Expression] = {
     ),
     "kjt by lengths": lambda b: _jagged(b, lengths=b["lengths"]),
     "kjt by offsets": lambda b: _jagged(b, offsets=b["offsets"]),
-    "kjt by lengths, synced": lambda b: KeyedJaggedTensor.from_lengths_sync(["a", "b"], b["values"], b["lengths"]),
-    "kjt by offsets, synced": lambda b: KeyedJaggedTensor.from_offsets_sync(["a", "b"], b["values"], b["offsets"]),
+    "kjt by lengths, synced": lambda b: KeyedJaggedTensor.from_lengths_sync(
+        ["a", "b"], b["values"], b["lengths"]
+    ),
+    "kjt by offsets, synced": lambda b: KeyedJaggedTensor.from_offsets_sync(
+        ["a", "b"], b["values"], b["offsets"]
+    ),
     "kjt with weights": lambda b: _jagged(b, lengths=b["lengths"], weights=b["weights"]),
-    "kjt of values.view(-1)": lambda b: KeyedJaggedTensor(["a", "b"], b["values"].view(-1), lengths=b["lengths"]),
-    "kjt of values.flatten()": lambda b: KeyedJaggedTensor(["a", "b"], b["values"].flatten(), lengths=b["lengths"]),
+    "kjt of values.view(-1)": lambda b: KeyedJaggedTensor(
+        ["a", "b"], b["values"].view(-1), lengths=b["lengths"]
+    ),
+    "kjt of values.flatten()": lambda b: KeyedJaggedTensor(
+        ["a", "b"], b["values"].flatten(), lengths=b["lengths"]
+    ),
     "kjt of a matrix": lambda b: KeyedJaggedTensor(
         ["a"], b["x"].view(-1), lengths=torch.full((len(b["x"]),), 6, dtype=torch.int32)
     ),
     "lengths of ones": lambda b: _regular(b, lengths=torch.ones(len(b["flat"]), dtype=torch.long)),
-    "lengths of threes": lambda b: _regular(b, lengths=torch.full((len(b["flat"]) // 3,), 3, dtype=torch.int32)),
+    "lengths of threes": lambda b: _regular(
+        b, lengths=torch.full((len(b["flat"]) // 3,), 3, dtype=torch.int32)
+    ),
     "offsets": lambda b: _regular(b, offsets=torch.arange(len(b["flat"]) + 1)),
     "offsets by three": lambda b: _regular(b, offsets=torch.arange(0, len(b["flat"]) + 1, 3)),
     "column": lambda b: b["x"][:, 2],
@@ -204,7 +224,10 @@ def _written(write: Callable[[dict[str, Any]], Any], read: Expression) -> Expres
 
 
 REFUSED: dict[str, tuple[Expression, str]] = {
-    "cat": (lambda b: torch.cat([b["y"], b["example"].ids]), "shape (10,) that is no part of the batch"),
+    "cat": (
+        lambda b: torch.cat([b["y"], b["example"].ids]),
+        "shape (10,) that is no part of the batch",
+    ),
     "hashing": (lambda b: b["y"] % 7, "shape (5,) that is no part of the batch"),
     "clone": (lambda b: b["y"].clone(), "no part of the batch"),
     "transposed and copied": (lambda b: b["x"].t().reshape(-1), "no part of the batch"),
@@ -222,16 +245,30 @@ REFUSED: dict[str, tuple[Expression, str]] = {
         lambda b: KeyedJaggedTensor(["a", "b"], b["values"] % 7, lengths=b["lengths"]),
         "no part of the batch",
     ),
-    "kjt of computed lengths": (lambda b: _jagged(b, lengths=b["lengths"].clone()), "lengths of a KeyedJaggedTensor"),
+    "kjt of computed lengths": (
+        lambda b: _jagged(b, lengths=b["lengths"].clone()),
+        "lengths of a KeyedJaggedTensor",
+    ),
     "kjt with unequal batch sizes": (
-        lambda b: KeyedJaggedTensor(["a", "b"], b["values"], lengths=b["lengths"], stride_per_key_per_rank=[[4], [6]]),
+        lambda b: KeyedJaggedTensor(
+            ["a", "b"], b["values"], lengths=b["lengths"], stride_per_key_per_rank=[[4], [6]]
+        ),
         "unequal batch sizes",
     ),
     "part of a kjt": (lambda b: b["kjt"].split([1, 1])[1], "no part of the batch"),
     "another object": (lambda b: SimpleNamespace(ids=b["y"]), "a SimpleNamespace that is no part"),
-    "written ids": (_written(lambda b: b["y"].add_(1), lambda b: b["y"]), "batch['y'] is changed in place"),
-    "written ids of a column": (_written(lambda b: b["x"].add_(1), lambda b: b["x"][:, 1]), "no part of the batch"),
-    "written column": (_written(lambda b: b["x"][:, 1].zero_(), lambda b: b["x"]), "batch['x'] is changed in place"),
+    "written ids": (
+        _written(lambda b: b["y"].add_(1), lambda b: b["y"]),
+        "batch['y'] is changed in place",
+    ),
+    "written ids of a column": (
+        _written(lambda b: b["x"].add_(1), lambda b: b["x"][:, 1]),
+        "no part of the batch",
+    ),
+    "written column": (
+        _written(lambda b: b["x"][:, 1].zero_(), lambda b: b["x"]),
+        "batch['x'] is changed in place",
+    ),
     "written kjt": (
         _written(lambda b: b["kjt"].values().remainder_(3), lambda b: b["kjt"]),
         "batch['kjt'] is changed in place",
@@ -240,7 +277,10 @@ REFUSED: dict[str, tuple[Expression, str]] = {
         _written(lambda b: b["lengths"].sub_(0), lambda b: _jagged(b, lengths=b["lengths"])),
         "lengths of a KeyedJaggedTensor",
     ),
-    "replaced": (_written(lambda b: b.update(y=b["y"] + 1), lambda b: b["y"]), "no part of the batch"),
+    "replaced": (
+        _written(lambda b: b.update(y=b["y"] + 1), lambda b: b["y"]),
+        "no part of the batch",
+    ),
 }
 """What is not found, and what is said of it."""
 
@@ -266,11 +306,15 @@ def test_weights_that_the_step_computes_come_late() -> None:
     assert is_same_input(called, actual)
     assert not is_same_input(_jagged(other, lengths=other["lengths"]), actual)
     changed = other | {"values": other["values"] + 1}
-    assert not is_same_input(_jagged(changed, lengths=other["lengths"], weights=other["weights"]), actual)
+    assert not is_same_input(
+        _jagged(changed, lengths=other["lengths"], weights=other["weights"]), actual
+    )
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.arange(6), torch.ones(6, dtype=torch.long), torch.full((6,), 3)], ids=["arange", "ones", "threes"]
+    "ids",
+    [torch.arange(6), torch.ones(6, dtype=torch.long), torch.full((6,), 3)],
+    ids=["arange", "ones", "threes"],
 )
 def test_ids_that_look_like_lengths_or_offsets_are_refused_with_the_reason(ids: Tensor) -> None:
     recorded = RecordedCall("positions", (ids,), BatchObjects(BatchRoots(_batch(5, 10))))
@@ -315,7 +359,13 @@ def test_lengths_of_the_batch_are_preferred_to_those_that_only_look_regular() ->
 @pytest.mark.parametrize("num_columns", [2, 3, 7])
 @pytest.mark.parametrize(
     "view",
-    [lambda x: x[:, 4], lambda x: x[:, 2:6], lambda x: x[:, -1], lambda x: x[:, 1:-1], lambda x: x.view(-1, 3)],
+    [
+        lambda x: x[:, 4],
+        lambda x: x[:, 2:6],
+        lambda x: x[:, -1],
+        lambda x: x[:, 1:-1],
+        lambda x: x.view(-1, 3),
+    ],
     ids=["column", "last columns", "last column", "inner columns", "rows split"],
 )
 def test_a_view_of_another_number_of_columns_is_refused_and_no_other_view_is_taken_for_it(
@@ -396,7 +446,11 @@ def test_writes_in_place_after_the_stamp_are_noticed() -> None:
     ):
         batch = _batch(5, 10)
         stamped = versions(
-            batch["kjt"], batch["x"][:, 1], None, 3, _jagged(batch, lengths=batch["lengths"], weights=batch["weights"])
+            batch["kjt"],
+            batch["x"][:, 1],
+            None,
+            3,
+            _jagged(batch, lengths=batch["lengths"], weights=batch["weights"]),
         )
         assert are_unwritten(stamped)
         _ = batch["kjt"].offsets(), batch["x"] + 1, batch["kjt"]["a"].values()
@@ -406,29 +460,41 @@ def test_writes_in_place_after_the_stamp_are_noticed() -> None:
 
 
 def test_writes_in_place_in_inference_mode_are_noticed() -> None:
-    """Evaluation runs in inference mode on GPUs, where batches that are collated by this process have no versions."""
+    """Evaluation runs in inference mode on GPUs, where batches that are collated by this process
+    have no versions."""
     with torch.inference_mode():
         batch = {"ids": _ids(5, 1)}
         objects = BatchObjects(BatchRoots(batch))
         stamped = versions(batch["ids"])
         batch["ids"].remainder_(7)
         noticed = isinstance(objects.source_of(batch["ids"]), str) and not are_unwritten(stamped)
-    # A first step that cannot tell must not say that the ids are part of the batch as it was fetched.
+    # A first step that cannot tell must not say that the ids are part of the batch as it was
+    # fetched.
     assert noticed
 
 
 def test_what_is_prefetched_is_distinguished_from_what_is_not() -> None:
     batch, other = _batch(5, 10), _batch(5, 20)
     features = _jagged(batch, lengths=batch["lengths"], weights=batch["weights"])
-    assert is_same_input(_jagged(batch, lengths=batch["lengths"], weights=batch["weights"]), features)
-    assert is_same_input(_jagged(batch, lengths=batch["lengths"], weights=batch["weights"].clone()), features)
+    assert is_same_input(
+        _jagged(batch, lengths=batch["lengths"], weights=batch["weights"]), features
+    )
+    assert is_same_input(
+        _jagged(batch, lengths=batch["lengths"], weights=batch["weights"].clone()), features
+    )
     wrong: list[tuple[Any, Any]] = [
-        (KeyedJaggedTensor(["b", "a"], batch["values"], batch["weights"], batch["lengths"]), features),
+        (
+            KeyedJaggedTensor(["b", "a"], batch["values"], batch["weights"], batch["lengths"]),
+            features,
+        ),
         (_jagged(batch, lengths=batch["lengths"]), features),
         (features, _jagged(batch, lengths=batch["lengths"])),
         (_jagged(batch, lengths=batch["lengths"], weights=batch["weights"] + 1), features),
         (_jagged(batch, lengths=batch["lengths"].flip(0), weights=batch["weights"]), features),
-        (KeyedJaggedTensor(["a", "b"], batch["values"] + 1, batch["weights"], batch["lengths"]), features),
+        (
+            KeyedJaggedTensor(["a", "b"], batch["values"] + 1, batch["weights"], batch["lengths"]),
+            features,
+        ),
         (other["kjt"], batch["kjt"]),
         (batch["values"], features),
         (batch["x"][:, 1], batch["x"][:, 2]),
@@ -512,7 +578,11 @@ VIEWS: dict[str, Expression] = {
 def _view(tensor: Any, view: str) -> Any:
     if not isinstance(tensor, KeyedJaggedTensor):
         return VIEWS[view](tensor)
-    return tensor if view == "itself" else KeyedJaggedTensor(["q", "r"], tensor.values(), lengths=tensor.lengths())
+    return (
+        tensor
+        if view == "itself"
+        else KeyedJaggedTensor(["q", "r"], tensor.values(), lengths=tensor.lengths())
+    )
 
 
 @settings(max_examples=150, deadline=None)

@@ -32,7 +32,12 @@ def jagged() -> KeyedJaggedTensor:
 @pytest.mark.host_cuda
 def test_dense_tensors_of_the_host_are_pinned_and_no_others() -> None:
     sparse, on_device = torch.eye(3).to_sparse(), torch.empty(2, device="meta")
-    batch = {"a": [torch.ones(2), "text"], "b": Example(torch.ones(3), jagged()), "c": sparse, "d": on_device}
+    batch = {
+        "a": [torch.ones(2), "text"],
+        "b": Example(torch.ones(3), jagged()),
+        "c": sparse,
+        "d": on_device,
+    }
     copied = pin(batch)
     assert copied["a"][0].is_pinned()
     assert copied["b"].ids.is_pinned()
@@ -57,7 +62,9 @@ def test_jagged_tensors_are_copied_without_waiting() -> None:
 
 
 @pytest.mark.host_cuda
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged, torch.strided])
+@pytest.mark.parametrize(
+    "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.jagged, torch.strided]
+)
 def test_batches_of_a_loader_on_the_device_are_ordered_and_kept(layout: torch.layout) -> None:
     def use(pipe: Streams) -> None:
         dense = torch.eye(4, device=GPU) * 2
@@ -135,7 +142,9 @@ def test_ranks_that_share_a_gpu_are_refused_on_all_of_them() -> None:
     for rank, device in enumerate(("GPU-a", "GPU-b", "GPU-a")):
         store.set(f"device/{rank}", device)
     for rank, device in enumerate(("GPU-a", "GPU-b", "GPU-a")):
-        with pytest.raises(ConfigError, match="ranks 0, 2 are all on the GPU GPU-a.*Leave Trainer.*--gpus-per-node"):
+        with pytest.raises(
+            ConfigError, match="ranks 0, 2 are all on the GPU GPU-a.*Leave Trainer.*--gpus-per-node"
+        ):
             gpu.refuse_shared_devices(store, rank, 3, device)
     gpu.refuse_shared_devices(store, 2, 3, "GPU-c")
     assert gpu.device_id(CPU, "nccl") == gpu.device_id(torch.device("cuda", 0), "gloo") == ""

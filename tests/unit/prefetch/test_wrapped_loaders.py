@@ -1,4 +1,5 @@
-"""A loader of the user's stays one of its class for the user's code, whatever is wrapped around it."""
+"""A loader of the user's stays one of its class for the user's code, whatever is wrapped around
+it."""
 
 from typing import Any
 
@@ -31,13 +32,23 @@ class Looks(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         loader: Any = trainer.train_dataloader
         loader.label = "changed"
-        self.seen = isinstance(loader, Named), isinstance(loader, DataLoader), loader.batch_size, loader.label
+        self.seen = (
+            isinstance(loader, Named),
+            isinstance(loader, DataLoader),
+            loader.batch_size,
+            loader.label,
+        )
 
 
 @pytest.mark.parametrize("dataset", [torch.ones(3, 32), Stream()])
 def test_callbacks_find_a_loader_of_the_users_class(dataset: Any) -> None:
     looks, loader = Looks(), Named(dataset)
-    options = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_val_batches": 0}
+    options = NO_OUTPUT | {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "limit_val_batches": 0,
+    }
     trainer = pl.Trainer(strategy=TunedDDPStrategy(), callbacks=[looks], **options)
     trainer.fit(BoringModel(), loader)
     assert looks.seen == (True, True, 1, "changed")

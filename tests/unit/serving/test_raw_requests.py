@@ -1,4 +1,5 @@
-"""A folder of a model that was trained on columns answers raw values, as the trained module answers their batch."""
+"""A folder of a model that was trained on columns answers raw values, as the trained module answers
+their batch."""
 
 import json
 import subprocess
@@ -54,7 +55,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ColumnModel
         "model": {"class_path": "tests.support.column_models.ColumnModel"},
         "data": {
             "class_path": "lightning_distrec.data.ColumnData",
-            "init_args": {"train": file, "features": FEATURES, "label": "clicked", "cache_dir": str(folder / "cache")},
+            "init_args": {
+                "train": file,
+                "features": FEATURES,
+                "label": "clicked",
+                "cache_dir": str(folder / "cache"),
+            },
         },
     }
     (folder / "clicks.yaml").write_text(yaml.safe_dump(config))
@@ -71,7 +77,9 @@ def answer_of_module(model: ColumnModel, data: Any, rows: list[dict[str, Any]]) 
         return model.predict_step(data.columns(lists), 0).tolist()
 
 
-def test_raw_rows_are_answered_to_the_digit_without_this_package(trained: tuple[Path, ColumnModel, Any]) -> None:
+def test_raw_rows_are_answered_to_the_digit_without_this_package(
+    trained: tuple[Path, ColumnModel, Any],
+) -> None:
     folder, model, data = trained
     (folder.parent / "rows.json").write_text(json.dumps(ROWS))
     command = [sys.executable, "-c", WITHOUT + RUN.format("['../rows.json']")]
@@ -79,8 +87,11 @@ def test_raw_rows_are_answered_to_the_digit_without_this_package(trained: tuple[
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == answer_of_module(model, data, ROWS)
     server = Server(folder)
-    assert server.answer_plain(ROWS[0]) == pytest.approx(answer_of_module(model, data, ROWS)[:1], abs=1e-7)
-    # The mapping is that of the checkpoint: the file had another history when the folder was written.
+    assert server.answer_plain(ROWS[0]) == pytest.approx(
+        answer_of_module(model, data, ROWS)[:1], abs=1e-7
+    )
+    # The mapping is that of the checkpoint: the file had another history when the folder was
+    # written.
     assert "i5" in server.encoder.plain["vocabularies"]["history"]
     first = json.loads((folder / "request.json").read_text())
     assert first[0].keys() == FEATURES.keys()
@@ -88,10 +99,14 @@ def test_raw_rows_are_answered_to_the_digit_without_this_package(trained: tuple[
 
 
 @pytest.mark.slow
-def test_http_answers_as_the_script_and_says_what_is_wrong(trained: tuple[Path, ColumnModel, Any]) -> None:
+def test_http_answers_as_the_script_and_says_what_is_wrong(
+    trained: tuple[Path, ColumnModel, Any],
+) -> None:
     folder, model, data = trained
     command = [sys.executable, "-c", WITHOUT + RUN.format("['--http', '0']")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment()
+    )
     try:
         assert process.stdout is not None
         url = process.stdout.readline().partition(": send")[0]
@@ -124,7 +139,9 @@ def test_a_changed_mapping_is_noticed_and_so_are_rows_of_another_batch(
     folder, model, data = trained
     raw = RawRows(mapping=data.columns.to_plain(), rows=[{"user": "u1"}, {"user": "u2"}])
     with pytest.raises(CheckpointError, match="raw rows become other inputs than the batch has"):
-        export_for_serving(model, data.columns({c: [None, None] for c in FEATURES}), tmp_path / "other", raw=raw)
+        export_for_serving(
+            model, data.columns({c: [None, None] for c in FEATURES}), tmp_path / "other", raw=raw
+        )
     text = (folder / "columns.json").read_text()
     (folder / "columns.json").write_text(text.replace('"rows": 50', '"rows": 49'))
     with pytest.raises(ValueError, match=r"columns\.json is damaged"):

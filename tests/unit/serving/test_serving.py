@@ -34,7 +34,13 @@ from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
-from lightning_distrec.serving.program import QuantizedTensor, dequantized, quantized, tensors_of, with_tensors
+from lightning_distrec.serving.program import (
+    QuantizedTensor,
+    dequantized,
+    quantized,
+    tensors_of,
+    with_tensors,
+)
 from tests.support.environments import environment
 
 ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu"]
@@ -49,13 +55,24 @@ class Recommender(pl.LightningModule):
         super().__init__()
         torch.manual_seed(5)
         bags = [
-            EmbeddingBagConfig(name="user", num_embeddings=90, embedding_dim=8, feature_names=["user", "friend"]),
             EmbeddingBagConfig(
-                name="tag", num_embeddings=40, embedding_dim=6, feature_names=["tag"], pooling=PoolingType.MEAN
+                name="user", num_embeddings=90, embedding_dim=8, feature_names=["user", "friend"]
+            ),
+            EmbeddingBagConfig(
+                name="tag",
+                num_embeddings=40,
+                embedding_dim=6,
+                feature_names=["tag"],
+                pooling=PoolingType.MEAN,
             ),
         ]
-        seen = EmbeddingConfig(name="item", num_embeddings=70, embedding_dim=8, feature_names=["seen"])
-        self.bags, self.seen = EmbeddingBagCollection(tables=bags), EmbeddingCollection(tables=[seen])
+        seen = EmbeddingConfig(
+            name="item", num_embeddings=70, embedding_dim=8, feature_names=["seen"]
+        )
+        self.bags, self.seen = (
+            EmbeddingBagCollection(tables=bags),
+            EmbeddingCollection(tables=[seen]),
+        )
         self.city, self.words = nn.Embedding(30, 8), nn.EmbeddingBag(50, 8, mode="sum")
         self.top = nn.Linear(22 + 8 + 8 + 2, 8)
         self.dropout = nn.Dropout(0.5)
@@ -66,7 +83,12 @@ class Recommender(pl.LightningModule):
         places = torch.arange(seen.values().shape[0])
         example = torch.searchsorted(seen.offsets()[1:].contiguous(), places, right=True)
         summed = torch.zeros(batch["dense"].shape[0], 8).index_add(0, example, seen.values())
-        parts = [self.bags(batch["features"]).values(), summed, self.words(batch["words"]), batch["dense"]]
+        parts = [
+            self.bags(batch["features"]).values(),
+            summed,
+            self.words(batch["words"]),
+            batch["dense"],
+        ]
         return self.dropout(self.top(torch.cat(parts, 1)))
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Tensor]:
@@ -96,20 +118,30 @@ def answers(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
 
 
 def ask(folder: Path, *arguments: str, code: str = "") -> str:
-    """Return what serve.py prints in a process that can import neither this package nor torchrec."""
+    """Return what serve.py prints in a process that can import neither this package nor
+    torchrec."""
     script = WITHOUT + (code or RUN.format(list(arguments)))
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=folder, env=environment(), check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad_inputs(tmp_path: Path) -> None:
+def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad_inputs(
+    tmp_path: Path,
+) -> None:
     module = Recommender()
     module.train()
     initial = {name: value.clone() for name, value in module.state_dict().items()}
-    served = export_for_serving(module, batch_of(64), tmp_path / "made", first_request=batch_of(1, seed=3))
+    served = export_for_serving(
+        module, batch_of(64), tmp_path / "made", first_request=batch_of(1, seed=3)
+    )
     assert served.largest_difference == 0
     assert (served.integers, served.other_integers) == (64, 0)
     assert not served.only_this_size
@@ -118,27 +150,38 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad
     assert all(torch.equal(initial[name], value) for name, value in module.state_dict().items())
     folder = tmp_path / "elsewhere"
     shutil.move(tmp_path / "made", folder)
-    assert (folder / "program.pt2").stat().st_size < (folder / "tables.safetensors").stat().st_size * 20
+    assert (folder / "program.pt2").stat().st_size < (
+        folder / "tables.safetensors"
+    ).stat().st_size * 20
     about = json.loads((folder / "serving.json").read_text())
     assert about["inputs"].keys() == {"features.values", "features.lengths", "words", "dense"}, (
         "labels are not asked for"
     )
     assert about["inputs"]["words"] == {"dtype": "int64", "shape": [None, 3], "rows": [64, 1]}
-    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {folder.stat().st_mode & 0o666}
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {
+        folder.stat().st_mode & 0o666
+    }
     empty = batch_of(2, seed=4)
     none = torch.zeros(0, dtype=torch.int64)
-    empty["features"] = KeyedJaggedTensor(empty["features"].keys(), none, lengths=torch.zeros(8).long())
+    empty["features"] = KeyedJaggedTensor(
+        empty["features"].keys(), none, lengths=torch.zeros(8).long()
+    )
     batches = [batch_of(1, seed=3), batch_of(64), batch_of(200, seed=2), empty]
     expected = [answers(module, batch) for batch in batches]
     for number, batch in enumerate(batches):
-        save_file({name: tensors_of(batch)[name] for name in about["inputs"]}, folder / f"{number}.safetensors")
+        save_file(
+            {name: tensors_of(batch)[name] for name in about["inputs"]},
+            folder / f"{number}.safetensors",
+        )
     code = (
         "import torch, serve\nfrom safetensors.torch import load_file\nserver = serve.Server('.')\n"
-        "torch.save([server.answer(load_file(f'{number}.safetensors')) for number in range(4)], 'found.pt')"
+        "torch.save([server.answer(load_file(f'{number}.safetensors')) for number in range(4)], "
+        "'found.pt')"
     )
     ask(folder, code=code)
     for result, want in zip(torch.load(folder / "found.pt"), expected, strict=True):
-        # In the process that exports they are equal; other processes may add in another order, by their threads.
+        # In the process that exports they are equal; other processes may add in another order, by
+        # their threads.
         assert torch.allclose(result["scores"], want["scores"], rtol=1e-6, atol=1e-6)
         assert torch.equal(result["best"], want["best"])
     first = json.loads(ask(folder))
@@ -147,9 +190,18 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad
     assert ask(folder, "--check").startswith("largest difference from the trained module: ")
     server, request = answer.Server(folder), json.loads((folder / "request.json").read_text())
     for name, (values, reason) in {
-        "words": ([[1, 2, 900]], "an id has no row in its table of [0-9]+ rows; there are .*to 900 in 'words'"),
-        "dense": ([[1.0, 2.0]] * 2, "as many examples as each other, and there are .*1 in 'words'.*2 in 'dense'"),
-        "features.lengths": ([*request["features.lengths"], 0], "5 in 'features.lengths', 1 in 'words'"),
+        "words": (
+            [[1, 2, 900]],
+            "an id has no row in its table of [0-9]+ rows; there are .*to 900 in 'words'",
+        ),
+        "dense": (
+            [[1.0, 2.0]] * 2,
+            "as many examples as each other, and there are .*1 in 'words'.*2 in 'dense'",
+        ),
+        "features.lengths": (
+            [*request["features.lengths"], 0],
+            "5 in 'features.lengths', 1 in 'words'",
+        ),
         "features.values": (["a"], "'features.values' must be lists of int64, and has 'a'"),
     }.items():
         with pytest.raises(ValueError, match=reason):
@@ -172,7 +224,9 @@ def test_quantized_answers_are_those_of_the_module_with_rounded_rows_and_bad_inp
             rows = dequantized(quantized(weight, table_values), weight.shape[1], table_values)
             rounded.get_parameter(name).data.copy_(rows)
             steps = (weight.amax(1) - weight.amin(1)) / (2**table_values - 1)
-            assert ((rows - weight).abs().amax(1) <= 0.55 * steps + 2e-3 * weight.abs().amax(1)).all()
+            assert (
+                (rows - weight).abs().amax(1) <= 0.55 * steps + 2e-3 * weight.abs().amax(1)
+            ).all()
     actual = answers(rounded, batch)
     stored = load_file(tmp_path / "q" / "tables.safetensors")
     assert stored["city.rows"].dtype == torch.uint8
@@ -210,7 +264,9 @@ def test_what_cannot_be_served_is_told_and_leaves_nothing(tmp_path: Path) -> Non
         export_for_serving(Branches(), batch_of(8), tmp_path / "out")
     with pytest.raises(ConfigError, match="'city' has a max_norm"):
         export_for_serving(Renormed(), batch_of(8), tmp_path / "out")
-    state = {name: value for name, value in Recommender().state_dict().items() if name != "top.bias"}
+    state = {
+        name: value for name, value in Recommender().state_dict().items() if name != "top.bias"
+    }
     with pytest.raises(CheckpointError, match="lacks 'top.bias'"):
         export_for_serving(Recommender(), batch_of(8), tmp_path / "out", state=state)
     (tmp_path / "taken").mkdir()
@@ -232,18 +288,42 @@ BAD_REQUESTS: dict[str, tuple[str, Any, str]] = {
     "text": ("dense", [["a", 2.0]], "'dense' must be lists of float32, and has 'a'"),
     "flat": ("words", [1, 2, 3], "'words' must have the shape any x 3, not 3"),
     "wide": ("words", [[1, 2, 3, 4]], "'words' must have the shape any x 3, not 1 x 4"),
-    "negative": ("words", [[-1, 2, 3]], "an id has no row in its table of [0-9]+ rows; there are .*-1 to 3 in 'words'"),
-    "large": ("words", [[50, 2, 3]], "an id has no row in its table of [0-9]+ rows; there are .*2 to 50 in 'words'"),
+    "negative": (
+        "words",
+        [[-1, 2, 3]],
+        "an id has no row in its table of [0-9]+ rows; there are .*-1 to 3 in 'words'",
+    ),
+    "large": (
+        "words",
+        [[50, 2, 3]],
+        "an id has no row in its table of [0-9]+ rows; there are .*2 to 50 in 'words'",
+    ),
     "no id": (
         "features.values",
         [-1, 0],
         "an id has no row in its table of [0-9]+ rows; there are -1 to 0 in 'features.values'",
     ),
     "lengths below 0": ("features.lengths", [-1, 3, 0, 0], "'features.lengths' has the length -1"),
-    "sum of lengths": ("features.lengths", [1, 0, 0, 0], "'features.lengths' sum up to 1, and 'features.values' has 2"),
-    "sum that wraps": ("features.lengths", [2**62] * 4, "'features.lengths' sum up to 18446744073709551616"),
-    "beyond any float": ("dense", [[10**400, 1]], "'dense' must be lists of float32 in equal lengths: int too large"),
-    "one length too few": ("features.lengths", [1, 0, 1], "the inputs do not fit each other|for as many examples"),
+    "sum of lengths": (
+        "features.lengths",
+        [1, 0, 0, 0],
+        "'features.lengths' sum up to 1, and 'features.values' has 2",
+    ),
+    "sum that wraps": (
+        "features.lengths",
+        [2**62] * 4,
+        "'features.lengths' sum up to 18446744073709551616",
+    ),
+    "beyond any float": (
+        "dense",
+        [[10**400, 1]],
+        "'dense' must be lists of float32 in equal lengths: int too large",
+    ),
+    "one length too few": (
+        "features.lengths",
+        [1, 0, 1],
+        "the inputs do not fit each other|for as many examples",
+    ),
     "ragged": ("words", [[1, 2, 3], [1]], "'words' must be lists of int64 in equal lengths"),
 }
 
@@ -263,7 +343,9 @@ def _check_http(folder: Path) -> None:
         for name, value, message in BAD_REQUESTS.values():
             status, answered = ask("POST", content=request | {name: value})
             assert (status, bool(re.search(message, answered["error"]))) == (400, True), answered
-        assert set(ask("POST", content=request | {"dense": [[math.nan, 1]]})[1]["scores"][0]) == {None}
+        assert set(ask("POST", content=request | {"dense": [[math.nan, 1]]})[1]["scores"][0]) == {
+            None
+        }
         assert ask("GET", "/health") == (200, {"status": "ok", "of": "Recommender"})
         assert ask("GET")[0] == 404
         assert ask("PUT")[0] == 501
@@ -288,7 +370,9 @@ def _check_bad_inputs_and_damage(folder: Path) -> None:
     content = bytearray(tables.read_bytes())
     content[-9] ^= 1
     tables.write_bytes(content)
-    with pytest.raises(ValueError, match="tables.safetensors is damaged: it does not match its checksum"):
+    with pytest.raises(
+        ValueError, match="tables.safetensors is damaged: it does not match its checksum"
+    ):
         answer.Server(folder)
     answer.Server(folder, verify=False)
 
@@ -349,7 +433,9 @@ def test_tensors_of_any_container_are_named_and_replaced() -> None:
         "right.keyed.values",
     ]
     assert list(actual) == names
-    other = with_tensors(batch, {name: tensor * 3 for name, tensor in actual.items() if "lengths" not in name})
+    other = with_tensors(
+        batch, {name: tensor * 3 for name, tensor in actual.items() if "lengths" not in name}
+    )
     assert type(other) is Pair
     assert other.left[0] == Batch(other.left[0].dense)
     assert other.left[0].dense.tolist() == [3, 3]
@@ -366,9 +452,14 @@ def test_tensors_of_any_container_are_named_and_replaced() -> None:
         (["--format", "torch.export"], "name the YAML"),
         (["--bits", "4"], "--config and --bits are for"),
         (["--format", "safetensors"], "is not named"),
-        (["--format", "torch.export", "--bits", "8", "--config", "x.yaml"], "--bits is for --format quantized"),
+        (
+            ["--format", "torch.export", "--bits", "8", "--config", "x.yaml"],
+            "--bits is for --format quantized",
+        ),
     ],
 )
-def test_options_that_do_not_go_together(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_do_not_go_together(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", "a.ckpt", "out", *arguments]) != 0
     assert reason in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Where the planner's bandwidths come from: the argument, the environment, a measurement, torchrec."""
+"""Where the planner's bandwidths come from: the argument, the environment, a measurement,
+torchrec."""
 
 import pytest
 from torchrec.distributed.planner import constants
@@ -21,12 +22,18 @@ ENVIRONMENT = {"INTRA_NODE_BANDWIDTH": "100GB/s", "CROSS_NODE_BANDWIDTH": "12500
 def assumed(inputs: object, environment: dict[str, str] | None = None) -> AssumedBandwidths:
     """Return what is believed where every measurement says 1 byte per second."""
     request = bandwidth_request(inputs, environment or {})  # type: ignore[arg-type]
-    measured = {name: Bandwidth(bytes_per_second=1.0, origin="measured") for name in request.to_measure}
+    measured = {
+        name: Bandwidth(bytes_per_second=1.0, origin="measured") for name in request.to_measure
+    }
     return request.with_measured(measured)
 
 
 def said(bandwidths: AssumedBandwidths) -> dict[str, tuple[float, str]]:
-    return {name: (first.bytes_per_second, first.origin) for name in NAMES for first in [getattr(bandwidths, name)]}
+    return {
+        name: (first.bytes_per_second, first.origin)
+        for name in NAMES
+        for first in [getattr(bandwidths, name)]
+    }
 
 
 def test_without_a_word_torchrecs_defaults_are_believed_in_bytes_per_second() -> None:
@@ -56,7 +63,9 @@ def test_an_argument_stands_above_the_environment_and_that_above_torchrec() -> N
         ("INTRA_NODE_BANDWIDTH", "1e9", 1e9),
     ],
 )
-def test_a_number_that_no_network_has_is_torcheasyrecs(variable: str, text: str, bytes_per_second: float) -> None:
+def test_a_number_that_no_network_has_is_torcheasyrecs(
+    variable: str, text: str, bytes_per_second: float
+) -> None:
     name = variable.lower().removesuffix("_bandwidth")
     number, origin = said(assumed(None, {variable: text}))[name]
     assert number == pytest.approx(bytes_per_second)
@@ -87,15 +96,23 @@ def test_what_could_not_be_measured_is_torchrecs() -> None:
 
 
 def test_a_variable_that_is_no_bandwidth_is_reported_by_name() -> None:
-    with pytest.raises(ConfigError, match="the environment's CROSS_NODE_BANDWIDTH='25 GBs': A bandwidth above 0"):
+    with pytest.raises(
+        ConfigError, match="the environment's CROSS_NODE_BANDWIDTH='25 GBs': A bandwidth above 0"
+    ):
         bandwidth_request(None, {"CROSS_NODE_BANDWIDTH": "25 GBs"})
 
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"intra_node": "0GB/s"}, "planning.bandwidths.intra_node='0GB/s': A bandwidth above 0 is needed"),
-        ({"host_memory": "25 G/s"}, "planning.bandwidths.host_memory='25 G/s': A bandwidth above 0"),
+        (
+            {"intra_node": "0GB/s"},
+            "planning.bandwidths.intra_node='0GB/s': A bandwidth above 0 is needed",
+        ),
+        (
+            {"host_memory": "25 G/s"},
+            "planning.bandwidths.host_memory='25 G/s': A bandwidth above 0",
+        ),
         ({"intra": "25GB/s"}, "there is no option 'intra'; did you mean 'intra_node'"),
         ("mesure", "bandwidths='mesure': must be options, or a dict, or 'measure'"),
         (25e9, "bandwidths=25000000000.0: must be options, or a dict, or 'measure'"),
@@ -114,4 +131,7 @@ def test_those_of_one_origin_are_reported_together() -> None:
         "cross_node",
         "host_memory",
     ))
-    assert actual == "intra_node 25.0 GB/s, cross_node 2.0 GB/s (argument), host_memory 54.8 GB/s (torchrec's default)"
+    assert actual == (
+        "intra_node 25.0 GB/s, cross_node 2.0 GB/s (argument), host_memory 54.8 GB/s "
+        "(torchrec's default)"
+    )

@@ -1,4 +1,5 @@
-"""Ids on a GPU are compared with their tables' rows on the device, and the result is read with all else at once."""
+"""Ids on a GPU are compared with their tables' rows on the device, and the result is read with all
+else at once."""
 
 from unittest.mock import patch
 
@@ -14,7 +15,9 @@ from tests.support.host_cuda.following import followed_device
 LIMITS = {"a": 10, "b": 100}
 
 
-def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3), device: str = "cuda") -> KeyedJaggedTensor:
+def features(
+    *ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3), device: str = "cuda"
+) -> KeyedJaggedTensor:
     keys = ["a", "b", "c"][: len(lengths) // 2]
     values, bags = torch.tensor(ids, device=device), torch.tensor(lengths, device=device)
     return KeyedJaggedTensor(keys=keys, values=values, lengths=bags)
@@ -31,15 +34,21 @@ def features(*ids: int, lengths: tuple[int, ...] = (1, 2, 0, 3), device: str = "
         ((0, 9, 5, -1, 99, 50), (-1, 99)),
     ],
 )
-def test_extreme_ids_are_told_where_one_is_out_of_range(ids: tuple[int, ...], actual: tuple[int, int]) -> None:
+def test_extreme_ids_are_told_where_one_is_out_of_range(
+    ids: tuple[int, ...], actual: tuple[int, int]
+) -> None:
     assert check_batch("it", features(*ids), None, LIMITS) == actual
     on_cpu = features(*ids, device="cpu")
-    assert check_batch("it", on_cpu, None, LIMITS) == (min(ids), max(ids)), "a CPU reads them at once"
+    assert check_batch("it", on_cpu, None, LIMITS) == (min(ids), max(ids)), (
+        "a CPU reads them at once"
+    )
 
 
 @pytest.mark.host_cuda
 def test_features_that_no_table_knows_have_no_limit() -> None:
-    assert check_batch("it", features(1, 1, 2**40, lengths=(1, 0, 1, 0, 1, 0)), None, LIMITS) == NO_IDS
+    assert (
+        check_batch("it", features(1, 1, 2**40, lengths=(1, 0, 1, 0, 1, 0)), None, LIMITS) == NO_IDS
+    )
 
 
 @pytest.mark.host_cuda
@@ -50,9 +59,13 @@ def test_lengths_that_do_not_add_up_are_an_error_all_the_same() -> None:
 
 @pytest.mark.host_cuda
 def test_the_host_waits_once() -> None:
-    check_batch("it", features(0, 9, 5, 10, 99, 50), None, LIMITS)  # limits are copied to the device once
+    # limits are copied to the device once
+    check_batch("it", features(0, 9, 5, 10, 99, 50), None, LIMITS)
     batch = features(0, 9, 5, 10, 99, 50)
-    with followed_device() as found, patch.object(HostCopy, "read", autospec=True, side_effect=HostCopy.read) as read:
+    with (
+        followed_device() as found,
+        patch.object(HostCopy, "read", autospec=True, side_effect=HostCopy.read) as read,
+    ):
         end_check = begin_check("it", batch, None, LIMITS)
         assert not read.called, "the batch may still be copied"
         assert end_check() == NO_IDS
@@ -67,7 +80,9 @@ def test_the_host_waits_once() -> None:
         ((0, 9, 5), "it has a bag of -4 ids. Offsets must never fall, nor lie beyond the 5 ids"),
     ],
 )
-def test_offsets_beyond_the_ids_are_an_error_about_offsets(offsets: tuple[int, ...], message: str) -> None:
+def test_offsets_beyond_the_ids_are_an_error_about_offsets(
+    offsets: tuple[int, ...], message: str
+) -> None:
     batch = KeyedJaggedTensor(keys=["a"], values=torch.arange(5), offsets=torch.tensor(offsets))
     with pytest.raises(IdsError, match=message):
         check_batch("it", batch, None, LIMITS)

@@ -9,7 +9,9 @@ from lightning_distrec.advice.dry_run import FINENESS, EdgeSearch
 
 def _below(limit: int) -> EdgeSearch:
     """Return a search in which numbers up to the limit can be."""
-    return EdgeSearch(lambda number: "" if number <= limit else f"{number} is too much", {}, 60.0, 0.0)
+    return EdgeSearch(
+        lambda number: "" if number <= limit else f"{number} is too much", {}, 60.0, 0.0
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 511, 512, 513, 700, 1024, 99_999])
@@ -36,7 +38,10 @@ def test_where_nothing_is_too_much_or_all_is_the_search_ends() -> None:
 @pytest.mark.parametrize("least", [1, 3, 30])
 def test_the_smallest_number_is_found_exactly(limit: int, start: int, least: int) -> None:
     search = EdgeSearch(
-        lambda n: "" if n >= limit else f"{n}", {start: "" if start >= limit else f"{start}"}, 60.0, 0.0
+        lambda n: "" if n >= limit else f"{n}",
+        {start: "" if start >= limit else f"{start}"},
+        60.0,
+        0.0,
     )
     edge = search.smallest(least, 100)
     lowest = max(limit, least) if start < limit else min(start, max(limit, least))
@@ -47,7 +52,12 @@ def test_the_smallest_number_is_found_exactly(limit: int, start: int, least: int
 
 def test_where_no_number_will_do_none_is_found() -> None:
     edge = EdgeSearch(lambda n: f"{n} is too few", {4: "4 is too few"}, 60.0, 0.0).smallest(1, 100)
-    assert (edge.possible, edge.impossible, edge.reason, edge.stopped) == (None, 100, "100 is too few", "")
+    assert (edge.possible, edge.impossible, edge.reason, edge.stopped) == (
+        None,
+        100,
+        "100 is too few",
+        "",
+    )
 
 
 def test_a_search_ends_before_the_try_that_would_be_too_late_and_reports_it() -> None:

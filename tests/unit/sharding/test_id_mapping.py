@@ -1,4 +1,5 @@
-"""Ids get rows as an id after the other would, whatever the number of ranks that share the buckets."""
+"""Ids get rows as an id after the other would, whatever the number of ranks that share the
+buckets."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,8 +48,12 @@ def _run(spec: MappingSpec, num_ranks: int, steps: int = 15) -> tuple[list[Tenso
 
 @pytest.mark.parametrize("policy", ["none", "lru", "lfu"])
 @pytest.mark.parametrize(("min_sights", "num_reserved"), [(1, 0), (3, 2)])
-def test_rows_do_not_depend_on_the_number_of_ranks(policy: Any, min_sights: int, num_reserved: int) -> None:
-    spec = MappingSpec(96, BUCKETS, max_probe=9, policy=policy, min_sights=min_sights, num_reserved=num_reserved)
+def test_rows_do_not_depend_on_the_number_of_ranks(
+    policy: Any, min_sights: int, num_reserved: int
+) -> None:
+    spec = MappingSpec(
+        96, BUCKETS, max_probe=9, policy=policy, min_sights=min_sights, num_reserved=num_reserved
+    )
     rows, evicted = _run(spec, 1)
     for num_ranks in (2, 3):
         torch.testing.assert_close(_run(spec, num_ranks), (rows, evicted))
@@ -60,19 +65,25 @@ SPECS = {
     "lfu": MappingSpec(120, BUCKETS, max_probe=7, policy="lfu", min_sights=2),
     "none": MappingSpec(240, BUCKETS, max_probe=40, min_sights=3, num_reserved=2),
     "ttl": MappingSpec(60, BUCKETS, max_probe=5, policy="ttl", ttl_hours=1),
-    "ttl_lru": MappingSpec(150, BUCKETS, max_probe=128, policy="ttl_lru", ttl_hours=2, num_reserved=3),
+    "ttl_lru": MappingSpec(
+        150, BUCKETS, max_probe=128, policy="ttl_lru", ttl_hours=2, num_reserved=3
+    ),
     "one bucket": MappingSpec(200, 1, policy="lru", num_reserved=3),
 }
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("name", SPECS)
-def test_rows_are_those_of_a_loop_over_ids(name: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_those_of_a_loop_over_ids(
+    name: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lightning_distrec.gpu.is_on_gpu", lambda _: on_gpu)
     spec = SPECS[name]
     fast, loop = (kind(spec, 0, spec.num_buckets, CPU) for kind in (IdMapping, LoopedMapping))
     num_evicted = 0
-    for step, (size, kinds) in enumerate([(30, 200), (90, 200), (0, 1), (60, 40), (90, 10**12)] * 4):
+    for step, (size, kinds) in enumerate(
+        [(30, 200), (90, 200), (0, 1), (60, 40), (90, 10**12)] * 4
+    ):
         monkeypatch.setattr(id_mapping, "current_hour", lambda hour=1000 + step: hour)
         draw = torch.Generator().manual_seed(step)
         ids = (torch.rand(size, generator=draw) ** 2 * kinds).long()
@@ -86,7 +97,12 @@ def test_rows_are_those_of_a_loop_over_ids(name: str, on_gpu: bool, monkeypatch:
             loop.optimizer_stepped()
         if step == 10:  # as a checkpoint does
             for name in fast.tensors:
-                assert load_into(fast, f"ids_{name}".replace("ids_ids", "ids"), loop.tensors[name].clone()) == ""
+                assert (
+                    load_into(
+                        fast, f"ids_{name}".replace("ids_ids", "ids"), loop.tensors[name].clone()
+                    )
+                    == ""
+                )
     assert fast.counts.shared > 10
     assert (num_evicted > 100) == (spec.policy != "none")
 
@@ -170,11 +186,18 @@ def test_ids_with_structure_are_spread_evenly_and_stay_different() -> None:
 
 
 def test_a_feature_of_two_tables_is_mapped_for_both_or_for_none() -> None:
-    configs = [EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=24, feature_names=["f"]) for name in "ab"]
-    first, other = find_tables(torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs)})).tables
+    configs = [
+        EmbeddingBagConfig(name=name, embedding_dim=4, num_embeddings=24, feature_names=["f"])
+        for name in "ab"
+    ]
+    first, other = find_tables(
+        torch.nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=configs)})
+    ).tables
     mapped = replace(first, mapping=dynamic_spec(24, 6, "lru", 1))
     refuse_shared_features([first, other])
-    with pytest.raises(ConfigError, match="feature 'f' is looked up in tables 'ebc.a' and 'ebc.b', of which one"):
+    with pytest.raises(
+        ConfigError, match="feature 'f' is looked up in tables 'ebc.a' and 'ebc.b', of which one"
+    ):
         refuse_shared_features([mapped, other])
 
 

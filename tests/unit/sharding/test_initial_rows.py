@@ -1,4 +1,5 @@
-"""New rows of a table have the same values whichever shards, threads and form of the init function draw them."""
+"""New rows of a table have the same values whichever shards, threads and form of the init function
+draw them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,7 +30,9 @@ def _table(init_fn: Callable[[Tensor], Any]) -> Any:
 
 
 def _drawn(
-    init_fn: Callable[[Tensor], Any], rectangle: tuple[int, int, int, int] = (0, 0, ROWS, DIM), threads: int = 1
+    init_fn: Callable[[Tensor], Any],
+    rectangle: tuple[int, int, int, int] = (0, 0, ROWS, DIM),
+    threads: int = 1,
 ) -> Tensor:
     torch.set_num_threads(threads)
     values = torch.full(rectangle[2:], torch.nan)
@@ -53,7 +56,12 @@ def test_threads_shards_and_the_form_of_the_function_leave_rows_alike() -> None:
     random_state = torch.get_rng_state()
     for function, threads in ((uniform, 1), (uniform, 3), (_user_function, 3), (_reassigns, 1)):
         assert torch.equal(_drawn(function, threads=threads), expected)
-        for row, column, rows, columns in ((0, 0, 64, DIM), (50, 0, 400, DIM), (130, 2, 870, 3), (999, 5, 1, 1)):
+        for row, column, rows, columns in (
+            (0, 0, 64, DIM),
+            (50, 0, 400, DIM),
+            (130, 2, 870, 3),
+            (999, 5, 1, 1),
+        ):
             shard = _drawn(function, (row, column, rows, columns), threads)
             assert torch.equal(shard, expected[row : row + rows, column : column + columns])
     assert torch.equal(torch.get_rng_state(), random_state), "the user's draws go on"

@@ -1,4 +1,5 @@
-"""TorchRec's MCHManagedCollisionModule by buckets: when ids get rows, and what a state that does not fit says."""
+"""TorchRec's MCHManagedCollisionModule by buckets: when ids get rows, and what a state that does
+not fit says."""
 
 from typing import Any
 
@@ -59,15 +60,22 @@ def test_a_state_loads_in_parts_and_one_of_other_buckets_is_refused() -> None:
     whole, ids = _mapping(interval=1), torch.arange(100)
     learn(whole, ids)
     state = whole.state()
-    full = {key: value.chunks[0].tensor if isinstance(value, ChunkedTensor) else value for key, value in state.items()}
+    full = {
+        key: value.chunks[0].tensor if isinstance(value, ChunkedTensor) else value
+        for key, value in state.items()
+    }
     order = torch.randperm(ROWS["users"])
-    mixed = {key: value[order] if len(value) == ROWS["users"] else value for key, value in full.items()}
+    mixed = {
+        key: value[order] if len(value) == ROWS["users"] else value for key, value in full.items()
+    }
     for source in (full, mixed):
         part = _mapping(2, 2)
         assert part.load(source) == ""
         own_values = ids[torch.isin(ids % BUCKETS, torch.tensor([2, 3]))]
         torch.testing.assert_close(part.find(own_values) + part.first_row, whole.find(own_values))
-    assert "outside of the bucket that they have with buckets=3" in _mapping(0, 3, buckets=3).load(full)
+    assert "outside of the bucket that they have with buckets=3" in _mapping(0, 3, buckets=3).load(
+        full
+    )
     assert "maps ids to 48 rows, but there are (24,)" in _mapping(scale=2).load(full)
     lying = {**state, MCH_ROWS: ChunkedTensor((24,), torch.int64, [])}
     with pytest.raises(ValueError, match="sharded differently"):
@@ -89,7 +97,8 @@ def _num_torchrec_waits(policy: str) -> int:
     """Return how often the host waits for an update of torchrec's own module."""
     module = mch("users", policy=policy, interval=1, buckets=1, device="cuda")
     jagged = JaggedTensor(torch.arange(40), lengths=torch.tensor([40])).to(torch.device("cuda"))
-    module._current_iter, module._last_eviction_iter = 0, 0  # else read from the device in the first step
+    # else read from the device in the first step
+    module._current_iter, module._last_eviction_iter = 0, 0
     module._init_history_buffers({"": jagged})
     with followed_device() as found:
         module.profile({"": jagged})
@@ -103,7 +112,9 @@ def test_the_host_waits_where_torchrecs_code_does_only(policy: str) -> None:
     assert torchrec_waits > 4
     mapping = _mapping(interval=2, policy=policy, device=torch.device("cuda"))
     for step, num_buckets in enumerate((1, 1, 1, 3, 2, 6)):
-        ids = ((torch.arange(5) + 5 * step).unsqueeze(1) * BUCKETS + torch.arange(num_buckets)).cuda()
+        ids = (
+            (torch.arange(5) + 5 * step).unsqueeze(1) * BUCKETS + torch.arange(num_buckets)
+        ).cuda()
         with followed_device() as found:
             ends = mapping.note_lookup(ids.view(-1))
         assert found.waits == []

@@ -1,4 +1,5 @@
-"""What a constructor writes to a table without rows is repeated block by block, or gives the table its rows."""
+"""What a constructor writes to a table without rows is repeated block by block, or gives the table
+its rows."""
 
 import copy
 import gc
@@ -14,7 +15,11 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec import meta_tables
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.meta_weight import give_rows_to_buffers, stop_recording, written_digest
+from lightning_distrec.sharding.meta_weight import (
+    give_rows_to_buffers,
+    stop_recording,
+    written_digest,
+)
 from lightning_distrec.sharding.weights.shard_access import without_guard
 
 ROWS, WIDTH = 23, 8
@@ -76,7 +81,9 @@ EXACT: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_values_that_are_written_to_a_weight_without_rows_are_those_of_a_weight_with_rows(name: str) -> None:
+def test_values_that_are_written_to_a_weight_without_rows_are_those_of_a_weight_with_rows(
+    name: str,
+) -> None:
     expected, actual = nn.Embedding(ROWS, WIDTH).weight, _embedding().weight
     EXACT[name](expected)
     EXACT[name](actual)
@@ -173,7 +180,8 @@ def test_what_needs_all_rows_makes_them_and_says_so(name: str) -> None:
     view = weight.data[3:5]
     torch.manual_seed(2)
     with pytest.warns(
-        UserWarning, match=r"Embedding\(23, 8\) is built whole on every rank: '.*' needs all of its rows"
+        UserWarning,
+        match=r"Embedding\(23, 8\) is built whole on every rank: '.*' needs all of its rows",
     ):
         NEED_ROWS[name](weight)
     expected = nn.Parameter(PRETRAINED.clone())
@@ -209,7 +217,11 @@ def test_copies_hooks_and_new_data_give_a_weight_its_rows_and_pickles_none() -> 
 
 
 def test_another_parameter_of_a_weight_or_its_data_shares_the_rows() -> None:
-    for read in (lambda weight: weight, lambda weight: weight.data, lambda weight: weight.data[3:5]):
+    for read in (
+        lambda weight: weight,
+        lambda weight: weight.data,
+        lambda weight: weight.data[3:5],
+    ):
         module, expected = _embedding(padding_idx=5), nn.Embedding(ROWS, WIDTH)
         for weight in (module.weight, expected.weight):
             weight.data.copy_(PRETRAINED)
@@ -239,7 +251,10 @@ def test_a_buffer_that_is_a_view_gives_the_weight_its_rows_and_a_late_view_is_re
     late = table.weight.data[3]
     stop_recording(table.weight)
     for use in (late.sum, late.zero_):
-        with pytest.raises(ShardingError, match=r"called on a view of Embedding\(23, 8\) from before it was sharded"):
+        with pytest.raises(
+            ShardingError,
+            match=r"called on a view of Embedding\(23, 8\) from before it was sharded",
+        ):
             use()
 
 
@@ -279,13 +294,17 @@ def test_what_is_built_whole_without_the_memory_for_it_is_refused(reason: str) -
 
 
 def test_a_collections_weight_is_recorded_or_gets_its_rows() -> None:
-    config = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=WIDTH, feature_names=["f"])
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=ROWS, embedding_dim=WIDTH, feature_names=["f"]
+    )
     with meta_tables():
         weight = EmbeddingBagCollection([config]).embedding_bags["t"].weight
     assert 0 < float(_in_blocks(weight, 6).abs().max()) <= ROWS**-0.5, "its init_fn"
     nn.init.constant_(weight, 2.0)
     assert torch.equal(_in_blocks(weight, 6), torch.full((ROWS, WIDTH), 2.0))
-    with pytest.warns(UserWarning, match="table 't' is built whole on every rank: 'sum' needs all of its rows"):
+    with pytest.warns(
+        UserWarning, match="table 't' is built whole on every rank: 'sum' needs all of its rows"
+    ):
         assert weight.sum() == 2 * ROWS * WIDTH
 
 

@@ -42,7 +42,10 @@ def _found(root: nn.Module, selected: Any = "all", min_rows: int = 100_000) -> F
 
 
 def test_embeddings_are_found_in_nested_places_under_their_own_names() -> None:
-    root = _root(towers=nn.ModuleList([nn.ModuleDict({"item": nn.Embedding(9, 8)})]), tags=nn.EmbeddingBag(7, 4))
+    root = _root(
+        towers=nn.ModuleList([nn.ModuleDict({"item": nn.Embedding(9, 8)})]),
+        tags=nn.EmbeddingBag(7, 4),
+    )
     tables = _found(root).tables
     assert [(table.full_name, table.key, table.pooled) for table in tables] == [
         ("towers.0.item", "towers.0.item.weight", False),
@@ -82,13 +85,18 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "more": (Offset, "it has a 'bias' besides its weight"),
     "double": (lambda: nn.Embedding(9, 8).double(), r"torch\.float64"),
     "weight_norm": (lambda: nn.utils.weight_norm(nn.Embedding(9, 8)), "weight"),
-    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(9, 8)), "is a subclass|computed"),
+    "parametrized": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(9, 8)),
+        "is a subclass|computed",
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_cannot_be_exact_stays_whole_with_the_reason_or_is_refused_where_it_is_listed(name: str) -> None:
+def test_what_cannot_be_exact_stays_whole_with_the_reason_or_is_refused_where_it_is_listed(
+    name: str,
+) -> None:
     make, reason = WHOLE[name]
     root = _root(odd=make(), item=nn.Embedding(9, 8))
     for selected in ("all", "auto"):
@@ -96,12 +104,16 @@ def test_what_cannot_be_exact_stays_whole_with_the_reason_or_is_refused_where_it
         assert [table.full_name for table in actual.tables] == ["item"]
         assert actual.left_alone.keys() == {"odd"}
         assert re.search(reason, actual.left_alone["odd"])
-    with pytest.raises(ShardingError, match=f"convert_embeddings: 'odd' cannot be sharded: .*{reason}"):
+    with pytest.raises(
+        ShardingError, match=f"convert_embeddings: 'odd' cannot be sharded: .*{reason}"
+    ):
         _found(root, ["odd"])
 
 
 def test_a_weight_that_another_module_has_too_stays_whole_and_names_it() -> None:
-    root = _root(item=nn.Embedding(9, 8), output=nn.Linear(8, 9, bias=False), other=nn.Embedding(9, 8))
+    root = _root(
+        item=nn.Embedding(9, 8), output=nn.Linear(8, 9, bias=False), other=nn.Embedding(9, 8)
+    )
     root.output.weight = root.item.weight
     actual = _found(root)
     assert [table.full_name for table in actual.tables] == ["other"]
@@ -122,7 +134,9 @@ def test_an_unknown_path_is_reported_with_a_near_match_and_those_there_are() -> 
 
 @pytest.mark.parametrize("selected", ["every", "All", ""])
 def test_an_unknown_way_to_convert_is_reported(selected: str) -> None:
-    with pytest.raises(ConfigError, match="convert_embeddings='.*': must be 'auto', 'all', 'none', or a list"):
+    with pytest.raises(
+        ConfigError, match="convert_embeddings='.*': must be 'auto', 'all', 'none', or a list"
+    ):
         TorchRecShardedStrategy(convert_embeddings=selected)  # type: ignore[arg-type]
 
 
@@ -133,7 +147,9 @@ def test_min_rows_must_be_above_zero() -> None:
 
 def test_options_of_a_table_are_given_by_its_path() -> None:
     tables = _found(_root(tower=_root(item=nn.Embedding(9, 8)), tags=nn.EmbeddingBag(9, 8))).tables
-    options = options_by_table(tables, TableOptions(), {"tower.item": {"sharding_types": ["row_wise"]}})
+    options = options_by_table(
+        tables, TableOptions(), {"tower.item": {"sharding_types": ["row_wise"]}}
+    )
     assert options["tower.item"].sharding_types == ["row_wise"]
     assert options["tags"].sharding_types is None
     with pytest.raises(ConfigError, match=r"no table 'tower\.itm'; did you mean 'tower\.item'"):

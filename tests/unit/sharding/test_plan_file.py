@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.distributed.types import CacheParams
 
 from lightning_distrec import atomic_files as on_disk
@@ -37,13 +42,22 @@ def tables_of(sizes: dict[str, tuple[int, int]], pooled: bool = True) -> list[Ta
     """Return tables of one collection."""
     root = nn.Module()
     configs = {
-        name: {"name": name, "num_embeddings": rows, "embedding_dim": dim, "feature_names": [f"of_{name}"]}
+        name: {
+            "name": name,
+            "num_embeddings": rows,
+            "embedding_dim": dim,
+            "feature_names": [f"of_{name}"],
+        }
         for name, (rows, dim) in sizes.items()
     }
     if pooled:
-        root.ebc = EmbeddingBagCollection(tables=[EmbeddingBagConfig(**config) for config in configs.values()])
+        root.ebc = EmbeddingBagCollection(
+            tables=[EmbeddingBagConfig(**config) for config in configs.values()]
+        )
     else:
-        root.ec = EmbeddingCollection(tables=[EmbeddingConfig(**config) for config in configs.values()])
+        root.ec = EmbeddingCollection(
+            tables=[EmbeddingConfig(**config) for config in configs.values()]
+        )
     return find_tables(root).tables
 
 
@@ -53,17 +67,23 @@ def constraints_of(
     """Return constraints that allow these sharding types, or all where there are none."""
     options = TableOptions(sharding_types=list(types) or None, min_partition=4)
     allowed = types or SHARDING_TYPES
-    return {table.full_name: TableConstraints(tuple(allowed), retained, options, **extra) for table in tables}
+    return {
+        table.full_name: TableConstraints(tuple(allowed), retained, options, **extra)
+        for table in tables
+    }
 
 
 def make(tables: list[Table], layout: NodeLayout, *types: str) -> ShardingPlan:
     """Return what the planner makes with these sharding types."""
-    return make_plan(tables, constraints_of(tables, *types), topology_of(layout, "cpu", 1 << 34), 64)
+    return make_plan(
+        tables, constraints_of(tables, *types), topology_of(layout, "cpu", 1 << 34), 64
+    )
 
 
 @pytest.fixture(scope="module")
 def mixed() -> dict[str, Any]:
-    """The content of a file with a row-wise, a column-wise, a table-wise and a data-parallel table."""
+    """The content of a file with a row-wise, a column-wise, a table-wise and a data-parallel
+    table."""
     tables, layout = tables_of({**SIZES, "hours": (24, 4)}), NodeLayout.from_node_sizes(2)
     types = {
         "ebc.users": "row_wise",
@@ -84,7 +104,9 @@ def loaded(content: Any, folder: Path) -> ShardingPlan:
 
 @settings(max_examples=40, deadline=None, database=None)
 @given(
-    sizes=st.lists(st.tuples(st.integers(16, 200), st.sampled_from([4, 8, 12, 32])), min_size=1, max_size=3),
+    sizes=st.lists(
+        st.tuples(st.integers(16, 200), st.sampled_from([4, 8, 12, 32])), min_size=1, max_size=3
+    ),
     layout=st.sampled_from([
         NodeLayout.from_node_sizes(1),
         NodeLayout.from_node_sizes(2),
@@ -94,7 +116,10 @@ def loaded(content: Any, folder: Path) -> ShardingPlan:
     sharding_type=st.sampled_from(SHARDING_TYPES),
 )
 def test_any_plan_that_is_made_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[int, int]], layout: NodeLayout, sharding_type: str
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[tuple[int, int]],
+    layout: NodeLayout,
+    sharding_type: str,
 ) -> None:
     file = tmp_path_factory.mktemp("any") / "plan.json"
     tables = tables_of({f"täble {i}": size for i, size in enumerate(sizes)})
@@ -108,7 +133,8 @@ def test_any_plan_that_is_made_comes_back_as_it_was(
 
 
 def _change(content: Any, path: list[int], change: Any) -> None:
-    """Change or delete the value that a path leads to in nested dicts and lists; path: which key, at each level."""
+    """Change or delete the value that a path leads to in nested dicts and lists; path: which key,
+    at each level."""
     for level, number in enumerate(path):
         keys = list(content) if isinstance(content, dict) else list(range(len(content)))
         if not keys:
@@ -129,15 +155,34 @@ def _change(content: Any, path: list[int], change: Any) -> None:
 
 
 CHANGES = st.one_of(
-    st.sampled_from(["delete", "twice", "row_wise", "table_wise", "fused", "dense", "cuda", (1,), (-1,), (10**30,)]),
+    st.sampled_from([
+        "delete",
+        "twice",
+        "row_wise",
+        "table_wise",
+        "fused",
+        "dense",
+        "cuda",
+        (1,),
+        (-1,),
+        (10**30,),
+    ]),
     st.sampled_from([None, True, 0, 1, 2, -1, 0.5, float("nan"), "", [], {}, [0, 0], [[]], 10**30]),
 )
 
 
 @settings(max_examples=400, deadline=None, database=None)
-@given(edits=st.lists(st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=6), CHANGES), min_size=1, max_size=3))
+@given(
+    edits=st.lists(
+        st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=6), CHANGES),
+        min_size=1,
+        max_size=3,
+    )
+)
 def test_a_changed_file_is_read_as_it_is_or_refused_by_an_error_of_ours(
-    tmp_path_factory: pytest.TempPathFactory, mixed: dict[str, Any], edits: list[tuple[list[int], Any]]
+    tmp_path_factory: pytest.TempPathFactory,
+    mixed: dict[str, Any],
+    edits: list[tuple[list[int], Any]],
 ) -> None:
     content = json.loads(json.dumps(mixed))
     for path, change in edits:
@@ -167,7 +212,8 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     initial = file.read_text()
     assert initial.splitlines()[5:9] == [
         ' "tables": {',
-        '  "ebc.users": {"rows": 60, "dim": 16, "data_type": "FP32", "sharding_type": "row_wise", "compute_kernel": '
+        '  "ebc.users": {"rows": 60, "dim": 16, "data_type": "FP32", "sharding_type": "row_wise", '
+        '"compute_kernel": '
         '"fused", "shards": [',
         '   {"rank": 0, "offsets": [0, 0], "sizes": [30, 16]},',
         '   {"rank": 1, "offsets": [30, 0], "sizes": [30, 16]}',
@@ -188,56 +234,123 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
 def test_a_cache_load_factor_is_kept() -> None:
     layout = NodeLayout.from_node_sizes(2)
     plan = make(tables_of({"users": (60, 16)}), layout, "row_wise")
-    users = replace(plan.tables["ebc.users"], compute_kernel="fused_uvm_caching", cache_load_factor=0.25)
+    users = replace(
+        plan.tables["ebc.users"], compute_kernel="fused_uvm_caching", cache_load_factor=0.25
+    )
     plan = ShardingPlan(layout=layout, device="cuda", tables={"ebc.users": users})
     assert json.loads(plan_text(plan))["tables"]["ebc.users"]["cache_load_factor"] == 0.25
     on_gpus = plan.for_torchrec([torch.device("cuda", 0)] * 2)["ebc.users"]
     assert on_gpus.cache_params == CacheParams(load_factor=0.25)
-    assert [str(s.placement) for s in on_gpus.sharding_spec.shards] == ["rank:0/cuda:0", "rank:1/cuda:0"]
+    assert [str(s.placement) for s in on_gpus.sharding_spec.shards] == [
+        "rank:0/cuda:0",
+        "rank:1/cuda:0",
+    ]
 
 
-USERS, FILMS, DAYS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "films", "days", "hours"))
+USERS, FILMS, DAYS, HOURS = (
+    ("tables", f"ebc.{name}") for name in ("users", "films", "days", "hours")
+)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("version",), 2, "version: 2, and this version of lightning_distrec reads 1. Install the version that"),
+        (
+            ("version",),
+            2,
+            "version: 2, and this version of lightning_distrec reads 1. Install the version that",
+        ),
         (("version",), "1", "it has no integer version"),
         (("num_ranks",), None, "num_ranks is missing"),
-        (("num_ranks",), 0, "num_ranks: 0 is not a whole number of at least 1 and at most 1,048,576"),
-        (("num_ranks",), 2**40, "num_ranks: 1099511627776 is not a whole number of at least 1 and at most 1,048,576"),
+        (
+            ("num_ranks",),
+            0,
+            "num_ranks: 0 is not a whole number of at least 1 and at most 1,048,576",
+        ),
+        (
+            ("num_ranks",),
+            2**40,
+            "num_ranks: 1099511627776 is not a whole number of at least 1 and at most 1,048,576",
+        ),
         (
             ("ranks_per_node",),
             2**40,
             "ranks_per_node: 1099511627776 is not a whole number of at least 1 and at most 1,048",
         ),
-        (("ranks_per_node",), 3, "ranks_per_node: 2 ranks cannot be divided into nodes of 3 ranks each"),
+        (
+            ("ranks_per_node",),
+            3,
+            "ranks_per_node: 2 ranks cannot be divided into nodes of 3 ranks each",
+        ),
         (("device",), "cude", "device: 'cude' is not known; did you mean 'cuda'"),
         (("device",), 1, "device: 1 is not known. Use one of cpu, cuda"),
         (("tables",), [], "tables: an object is needed"),
-        (("rank",), 1, "'rank' is not known; did you mean 'num_ranks'.*There are version, num_ranks"),
+        (
+            ("rank",),
+            1,
+            "'rank' is not known; did you mean 'num_ranks'.*There are version, num_ranks",
+        ),
         (USERS, [1], r"tables\['ebc.users'\]: an object with rows, dim"),
         ((*USERS, "rows"), 61, r"tables\['ebc.users'\].shards: rows 60 to 60 are in no shard"),
-        ((*USERS, "rows"), 59, r"shards\[1\]: exceeds the table: rows 30 to 59, and the last one is 58"),
+        (
+            (*USERS, "rows"),
+            59,
+            r"shards\[1\]: exceeds the table: rows 30 to 59, and the last one is 58",
+        ),
         ((*USERS, "data_type"), "FP33", "data_type: 'FP33' is not known; did you mean 'FP32'"),
-        ((*USERS, "sharding_type"), "row_wice", "sharding_type: 'row_wice' is not known; did you mean 'row_wise'"),
-        ((*USERS, "sharding_type"), "table_wise", "shards: table_wise does not shard rows, and these shards do"),
-        ((*FILMS, "sharding_type"), "row_wise", "shards: row_wise does not shard columns, and these shards do"),
-        ((*USERS, "compute_kernel"), "fused_uv", "compute_kernel: 'fused_uv' is not known; did you mean 'fused_uvm'"),
-        ((*USERS, "compute_kernel"), "dense", "dense with row_wise: data_parallel tables have the kernel dense"),
+        (
+            (*USERS, "sharding_type"),
+            "row_wice",
+            "sharding_type: 'row_wice' is not known; did you mean 'row_wise'",
+        ),
+        (
+            (*USERS, "sharding_type"),
+            "table_wise",
+            "shards: table_wise does not shard rows, and these shards do",
+        ),
+        (
+            (*FILMS, "sharding_type"),
+            "row_wise",
+            "shards: row_wise does not shard columns, and these shards do",
+        ),
+        (
+            (*USERS, "compute_kernel"),
+            "fused_uv",
+            "compute_kernel: 'fused_uv' is not known; did you mean 'fused_uvm'",
+        ),
+        (
+            (*USERS, "compute_kernel"),
+            "dense",
+            "dense with row_wise: data_parallel tables have the kernel dense",
+        ),
         ((*USERS, "cache_load_factor"), 1.5, "cache_load_factor: 1.5 is no share of the rows"),
         ((*USERS, "shards"), {}, r"shards: \{\} is not a list"),
         ((*USERS, "shards", 0, "rank"), 2, r"shards\[0\]: is on rank 2, and the last one is 1"),
-        ((*USERS, "shards", 0, "rank"), 1, "row_wise gives each of the ranks 0 to 1 one block of rows"),
+        (
+            (*USERS, "shards", 0, "rank"),
+            1,
+            "row_wise gives each of the ranks 0 to 1 one block of rows",
+        ),
         ((*USERS, "shards", 0, "offsets"), [0], r"offsets: \[0\] is not two numbers"),
         ((*USERS, "shards", 0, "sizes"), [29, 16], "shards: rows 29 to 29 are in no shard"),
-        ((*USERS, "shards", 0, "sizes"), [31, 16], "shards: rows 30 to 30 are in shards that overlap"),
+        (
+            (*USERS, "shards", 0, "sizes"),
+            [31, 16],
+            "shards: rows 30 to 30 are in shards that overlap",
+        ),
         ((*USERS, "shards", 1, "sizes"), [30, 8], "columns 0 to 7 are in shards that overlap"),
         ((*FILMS, "shards", 0, "sizes"), [37, 3], "columns 3 to 3 are in no shard"),
         ((*DAYS, "shards"), [], "columns 0 to 7 are in no shard"),
-        ((*HOURS, "shards", 0, "sizes"), [23, 4], "data_parallel: each rank holds all of the table"),
-        ((*HOURS, "shards", 0, "rank"), 1, "data_parallel: each of 2 ranks must hold the table once"),
+        (
+            (*HOURS, "shards", 0, "sizes"),
+            [23, 4],
+            "data_parallel: each rank holds all of the table",
+        ),
+        (
+            (*HOURS, "shards", 0, "rank"),
+            1,
+            "data_parallel: each of 2 ranks must hold the table once",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_reported_with_its_place(
@@ -264,22 +377,33 @@ def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_canno
         {"rank": 0, "offsets": [0, 0], "sizes": [20, 16]},
         {"rank": 1, "offsets": [20, 0], "sizes": [40, 16]},
     ]
-    with pytest.raises(PlanError, match="row_wise shards 60 rows for 2 ranks into blocks of 30; the last is smaller"):
+    with pytest.raises(
+        PlanError,
+        match="row_wise shards 60 rows for 2 ranks into blocks of 30; the last is smaller",
+    ):
         loaded(uneven, tmp_path)
     narrow = json.loads(json.dumps(mixed))
     narrow["tables"]["ebc.films"]["shards"] = [
         {"rank": 0, "offsets": [0, 0], "sizes": [37, 2]},
         {"rank": 0, "offsets": [0, 2], "sizes": [37, 6]},
     ]
-    with pytest.raises(PlanError, match="a shard has 2 columns, and FBGEMM's rows come in multiples of 4"):
+    with pytest.raises(
+        PlanError, match="a shard has 2 columns, and FBGEMM's rows come in multiples of 4"
+    ):
         loaded(narrow, tmp_path)
-    two_nodes = {**mixed, "ranks_per_node": 1, "tables": {"ebc.films": dict(mixed["tables"]["ebc.films"])}}
+    two_nodes = {
+        **mixed,
+        "ranks_per_node": 1,
+        "tables": {"ebc.films": dict(mixed["tables"]["ebc.films"])},
+    }
     two_nodes["tables"]["ebc.films"]["sharding_type"] = "table_column_wise"
     two_nodes["tables"]["ebc.films"]["shards"] = [
         {"rank": 0, "offsets": [0, 0], "sizes": [37, 4]},
         {"rank": 1, "offsets": [0, 4], "sizes": [37, 4]},
     ]
-    with pytest.raises(PlanError, match="table_column_wise keeps a table on one node, and the shards are on 2"):
+    with pytest.raises(
+        PlanError, match="table_column_wise keeps a table on one node, and the shards are on 2"
+    ):
         loaded(two_nodes, tmp_path)
 
 
@@ -306,7 +430,9 @@ def test_a_folder_stands_for_the_plan_in_it_and_what_is_not_there_is_reported(
     plan = loaded(mixed, tmp_path)
     assert load_plan(tmp_path) == plan
     (tmp_path / "plan.json").unlink()
-    with pytest.raises(ConfigError, match="plan.json cannot be read: No such file.*or the folder of a checkpoint"):
+    with pytest.raises(
+        ConfigError, match="plan.json cannot be read: No such file.*or the folder of a checkpoint"
+    ):
         load_plan(tmp_path)
     with pytest.raises(PlanError, match="is not a plan: embedded null byte"):
         load_plan("a\0b")
@@ -345,8 +471,18 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
 @pytest.mark.parametrize(
     ("sharding_type", "change", "options", "message"),
     [
-        ("row_wise", {}, {"types": ["table_wise"]}, r"is row_wise, and sharding_types=\['table_wise'\] does not"),
-        ("data_parallel", {}, {}, "is data_parallel, so that the user's own optimizer must update it"),
+        (
+            "row_wise",
+            {},
+            {"types": ["table_wise"]},
+            r"is row_wise, and sharding_types=\['table_wise'\] does not",
+        ),
+        (
+            "data_parallel",
+            {},
+            {},
+            "is data_parallel, so that the user's own optimizer must update it",
+        ),
         (
             "column_wise",
             {},
@@ -365,11 +501,20 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
             {"retained": True},
             "the kernel fused_uvm, with which the user's own",
         ),
-        ("row_wise", {"compute_kernel": "fused_uvm_caching"}, {}, "and the ranks have no GPU; use fused"),
+        (
+            "row_wise",
+            {"compute_kernel": "fused_uvm_caching"},
+            {},
+            "and the ranks have no GPU; use fused",
+        ),
     ],
 )
 def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
-    tmp_path: Path, sharding_type: str, change: dict[str, Any], options: dict[str, Any], message: str
+    tmp_path: Path,
+    sharding_type: str,
+    change: dict[str, Any],
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     tables = tables_of({"users": (60, 16)})
     content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), sharding_type)))
@@ -388,26 +533,35 @@ def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> No
     content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "column_wise")))
     fit(content, tmp_path, tables)
     content["tables"]["ec.films"]["shards"] = [{"rank": 1, "offsets": [0, 0], "sizes": [30, 8]}]
-    with pytest.raises(PlanError, match=r"EmbeddingCollection 'ec' have column_wise shards of \[4, 8\] columns"):
+    with pytest.raises(
+        PlanError, match=r"EmbeddingCollection 'ec' have column_wise shards of \[4, 8\] columns"
+    ):
         fit(content, tmp_path, tables)
     content["tables"]["ec.films"]["sharding_type"] = "table_column_wise"
     with pytest.raises(
-        PlanError, match="'ec.films' cannot be sharded table_column_wise: an EmbeddingCollection's table"
+        PlanError,
+        match="'ec.films' cannot be sharded table_column_wise: an EmbeddingCollection's table",
     ):
         fit(content, tmp_path, tables)
 
 
-def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_least(tmp_path: Path) -> None:
+def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_least(
+    tmp_path: Path,
+) -> None:
     tables = tables_of({"users": (60, 16), "days": (11, 8)})
     content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "table_wise")))
     content["tables"]["ebc.users"]["shards"][0]["rank"] = 0
-    content["tables"]["ebc.days"] = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "data_parallel")))[
-        "tables"
-    ]["ebc.days"]
+    content["tables"]["ebc.days"] = json.loads(
+        plan_text(make(tables, NodeLayout.from_node_sizes(2), "data_parallel"))
+    )["tables"]["ebc.days"]
     actual = fit(content, tmp_path, tables, frozen=["ebc.users", "ebc.days"])
     assert actual.tables["ebc.users"] == load_plan(tmp_path).tables["ebc.users"]
     days = actual.tables["ebc.days"]
-    assert (days.sharding_type, days.compute_kernel, [s.rank for s in days.shards]) == ("table_wise", "fused", [1])
+    assert (days.sharding_type, days.compute_kernel, [s.rank for s in days.shards]) == (
+        "table_wise",
+        "fused",
+        [1],
+    )
 
 
 class Remote(DummyLogger):
@@ -442,6 +596,7 @@ def test_a_plan_goes_beside_logs_or_checkpoints_and_nowhere_else(tmp_path: Path)
 @pytest.mark.parametrize("value", ["", 3])
 def test_a_plan_file_is_a_path(value: Any) -> None:
     with pytest.raises(
-        ConfigError, match="plan_file=('': a path as a string is needed, or None|3: must be a text, or options)"
+        ConfigError,
+        match="plan_file=('': a path as a string is needed, or None|3: must be a text, or options)",
     ):
         PlanningOptions(plan_file=value)

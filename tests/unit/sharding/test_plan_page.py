@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from lightning_distrec.sharding.planning import report_pictures
-from lightning_distrec.sharding.planning.report_page import NO_PICTURES, page, write_page, write_pictures
+from lightning_distrec.sharding.planning.report_page import (
+    NO_PICTURES,
+    page,
+    write_page,
+    write_pictures,
+)
 from lightning_distrec.sharding.planning.report_pictures import draw_plan
 from lightning_distrec.sharding.planning.report_text import (
     headline,
@@ -31,7 +36,8 @@ LONE = {"meta", "img"}
 
 
 class Read(HTMLParser):
-    """Reads a page as a browser does: the rows of its tables, the texts of other elements, its pictures."""
+    """Reads a page as a browser does: the rows of its tables, the texts of other elements, its
+    pictures."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -71,7 +77,14 @@ def two_ranks(**changes: Any) -> ShardingPlan:
     """Return a plan of two tables over two ranks, on which 1 GiB each is usable."""
     layout = NodeLayout.equal(2, 2)
     tables = [
-        planned(sharding_type="table_wise", layout=layout, name="ebc.users", num_rows=2**24, dim=8, ranks=[1]),
+        planned(
+            sharding_type="table_wise",
+            layout=layout,
+            name="ebc.users",
+            num_rows=2**24,
+            dim=8,
+            ranks=[1],
+        ),
         planned(sharding_type="row_wise", layout=layout, name="ebc.items", num_rows=2**20, dim=8),
     ]
     usual: dict[str, Any] = {
@@ -98,7 +111,9 @@ def costs(ms: list[float], device_gib: list[float], host_gib: list[float]) -> Pl
 
 
 def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
-    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), device="cuda", dense_bytes=3 * 2**20)
+    facts = two_ranks(
+        cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), device="cuda", dense_bytes=3 * 2**20
+    )
     read = Read(page(facts))
     assert read.texts["h1"] == ["2 tables over 2 ranks: all tables fit"]
     sent = facts.traffic.sent()
@@ -106,23 +121,62 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
         "Rank 1, the fullest, fills 75% of its GPU memory: 768.0 MiB of 1.0 GiB.",
         "Rank 1, the fullest, fills 25% of its host memory: 1.0 GiB of 4.0 GiB.",
         "Estimated time for tables, per step: 3 ms on the slowest rank (1), 2.5 ms on average.",
-        f"Estimated bytes sent for tables, per rank and step: {format_bytes(sent.mean())}; most by rank "
+        f"Estimated bytes sent for tables, per rank and step: {format_bytes(sent.mean())}; most "
+        "by rank "
         f"{sent.argmax()}: {format_bytes(sent.max())}.",
-        "Estimates take each example to have 2 to 3 ids per feature; planning.estimate_pooling counts them.",
+        "Estimates take each example to have 2 to 3 ids per feature; planning.estimate_pooling "
+        "counts them.",
     ]
     ranks = {row[0]: row[1:] for row in read.rows if row[0] in "01"}
-    assert ranks["0"][:7] == ["256.0 MiB", "16.0 MiB", "240.0 MiB", "1.0 GiB", "3.0 MiB", "0 B", "2 ms"]
-    assert ranks["1"][:7] == ["768.0 MiB", "528.0 MiB", "240.0 MiB", "1.0 GiB", "3.0 MiB", "1.0 GiB", "3 ms"]
+    assert ranks["0"][:7] == [
+        "256.0 MiB",
+        "16.0 MiB",
+        "240.0 MiB",
+        "1.0 GiB",
+        "3.0 MiB",
+        "0 B",
+        "2 ms",
+    ]
+    assert ranks["1"][:7] == [
+        "768.0 MiB",
+        "528.0 MiB",
+        "240.0 MiB",
+        "1.0 GiB",
+        "3.0 MiB",
+        "1.0 GiB",
+        "3 ms",
+    ]
     users = next(row for row in read.rows if row[0] == "ebc.users")
-    assert users[1:] == ["16,777,216 x 8", "512.0 MiB", "512.0 MiB", "5", "table_wise", "fused", "fused", "1"]
+    assert users[1:] == [
+        "16,777,216 x 8",
+        "512.0 MiB",
+        "512.0 MiB",
+        "5",
+        "table_wise",
+        "fused",
+        "fused",
+        "1",
+    ]
     items = next(row for row in read.rows if row[0] == "ebc.items")
-    assert items[1:] == ["1,048,576 x 8", "32.0 MiB", "16.0 MiB", "5", "row_wise", "fused", "fused", "0, 1"]
+    assert items[1:] == [
+        "1,048,576 x 8",
+        "32.0 MiB",
+        "16.0 MiB",
+        "5",
+        "row_wise",
+        "fused",
+        "fused",
+        "0, 1",
+    ]
     assert len(read.pictures) == 5
 
 
 def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_reported_to_be_unknown() -> None:
     read = Read(page(two_ranks()))
-    assert "Rank 1, the fullest, fills 52% of its host memory: 528.0 MiB of 1.0 GiB." in read.texts["li"]
+    assert (
+        "Rank 1, the fullest, fills 52% of its host memory: 528.0 MiB of 1.0 GiB."
+        in read.texts["li"]
+    )
     assert "The time of a step is not known: the plan was not estimated." in read.texts["li"]
     assert "estimated time" not in [cell for row in read.rows for cell in row]
     assert len(read.pictures) == 4
@@ -178,14 +232,18 @@ def test_the_page_needs_nothing_beside_it() -> None:
 
 def test_without_matplotlib_all_but_the_pictures_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find(name)
+    )
     read = Read(page(two_ranks()))
     assert read.pictures == []
     assert NO_PICTURES in read.texts["p"]
     assert any(row[0] == "ebc.users" for row in read.rows)
 
 
-def test_a_page_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_be_finished_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "folder" / "plan.html"
     write_page(path, two_ranks(), {})
     initial = path.read_text()
@@ -214,7 +272,9 @@ def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
-    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda", dense_bytes=GIB // 8)
+    facts = two_ranks(
+        cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda", dense_bytes=GIB // 8
+    )
     axes = report_pictures._draw_memory(facts).axes[0]
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
     assert heights == {
@@ -248,12 +308,20 @@ def test_the_matrix_shows_what_nodes_send_each_other() -> None:
     shown = report_pictures._draw_matrix(facts).axes[0].images[0].get_array()
     expected = facts.traffic.between_nodes()
     away = ~np.eye(4, dtype=bool)
-    assert np.asarray(shown)[away] / expected[away] == pytest.approx(np.full(12, float(shown[0, 1]) / expected[0, 1]))
+    assert np.asarray(shown)[away] / expected[away] == pytest.approx(
+        np.full(12, float(shown[0, 1]) / expected[0, 1])
+    )
     assert np.ma.getmaskarray(shown).diagonal().all()
 
 
 @pytest.mark.parametrize(
-    "layout", [NodeLayout.equal(1, 1), NodeLayout.equal(2, 2), NodeLayout.equal(70, 70), NodeLayout.equal(64, 1)]
+    "layout",
+    [
+        NodeLayout.equal(1, 1),
+        NodeLayout.equal(2, 2),
+        NodeLayout.equal(70, 70),
+        NodeLayout.equal(64, 1),
+    ],
 )
 def test_every_shape_of_a_job_is_drawn(layout: NodeLayout) -> None:
     facts = planned_at_random(3, layout, seed=0)
@@ -261,7 +329,9 @@ def test_every_shape_of_a_job_is_drawn(layout: NodeLayout) -> None:
     Read(page(facts, {}))
 
 
-@pytest.mark.parametrize(("number", "message"), [(0.01234, "0.0123 ms"), (3.25, "3.25 ms"), (12345.6, "12,346 ms")])
+@pytest.mark.parametrize(
+    ("number", "message"), [(0.01234, "0.0123 ms"), (3.25, "3.25 ms"), (12345.6, "12,346 ms")]
+)
 def test_times_are_reported_with_their_unit(number: float, message: str) -> None:
     assert milliseconds_in_words(number) == message
 

@@ -1,4 +1,5 @@
-"""Plans: torchrec's estimates, a critical path no longer than its own planner's, and proofs where nothing fits."""
+"""Plans: torchrec's estimates, a critical path no longer than its own planner's, and proofs where
+nothing fits."""
 
 import itertools
 import os
@@ -22,12 +23,23 @@ from lightning_distrec.sharding.planning.constraints import torchrec_constraint
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget
 from lightning_distrec.sharding.planning.planner import budget_of, estimate_plan, make_plan
 from lightning_distrec.sharding.planning.sharding_options import estimated_options
-from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, TIME_PARTS, PlanCost, ShardingPlan
+from lightning_distrec.sharding.planning.sharding_plan import (
+    EXCHANGE_PARTS,
+    TIME_PARTS,
+    PlanCost,
+    ShardingPlan,
+)
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.sharders import SHARDING_TYPES, sharders
 from tests.support.parameters import slow_except
-from tests.support.planned_tables import KINDS, TableSet, default_critical_path, draw_tables, table_set
+from tests.support.planned_tables import (
+    KINDS,
+    TableSet,
+    default_critical_path,
+    draw_tables,
+    table_set,
+)
 
 
 def planned(tables: TableSet, seed: int = 0) -> ShardingPlan:
@@ -35,15 +47,23 @@ def planned(tables: TableSet, seed: int = 0) -> ShardingPlan:
 
 
 def places(made: ShardingPlan) -> dict[str, tuple[str, str, list[int]]]:
-    return {name: (s.sharding_type, s.compute_kernel, s.ranks.tolist()) for name, s in made.tables.items()}
+    return {
+        name: (s.sharding_type, s.compute_kernel, s.ranks.tolist())
+        for name, s in made.tables.items()
+    }
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str) -> None:
-    every = {i: TableOptions(sharding_types=[kind], pooling_factor=3.0) for i, kind in enumerate(SHARDING_TYPES)}
+    every = {
+        i: TableOptions(sharding_types=[kind], pooling_factor=3.0)
+        for i, kind in enumerate(SHARDING_TYPES)
+    }
     sizes = [(10_001, 256), (5_003, 128), (7_777, 512), (1_001, 128), (9_999, 384), (501, 16)]
     tables = table_set(sizes, 4, 2, 1.0, device=device, options=every)  # type: ignore[arg-type]
-    constraints = {t.name: torchrec_constraint(t, tables.constraints[t.full_name]) for t in tables.tables}
+    constraints = {
+        t.name: torchrec_constraint(t, tables.constraints[t.full_name]) for t in tables.tables
+    }
     tree = nn.Module()
     tree.ebc = tables.tables[0].module
     with silence_torchrec():
@@ -51,7 +71,8 @@ def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str
         stock = enumerator.enumerate(tree, sharders())
     expected = {
         (o.name, o.sharding_type, o.compute_kernel): [
-            (tuple(s.size), tuple(s.offset), _lookups(s.perf), s.storage.hbm, s.storage.ddr) for s in o.shards
+            (tuple(s.size), tuple(s.offset), _lookups(s.perf), s.storage.hbm, s.storage.ddr)
+            for s in o.shards
         ]
         for o in stock
     }
@@ -62,7 +83,11 @@ def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str
         strict=True,
     ):
         for c in options:
-            hbm, ddr = (c.device_bytes, c.host_bytes) if device == "cuda" else (c.host_bytes, c.device_bytes)
+            hbm, ddr = (
+                (c.device_bytes, c.host_bytes)
+                if device == "cuda"
+                else (c.host_bytes, c.device_bytes)
+            )
             updates = c.milliseconds_by_part[c.size_numbers, TIME_PARTS.index("update")]
             distrec[table.name, c.sharding_type, c.kernel] = [
                 (size, offset, pytest.approx(time, rel=1e-9), on_device, on_host)
@@ -80,15 +105,23 @@ def _lookups(perf: Perf) -> float:
 
 def test_a_cpu_looks_up_narrow_rows_in_the_time_of_their_bytes() -> None:
     whole = {i: TableOptions(sharding_types=["table_wise"], pooling_factor=60.0) for i in range(3)}
-    tables = table_set([(20_000, 16), (20_000, 32), (20_000, 128)], 2, 2, 1.0, device="cpu", options=whole)
-    options = estimated_options(tables.tables, tables.constraints, tables.topology, tables.batch_size)
-    narrow, wider, wide = (entry[0].milliseconds_by_part[0, TIME_PARTS.index("forward compute")] for entry in options)
+    tables = table_set(
+        [(20_000, 16), (20_000, 32), (20_000, 128)], 2, 2, 1.0, device="cpu", options=whole
+    )
+    options = estimated_options(
+        tables.tables, tables.constraints, tables.topology, tables.batch_size
+    )
+    narrow, wider, wide = (
+        entry[0].milliseconds_by_part[0, TIME_PARTS.index("forward compute")] for entry in options
+    )
     assert narrow == pytest.approx(wider / 2, rel=0.15)
     assert narrow == pytest.approx(wide / 8, rel=0.15)
 
 
 @pytest.mark.parametrize(("num_ranks", "on_node"), [(4, 4), (4, 2), (6, 2), (3, 3)])
-def test_exchanges_take_the_time_of_the_bytes_that_leave_a_rank_or_a_node(num_ranks: int, on_node: int) -> None:
+def test_exchanges_take_the_time_of_the_bytes_that_leave_a_rank_or_a_node(
+    num_ranks: int, on_node: int
+) -> None:
     several = num_ranks > on_node
     kinds = [kind for kind in SHARDING_TYPES if kind != "data_parallel"]
     for kind in kinds if several else ("table_wise", "column_wise", "row_wise"):
@@ -99,14 +132,22 @@ def test_exchanges_take_the_time_of_the_bytes_that_leave_a_rank_or_a_node(num_ra
         link = bandwidths.inter_host_bw * on_node if several else bandwidths.intra_host_bw
         phases = 0.0
         for traffic_kind in (IDS, ROWS, ROW_GRADIENTS):
-            moved = made.traffic.between_nodes(traffic_kind) if several else made.traffic.matrix(traffic_kind)
+            moved = (
+                made.traffic.between_nodes(traffic_kind)
+                if several
+                else made.traffic.matrix(traffic_kind)
+            )
             away = moved - np.diag(moved.diagonal())
             phases += max(away.sum(axis=0).max(), away.sum(axis=1).max())
-        assert made.cost.milliseconds[:, EXCHANGE_PARTS].max(axis=0).sum() == pytest.approx(phases / link, rel=0.05)
+        assert made.cost.milliseconds[:, EXCHANGE_PARTS].max(axis=0).sum() == pytest.approx(
+            phases / link, rel=0.05
+        )
 
 
 def test_a_step_waits_in_each_exchange_for_its_slowest_rank() -> None:
-    cost = PlanCost(milliseconds=np.array([[1, 5, 1, 1, 0, 2, 3], [4, 1, 1, 6, 0, 1, 1]], dtype=float))
+    cost = PlanCost(
+        milliseconds=np.array([[1, 5, 1, 1, 0, 2, 3], [4, 1, 1, 6, 0, 1, 1]], dtype=float)
+    )
     assert cost.critical_path == 5 + 6 + 2 + max(1 + 1 + 3, 4 + 1 + 1)
     assert cost.milliseconds_by_rank.max() < cost.critical_path
 
@@ -131,7 +172,9 @@ def test_a_plan_keeps_to_the_memory_and_costs_what_its_shards_cost(kind: str) ->
     cost = made.cost
     assert (cost.device_bytes <= cost.device_bytes_usable).all()
     assert (cost.host_bytes <= cost.host_bytes_usable).all()
-    repeated = estimate_plan(made, tables.tables, tables.constraints, tables.topology, tables.batch_size).cost
+    repeated = estimate_plan(
+        made, tables.tables, tables.constraints, tables.topology, tables.batch_size
+    ).cost
     np.testing.assert_allclose(repeated.milliseconds, cost.milliseconds)
     np.testing.assert_array_equal(repeated.device_bytes, cost.device_bytes)
     np.testing.assert_array_equal(repeated.host_bytes, cost.host_bytes)
@@ -174,8 +217,12 @@ def test_what_the_update_keeps_counts_as_memory() -> None:
     tables = table_set(sizes, 2, 2, 1.02, device="cpu")
     assert sorted(ranks for _, _, ranks in places(planned(tables)).values()) == [[0], [1]]
     retained = {"sharding_types": ("table_wise",), "bytes_per_element": 12.0}
-    heavy = {name: replace(table_values, **retained) for name, table_values in tables.constraints.items()}
-    with pytest.raises(PlanError, match=r"table 'ebc.t0' fits on no rank: even table_wise \(fused\) a rank needs"):
+    heavy = {
+        name: replace(table_values, **retained) for name, table_values in tables.constraints.items()
+    }
+    with pytest.raises(
+        PlanError, match=r"table 'ebc.t0' fits on no rank: even table_wise \(fused\) a rank needs"
+    ):
         make_plan(tables.tables, heavy, tables.topology, tables.batch_size)
 
 
@@ -199,15 +246,21 @@ def test_a_table_that_fits_nowhere_is_named_with_the_bytes_that_are_missing() ->
 def test_tables_that_are_too_large_together_are_proven_to_be() -> None:
     tables = table_set([(100_000, 64)] * 9, 2, 2, 0.1, device="cpu")  # 9 x 25.6 MB, and 2 x 100 MB
     with pytest.raises(
-        PlanError, match=r"table 'ebc.t0' is the largest of tables that need at least .* too few.*no plan can exist"
+        PlanError,
+        match=r"table 'ebc.t0' is the largest of tables that need at least .* too few.*no plan can exist",
     ):
         planned(tables)
 
 
-def test_of_tables_that_would_fit_together_but_on_no_rank_the_first_that_does_not_fit_is_named() -> None:
+def test_of_tables_that_would_fit_together_but_on_no_rank_the_first_that_does_not_fit_is_named() -> (
+    None
+):
     whole = {i: TableOptions(sharding_types=["table_wise"]) for i in range(3)}
-    tables = table_set([(100_000, 64)] * 3, 2, 2, 0.05, device="cpu", options=whole)  # 25.6 MB each, 50 MB a rank
-    with pytest.raises(PlanError, match=r"does not fit next to the other tables: .* MiB are missing .* no plan was"):
+    # 25.6 MB each, 50 MB a rank
+    tables = table_set([(100_000, 64)] * 3, 2, 2, 0.05, device="cpu", options=whole)
+    with pytest.raises(
+        PlanError, match=r"does not fit next to the other tables: .* MiB are missing .* no plan was"
+    ):
         planned(tables)
 
 
@@ -218,11 +271,20 @@ def test_plans_fit_and_proofs_that_none_exists_are_right(data: st.DataObject) ->
     megabytes = data.draw(st.lists(st.integers(2, 12), min_size=1, max_size=4))
     types = ["table_wise", "row_wise"] + (["table_row_wise"] if on_node < num_ranks else [])
     options = {
-        i: TableOptions(sharding_types=data.draw(st.lists(st.sampled_from(types), min_size=1, unique=True)))
+        i: TableOptions(
+            sharding_types=data.draw(st.lists(st.sampled_from(types), min_size=1, unique=True))
+        )
         for i in range(len(megabytes))
     }
     sizes = [(mb * 4001, 64) for mb in megabytes]
-    tables = table_set(sizes, num_ranks, on_node, data.draw(st.integers(4, 20)) / 1000, device="cpu", options=options)
+    tables = table_set(
+        sizes,
+        num_ranks,
+        on_node,
+        data.draw(st.integers(4, 20)) / 1000,
+        device="cpu",
+        options=options,
+    )
     options_of_tables = estimated_options(tables.tables, tables.constraints, tables.topology, 8)
     fits = _fits_somehow(options_of_tables, budget_of(tables.topology))
     try:

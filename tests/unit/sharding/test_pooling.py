@@ -1,4 +1,5 @@
-"""Ids per example: what is counted in batches of many shapes, and that looking at batches leaves no trace."""
+"""Ids per example: what is counted in batches of many shapes, and that looking at batches leaves no
+trace."""
 
 import random
 from collections import namedtuple
@@ -11,7 +12,13 @@ import pytest
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
 from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError
@@ -51,13 +58,23 @@ def counted(*batches: Any) -> IdCounts:
 def test_ids_are_counted_wherever_a_batch_holds_them_and_once() -> None:
     user, item = keyed(a=[1, 2, 3], b=[0, 0, 1]), keyed(c=[4, 4, 4])
     tensor = torch.zeros(3, 5, dtype=torch.long)
-    batch = [{"user": user}, (Batch(item, tensor), [user]), Pair(torch.zeros(2, 2).int(), torch.zeros(3))]
+    batch = [
+        {"user": user},
+        (Batch(item, tensor), [user]),
+        Pair(torch.zeros(2, 2).int(), torch.zeros(3)),
+    ]
     counts = counted(batch)
-    assert counts.features == {"a": IdCount(6, 3, 6), "b": IdCount(1, 3, 1), "c": IdCount(12, 3, 12)}
+    assert counts.features == {
+        "a": IdCount(6, 3, 6),
+        "b": IdCount(1, 3, 1),
+        "c": IdCount(12, 3, 12),
+    }
     assert counts.tensors == {"item": IdCount(15 + 4, 3 + 2, 1 + 1)}
 
 
-def test_jagged_tensors_count_under_their_names_and_features_of_unequal_batch_sizes_by_their_own() -> None:
+def test_jagged_tensors_count_under_their_names_and_features_of_unequal_batch_sizes_by_their_own() -> (
+    None
+):
     jagged = JaggedTensor(values=torch.arange(7), lengths=torch.tensor([3, 4]))
     unequal = KeyedJaggedTensor(
         keys=["a", "b"],
@@ -89,13 +106,17 @@ def test_a_plain_embedding_takes_the_shape_of_the_tensor_that_is_called_as_it_is
     root.tower.item = nn.Embedding(10, 8)
     (table,) = find_tables(root, Conversion("all")).tables
     assert counted({"item": torch.zeros(4, 6, dtype=torch.int32)}).factors(table) == (6.0,)
-    assert counted({"tower.item": torch.zeros(4).long(), "item": torch.zeros(4, 6).long()}).factors(table) == (1.0,)
+    assert counted({"tower.item": torch.zeros(4).long(), "item": torch.zeros(4, 6).long()}).factors(
+        table
+    ) == (1.0,)
     assert counted({"item": torch.zeros(4, 6)}).factors(table) is None, "not ids"
     assert counted({"items": torch.zeros(4, 6).long()}, torch.tensor(3)).factors(table) is None
 
 
 def test_a_number_of_batches_below_zero_is_refused() -> None:
-    with pytest.raises(ConfigError, match="planning.estimate_pooling=-1: a number of batches is needed, 0 for none"):
+    with pytest.raises(
+        ConfigError, match="planning.estimate_pooling=-1: a number of batches is needed, 0 for none"
+    ):
         PlanningOptions(estimate_pooling=-1)
 
 
@@ -209,7 +230,11 @@ def test_random_numbers_are_put_back_when_looking_fails() -> None:
     initial = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     with pytest.raises(ZeroDivisionError), unchanged(include_cuda=False):
         print(random.random(), np.random.rand(), torch.rand(1), 1 / 0)
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == initial
+    assert (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ) == initial
 
 
 class Stream(IterableDataset):
@@ -221,7 +246,15 @@ class Stream(IterableDataset):
 
 def test_loaders_are_found_in_what_a_trainer_takes_and_streams_are_left_alone() -> None:
     loader, stream = DataLoader(range(3)), DataLoader(Stream())  # type: ignore[arg-type]
-    assert loaders_in({"a": [loader, stream], "b": CombinedLoader({"c": loader})}) == [loader, stream, loader]
+    assert loaders_in({"a": [loader, stream], "b": CombinedLoader({"c": loader})}) == [
+        loader,
+        stream,
+        loader,
+    ]
     assert peek_obstacle(loader) == ""
-    assert peek_obstacle(stream) == "Stream is an IterableDataset, which may not start twice with the same batches"
-    assert peek_obstacle(iter([])) == "a list_iterator is no DataLoader, and may not start twice with the same batches"
+    assert peek_obstacle(stream) == (
+        "Stream is an IterableDataset, which may not start twice with the same batches"
+    )
+    assert peek_obstacle(iter([])) == (
+        "a list_iterator is no DataLoader, and may not start twice with the same batches"
+    )

@@ -26,10 +26,34 @@ def test_without_a_word_it_is_15_percent_as_it_was() -> None:
         (" 12.5 % ", {}, 125, "12.5%", "argument"),
         ("400B", {}, 400, "400 B", "argument"),
         ("4GB", {}, 1000, "3.7 GiB", "argument"),
-        (None, {"STORAGE_RESERVE_PERCENT": "30"}, 300, "30%", "environment STORAGE_RESERVE_PERCENT"),
-        (None, {"STORAGE_RESERVE_PERCENT": "0.5"}, 500, "50%", "environment STORAGE_RESERVE_PERCENT=0.5, a share"),
-        (None, {"STORAGE_RESERVE_PERCENT": "1.5"}, 15, "1.5%", "environment STORAGE_RESERVE_PERCENT"),
-        (None, {"STORAGE_RESERVE_PERCENT": "0"}, 0, "0%", "environment STORAGE_RESERVE_PERCENT=0, a share"),
+        (
+            None,
+            {"STORAGE_RESERVE_PERCENT": "30"},
+            300,
+            "30%",
+            "environment STORAGE_RESERVE_PERCENT",
+        ),
+        (
+            None,
+            {"STORAGE_RESERVE_PERCENT": "0.5"},
+            500,
+            "50%",
+            "environment STORAGE_RESERVE_PERCENT=0.5, a share",
+        ),
+        (
+            None,
+            {"STORAGE_RESERVE_PERCENT": "1.5"},
+            15,
+            "1.5%",
+            "environment STORAGE_RESERVE_PERCENT",
+        ),
+        (
+            None,
+            {"STORAGE_RESERVE_PERCENT": "0"},
+            0,
+            "0%",
+            "environment STORAGE_RESERVE_PERCENT=0, a share",
+        ),
         (None, {"STORAGE_RESERVE_PERCENT": " "}, 150, "15%", "default"),
         ("20%", {"STORAGE_RESERVE_PERCENT": "30"}, 200, "20%", "argument"),
     ],
@@ -38,7 +62,11 @@ def test_the_argument_counts_then_the_environment(
     inputs: str | None, environment: dict[str, str], kept_of_1000: int, words: str, origin: str
 ) -> None:
     retained = reservation_of(inputs, environment)
-    assert (retained.bytes_of(1000), retained.in_words, retained.origin) == (kept_of_1000, words, origin)
+    assert (retained.bytes_of(1000), retained.in_words, retained.origin) == (
+        kept_of_1000,
+        words,
+        origin,
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +74,11 @@ def test_the_argument_counts_then_the_environment(
     [
         ("0%", "planning.reserve='0%': a percentage above 0 and below 100 is needed"),
         ("-5%", "planning.reserve='-5%': a percentage above 0"),
-        ("100%", "planning.reserve='100%': a percentage above 0 and below 100 is needed, or nothing is left"),
+        (
+            "100%",
+            "planning.reserve='100%': a percentage above 0 and below 100 is needed, or "
+            "nothing is left",
+        ),
         ("0GB", "planning.reserve='0GB': A size above 0 is needed"),
         ("-4GB", "planning.reserve='-4GB': A size above 0 is needed"),
         ("4GBs", "planning.reserve='4GBs': A size above 0"),
@@ -63,7 +95,9 @@ def test_what_cannot_be_is_refused(inputs: object, message: str) -> None:
 @pytest.mark.parametrize("text", ["-1", "1", "100", "many", "nan", "15%"])
 def test_a_variable_that_is_no_percentage_is_reported(text: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"STORAGE_RESERVE_PERCENT='{text}': the share of each rank's memory .* from 0 to below 1"
+        ConfigError,
+        match=f"STORAGE_RESERVE_PERCENT='{text}': the share of each rank's memory .* "
+        "from 0 to below 1",
     ):
         reservation_of(None, {"STORAGE_RESERVE_PERCENT": text})
 
@@ -72,10 +106,14 @@ def test_what_is_kept_is_taken_off_every_rank() -> None:
     memory = RankMemory(device_bytes=(1000, 2000), host_bytes=(4000, 4000))
     assert memory.less(reservation_of("400B", {})).device_bytes == (600, 1600)
     assert memory.less(reservation_of("400B", {})).host_bytes == (3400, 3400)
-    assert memory.less(reservation_of("20%", {})) == RankMemory(device_bytes=(800, 1600), host_bytes=(3200, 3200))
+    assert memory.less(reservation_of("20%", {})) == RankMemory(
+        device_bytes=(800, 1600), host_bytes=(3200, 3200)
+    )
 
 
 def test_where_nothing_is_left_the_rank_is_named() -> None:
     memory = RankMemory(device_bytes=(5000, 3000), host_bytes=(0, 0))
-    with pytest.raises(PlanError, match="3.9 KiB .argument. are reserved .* rank 1 has 2.9 KiB: nothing is left"):
+    with pytest.raises(
+        PlanError, match="3.9 KiB .argument. are reserved .* rank 1 has 2.9 KiB: nothing is left"
+    ):
         memory.less(reservation_of("4KB", {}))

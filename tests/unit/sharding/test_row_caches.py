@@ -15,7 +15,8 @@ from lightning_distrec.strategies.run.lightning_callbacks import WeightCopies
 
 
 class CachedKernel:
-    """Has FBGEMM's names. Rows are trained in the cache; the host's are stale until `flush`, which keeps the cache."""
+    """Has FBGEMM's names. Rows are trained in the cache; the host's are stale until `flush`, which
+    keeps the cache."""
 
     def __init__(self) -> None:
         self.weight = nn.Parameter(torch.ones(4, 2))
@@ -54,7 +55,12 @@ def kernel() -> Any:
     made = CachedKernel()
     weights = [made.weight]
     table = GuardedTable(
-        name="table", shape=(4, 2), weights=weights, has_single_shards=True, state=SharedState(), rectangles=[]
+        name="table",
+        shape=(4, 2),
+        weights=weights,
+        has_single_shards=True,
+        state=SharedState(),
+        rectangles=[],
     )
     guard(table, [(0, 0)])
     shard_access.watch_caches([made, CachedKernel.__new__(CachedKernel)])

@@ -50,15 +50,22 @@ def ids_of(features: list[int]) -> tuple[Tensor, Tensor]:
     lengths[features.index(1)] = 0
     heights = [list(TABLES.values())[table][0] for table in features]
     counts = lengths.sum(1).tolist()
-    ids = [torch.randint(0, height, (n,), generator=draw) for height, n in zip(heights, counts, strict=True)]
-    return torch.cat(ids), torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
+    ids = [
+        torch.randint(0, height, (n,), generator=draw)
+        for height, n in zip(heights, counts, strict=True)
+    ]
+    return torch.cat(ids), torch.cat([
+        torch.zeros(1, dtype=torch.long),
+        lengths.flatten().cumsum(0),
+    ])
 
 
 def gradients(features: list[int], device: str = "cpu") -> tuple[list[Any], Found]:
     """Return the shards' gradients on the host, and what the device reports of backward."""
     kernel, shards = kernel_and_shards(features, device)
     ids, offsets = (item.to(device) for item in ids_of(features))
-    kernel(indices=ids, offsets=offsets)  # numbers of the kernel's features are sent to the GPU once
+    # numbers of the kernel's features are sent to the GPU once
+    kernel(indices=ids, offsets=offsets)
     actual = kernel(indices=ids, offsets=offsets)
     factors = torch.randn(actual.shape, generator=torch.Generator().manual_seed(3)).to(device)
     found = Found()
@@ -76,16 +83,25 @@ def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_no
     ids, offsets = ids_of(FEATURES)
     pieces = [slice(offsets[f * BAGS], offsets[(f + 1) * BAGS]) for f in range(len(FEATURES))]
     dims = [list(TABLES.values())[table][1] for table in FEATURES]
-    factors = torch.randn(BAGS, sum(dims), generator=torch.Generator().manual_seed(3)).double().split(dims, dim=1)
+    factors = (
+        torch
+        .randn(BAGS, sum(dims), generator=torch.Generator().manual_seed(3))
+        .double()
+        .split(dims, dim=1)
+    )
     for number, (rows, dim) in enumerate(TABLES.values()):
         weight = torch.zeros(rows, dim, dtype=torch.double, requires_grad=True)
         for f, table in enumerate(FEATURES):
             if table == number:
                 own_values = offsets[f * BAGS : (f + 1) * BAGS] - offsets[f * BAGS]
-                (embedding_bag(ids[pieces[f]], weight, own_values, mode="sum") * factors[f]).sum().backward()
+                (
+                    embedding_bag(ids[pieces[f]], weight, own_values, mode="sum") * factors[f]
+                ).sum().backward()
         grad = actual[number]
         assert grad.is_coalesced()
-        assert torch.equal(grad.indices(), on_cpu[number].coalesce().indices()), "rows ascend, each of them once"
+        assert torch.equal(grad.indices(), on_cpu[number].coalesce().indices()), (
+            "rows ascend, each of them once"
+        )
         torch.testing.assert_close(grad.to_dense().double(), weight.grad, rtol=1e-5, atol=1e-5)
 
 
@@ -109,7 +125,9 @@ def test_tables_that_no_loss_has_used_get_no_gradient_for_one_wait(used: set[str
     with followed_device() as found:
         actual[:, :8].sum().backward()
     assert found.operations() == ["copy to the host"] * (used == {"a"})
-    assert [shard.weight.grad is None for shard in shards] == [shard.table not in used for shard in shards]
+    assert [shard.weight.grad is None for shard in shards] == [
+        shard.table not in used for shard in shards
+    ]
 
 
 @pytest.mark.host_cuda

@@ -1,4 +1,5 @@
-"""What a user may say about a table: by name, by pattern, from code and from YAML; and what planning makes of it."""
+"""What a user may say about a table: by name, by pattern, from code and from YAML; and what
+planning makes of it."""
 
 import io
 from dataclasses import replace
@@ -11,7 +12,12 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.utils import add_params_from_parameter_sharding
 
@@ -39,7 +45,8 @@ from tests.support.planned_tables import topology_of
 def config(name: str = "t", **changes: Any) -> EmbeddingBagConfig:
     """Return the config of a small table."""
     return EmbeddingBagConfig(
-        **{"name": name, "embedding_dim": 8, "num_embeddings": 10, "feature_names": [f"{name}_ids"]} | changes
+        **{"name": name, "embedding_dim": 8, "num_embeddings": 10, "feature_names": [f"{name}_ids"]}
+        | changes
     )
 
 
@@ -73,17 +80,23 @@ def test_options_of_a_table_override_those_of_all() -> None:
     arguments = {"t": {"embedding_update": "dense"}, "second.t": TableOptions(min_partition=8)}
     options = options_by_table(two_of_one_name(), everywhere, arguments)
     assert options["first.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"])
-    assert options["second.t"] == TableOptions(embedding_update="dense", sharding_types=["row_wise"], min_partition=8)
+    assert options["second.t"] == TableOptions(
+        embedding_update="dense", sharding_types=["row_wise"], min_partition=8
+    )
 
 
-def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherever_they_stand() -> None:
+def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherever_they_stand() -> (
+    None
+):
     arguments = {
         "user_id": {"min_partition": 16},
         "user_*": {"sharding_types": ["row_wise"], "min_partition": 4, "pooling_factor": 8.0},
         "ebc.*": {"sharding_types": ["column_wise"]},
         "item_?": {"pooling_factor": 2.5},
     }
-    options = options_by_table(tables_named("user_id", "user_zip", "item_a", "item_ab"), TableOptions(), arguments)
+    options = options_by_table(
+        tables_named("user_id", "user_zip", "item_a", "item_ab"), TableOptions(), arguments
+    )
     cut = {"sharding_types": ["column_wise"]}
     assert options == {
         "ebc.user_id": TableOptions(min_partition=16, pooling_factor=8.0, **cut),
@@ -93,15 +106,21 @@ def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherev
     }
 
 
-def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may_take_it_back() -> None:
+def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may_take_it_back() -> (
+    None
+):
     arguments = {
         "*": {"sharding_types": ["row_wise"]},
         "small_*": {"replicated": True},
         "small_b": {"replicated": False, "pooling_factor": 2.0},
     }
-    options = options_by_table(tables_named("small_a", "small_b"), TableOptions(embedding_update="fused"), arguments)
+    options = options_by_table(
+        tables_named("small_a", "small_b"), TableOptions(embedding_update="fused"), arguments
+    )
     assert options["ebc.small_a"] == TableOptions(replicated=True)
-    as_all = TableOptions(embedding_update="fused", sharding_types=["row_wise"], replicated=False, pooling_factor=2.0)
+    as_all = TableOptions(
+        embedding_update="fused", sharding_types=["row_wise"], replicated=False, pooling_factor=2.0
+    )
     assert options["ebc.small_b"] == as_all
 
 
@@ -113,18 +132,31 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may
         ({"tt*": {}}, r"tables: no table fits 'tt\*'; did you mean 't'.*The tables are ebc.t"),
         ({"t": 3}, r"tables\['t'\]=3: options are needed"),
         ({"t": {"sharding_typ": []}}, "no option 'sharding_typ'; did you mean 'sharding_types'"),
-        ({"t": {"embedding_update": "fusd"}}, "'t'.: .*embedding_update='fusd' is not known; did you mean 'fused'"),
+        (
+            {"t": {"embedding_update": "fusd"}},
+            "'t'.: .*embedding_update='fusd' is not known; did you mean 'fused'",
+        ),
         ({"t": {"sharding_types": ["rowwise"]}}, "'rowwise' is not known; did you mean 'row_wise'"),
         ({"t": {"sharding_types": []}}, "at least one sharding type"),
-        ({"t": {"sharding_types": "row_wise"}}, r"sharding_types='row_wise': must be a list: write \['row_wise'\]"),
-        ({"t": {"compute_kernels": ["fused_uvn"]}}, "compute_kernels='fused_uvn' is not known; did you mean 'fused"),
+        (
+            {"t": {"sharding_types": "row_wise"}},
+            r"sharding_types='row_wise': must be a list: write \['row_wise'\]",
+        ),
+        (
+            {"t": {"compute_kernels": ["fused_uvn"]}},
+            "compute_kernels='fused_uvn' is not known; did you mean 'fused",
+        ),
         ({"t": {"compute_kernels": []}}, "compute_kernels=.*at least one kernel"),
         ({"t": {"min_partition": 6}}, "min_partition=6: .*multiples of 4"),
         ({"t": {"pooling_factor": 0.0}}, "pooling_factor=0.0: must be above 0"),
-        ({"t": {"cache_load_factor": 1.0}}, "cache_load_factor=1.0: must be a share of the rows.*For all rows"),
+        (
+            {"t": {"cache_load_factor": 1.0}},
+            "cache_load_factor=1.0: must be a share of the rows.*For all rows",
+        ),
         (
             {"t": {"cache_load_factor": 0.5, "compute_kernels": ["fused"]}},
-            "cache_load_factor=0.5: only a fused_uvm_caching table has a cache, and compute_kernels=",
+            "cache_load_factor=0.5: only a fused_uvm_caching table has a cache, and "
+            "compute_kernels=",
         ),
         (
             {"t": {"replicated": True, "sharding_types": ["row_wise"]}},
@@ -132,11 +164,14 @@ def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may
         ),
         (
             {"*": {"replicated": True}, "t": {"pooling_factor": 2.0, "min_partition": 8}},
-            "table 'ebc.t': replicated=True: .* min_partition and pooling_factor would.* Leave those out",
+            "table 'ebc.t': replicated=True: .* min_partition and pooling_factor would.* Leave "
+            "those out",
         ),
     ],
 )
-def test_options_that_cannot_be_are_reported_with_near_matches(arguments: Any, message: str) -> None:
+def test_options_that_cannot_be_are_reported_with_near_matches(
+    arguments: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         options_by_table(tables_named("t"), TableOptions(), arguments)
 
@@ -150,15 +185,21 @@ def test_options_that_cannot_be_are_reported_with_near_matches(arguments: Any, m
         (["data_parallel"], True, "cuda", ("dense",)),
     ],
 )
-def test_the_kernels_that_are_possible(types: list[str], kept_gradient: bool, device: str, kernels: tuple) -> None:
+def test_the_kernels_that_are_possible(
+    types: list[str], kept_gradient: bool, device: str, kernels: tuple
+) -> None:
     (table,) = tables_named("t")
     assert allowed_kernels(table, types, TableOptions(), kept_gradient, device) == kernels
     for kernel in kernels:
         options = TableOptions(compute_kernels=[kernel])
         assert allowed_kernels(table, types, options, kept_gradient, device) == (kernel,)
     for kernel in set(KERNELS) - set(kernels):
-        with pytest.raises(PlanError, match=rf"table 'ebc.t': compute_kernels=\['{kernel}'\]: {kernel}: .*; allow "):
-            allowed_kernels(table, types, TableOptions(compute_kernels=[kernel]), kept_gradient, device)
+        with pytest.raises(
+            PlanError, match=rf"table 'ebc.t': compute_kernels=\['{kernel}'\]: {kernel}: .*; allow "
+        ):
+            allowed_kernels(
+                table, types, TableOptions(compute_kernels=[kernel]), kept_gradient, device
+            )
 
 
 @pytest.mark.parametrize(
@@ -169,10 +210,14 @@ def test_the_kernels_that_are_possible(types: list[str], kept_gradient: bool, de
         (["data_parallel"], False, "cuda", "a data_parallel table has the dense kernel"),
     ],
 )
-def test_a_cache_is_refused_where_there_can_be_none(types: Any, kept_gradient: bool, device: str, reason: str) -> None:
+def test_a_cache_is_refused_where_there_can_be_none(
+    types: Any, kept_gradient: bool, device: str, reason: str
+) -> None:
     (table,) = tables_named("t")
     options = TableOptions(cache_load_factor=0.25)
-    with pytest.raises(PlanError, match=f"table 'ebc.t': cache_load_factor=0.25 is for.*: {reason}.*Leave cache_lo"):
+    with pytest.raises(
+        PlanError, match=f"table 'ebc.t': cache_load_factor=0.25 is for.*: {reason}.*Leave cache_lo"
+    ):
         allowed_kernels(table, types, options, kept_gradient, device)
     assert "fused_uvm_caching" in allowed_kernels(table, ["row_wise"], options, False, "cuda")
 
@@ -180,16 +225,23 @@ def test_a_cache_is_refused_where_there_can_be_none(types: Any, kept_gradient: b
 def test_a_collection_is_left_whole_if_all_of_its_tables_are() -> None:
     tables = two_of_one_name()
     assert replicated_collections(tables, {"t": {"replicated": True}}) == {"first", "second"}
-    assert replicated_collections(tables, {"first.*": {"replicated": True}, "elsewhere": {}}) == {"first"}
+    assert replicated_collections(tables, {"first.*": {"replicated": True}, "elsewhere": {}}) == {
+        "first"
+    }
     assert replicated_collections(tables_named("a", "b"), {"a": {"replicated": True}}) == set()
 
 
 def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:
     root = nn.Module()
-    configs = [EmbeddingConfig(name=n, embedding_dim=8, num_embeddings=9, feature_names=[n]) for n in "ab"]
+    configs = [
+        EmbeddingConfig(name=n, embedding_dim=8, num_embeddings=9, feature_names=[n]) for n in "ab"
+    ]
     root.rows = EmbeddingCollection(tables=configs)
     tables = find_tables(root).tables
-    with pytest.raises(ConfigError, match=r"table 'rows.b': replicated=True, but .*all tables of 'rows', as 'rows.\*'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"table 'rows.b': replicated=True, but .*all tables of 'rows', as 'rows.\*'",
+    ):
         replicated_collections(tables, {"b": {"replicated": True}})
     assert replicated_collections(tables, {"rows.*": {"replicated": True}}) == {"rows"}
 
@@ -209,9 +261,16 @@ def test_what_was_given_and_counted_reaches_the_planner_feature_by_feature() -> 
 
 def test_tables_of_one_name_are_planned_by_their_own_options() -> None:
     tables = two_of_one_name()
-    constraints = {"first.t": demand(("fused_uvm_caching",), cache_load_factor=0.25), "second.t": demand(("fused",))}
-    plan = make_plan(tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16)
-    kernels = {name: (table.compute_kernel, table.cache_load_factor) for name, table in plan.tables.items()}
+    constraints = {
+        "first.t": demand(("fused_uvm_caching",), cache_load_factor=0.25),
+        "second.t": demand(("fused",)),
+    }
+    plan = make_plan(
+        tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16
+    )
+    kernels = {
+        name: (table.compute_kernel, table.cache_load_factor) for name, table in plan.tables.items()
+    }
     assert kernels == {"first.t": ("fused_uvm_caching", 0.25), "second.t": ("fused", None)}
 
 
@@ -221,18 +280,28 @@ def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() 
         "ebc.a": demand(("fused_uvm_caching",), cache_load_factor=0.25),
         "ebc.b": demand(("fused",), factors=(3.0,)),
     }
-    made = make_plan(tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16)
+    made = make_plan(
+        tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16
+    )
     plan = made.for_torchrec([torch.device("cuda", 0), torch.device("cuda", 1)])
-    assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == ("fused_uvm_caching", 0.25)
+    assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == (
+        "fused_uvm_caching",
+        0.25,
+    )
     assert [made.tables[name].cache_load_factor for name in ("ebc.a", "ebc.b")] == [0.25, None]
     # What the kernel is made with.
     assert add_params_from_parameter_sharding(None, plan["ebc.a"])["cache_load_factor"] == 0.25
     assert (plan["ebc.b"].compute_kernel, plan["ebc.b"].cache_params) == ("fused", None)
     console = Console(file=io.StringIO(), width=150)
-    with_state = replace(made.tables["ebc.a"], name="ebc.c", update_bytes_per_element=4.0, cache_load_factor=None)
+    with_state = replace(
+        made.tables["ebc.a"], name="ebc.c", update_bytes_per_element=4.0, cache_load_factor=None
+    )
     print_plan(replace(made, tables=made.tables | {"ebc.c": with_state}), console=console)
     shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert "In host memory (UVM): ebc.a (rows, 25% cached on the GPU), ebc.c (rows and optimizer state)" in shown
+    assert (
+        "In host memory (UVM): ebc.a (rows, 25% cached on the GPU), ebc.c (rows and optimizer "
+        "state)" in shown
+    )
 
 
 class Shipped(nn.Module):
@@ -240,7 +309,9 @@ class Shipped(nn.Module):
 
     def __init__(self, options: Any) -> None:
         super().__init__()
-        self.ebc = EmbeddingBagCollection(tables=[config("user_id"), config("user_zip"), config("item")])
+        self.ebc = EmbeddingBagCollection(
+            tables=[config("user_id"), config("user_zip"), config("item")]
+        )
         self.options = options
 
     def table_options(self) -> Any:
@@ -251,20 +322,31 @@ def test_a_module_ships_options_of_its_tables_which_outer_modules_and_the_user_o
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            inner = {"user_*": TableOptions(pooling_factor=3.0, min_partition=8), "ebc.item": {"replicated": True}}
+            inner = {
+                "user_*": TableOptions(pooling_factor=3.0, min_partition=8),
+                "ebc.item": {"replicated": True},
+            }
             self.first = Shipped(inner)
             self.second = Shipped({})
             self.other = Shipped({"absent": {"replicated": True}})
 
         def table_options(self) -> dict[str, Any]:
-            return {"first.ebc.user_id": {"pooling_factor": 5.0}, "second.*": {"sharding_types": ["row_wise"]}}
+            return {
+                "first.ebc.user_id": {"pooling_factor": 5.0},
+                "second.*": {"sharding_types": ["row_wise"]},
+            }
 
     root = Outer()
     tables = find_tables(root).tables
     shipped, lines = options_of_modules(root, tables)
     everywhere = TableOptions(embedding_update="auto", sharding_types=["table_wise"])
     options = options_by_table(tables, everywhere, {"user_zip": {"pooling_factor": 7.0}}, shipped)
-    expected = {"first.ebc.user_id": 5.0, "first.ebc.user_zip": 7.0, "first.ebc.item": None, "second.ebc.user_zip": 7.0}
+    expected = {
+        "first.ebc.user_id": 5.0,
+        "first.ebc.user_zip": 7.0,
+        "first.ebc.item": None,
+        "second.ebc.user_zip": 7.0,
+    }
     assert {name: options[name].pooling_factor for name in expected} == expected
     assert options["first.ebc.user_id"].explicit_options() == {
         "embedding_update": "auto",
@@ -282,7 +364,9 @@ def test_a_module_ships_options_of_its_tables_which_outer_modules_and_the_user_o
         "table_options() of 'Outer' has options of first.ebc.user_id, second.*",
     ]
     root.first.options = {"item": {"sharding_typ": []}}
-    with pytest.raises(ConfigError, match=r"of 'first': tables\['item'\].*did you mean 'sharding_types'"):
+    with pytest.raises(
+        ConfigError, match=r"of 'first': tables\['item'\].*did you mean 'sharding_types'"
+    ):
         options_of_modules(root, tables)
 
 
@@ -322,14 +406,18 @@ def from_yaml(text: str, folder: Path) -> TorchRecShardedStrategy:
 
 def test_options_say_the_same_from_yaml_and_from_code(tmp_path: Path) -> None:
     tables = tables_named("user_id", "user_zip", "item_a", "item_b")
-    coded = TorchRecShardedStrategy(tables={name: TableOptions(**message) for name, message in SAID.items()})
+    coded = TorchRecShardedStrategy(
+        tables={name: TableOptions(**message) for name, message in SAID.items()}
+    )
     as_dicts = TorchRecShardedStrategy(tables=SAID)
     parsed = from_yaml(YAML, tmp_path)
     expected = options_by_table(tables, TableOptions(embedding_update="auto"), SAID)
     assert expected["ebc.user_zip"].pooling_factor == 64
     for strategy in (coded, as_dicts, parsed):
         settings = strategy.table_settings
-        assert options_by_table(tables, settings.default_options, settings.table_options) == expected
+        assert (
+            options_by_table(tables, settings.default_options, settings.table_options) == expected
+        )
     assert parsed.table_settings.planning.estimate_pooling == 4
 
 

@@ -3,7 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ShardingError
@@ -14,7 +19,12 @@ from tests.support.click_model import bag_configs
 
 def bags(**changes: object) -> EmbeddingBagCollection:
     """Return a collection of one table."""
-    options = {"name": "t", "embedding_dim": 8, "num_embeddings": 10, "feature_names": ["f"]} | changes
+    options = {
+        "name": "t",
+        "embedding_dim": 8,
+        "num_embeddings": 10,
+        "feature_names": ["f"],
+    } | changes
     return EmbeddingBagCollection(tables=[EmbeddingBagConfig(**options)])
 
 
@@ -48,20 +58,31 @@ def test_a_subclass_is_left_alone_with_the_reason() -> None:
 def test_output_names_are_those_of_the_unsharded_collection() -> None:
     root = nn.Module()
     root.ebc = EmbeddingBagCollection(tables=bag_configs())
-    assert output_names(find_tables(root).tables) == root.ebc._embedding_names == ["a", "b@wide", "c", "b@shared", "d"]
+    assert (
+        output_names(find_tables(root).tables)
+        == root.ebc._embedding_names
+        == ["a", "b@wide", "c", "b@shared", "d"]
+    )
 
 
-def test_a_collection_with_a_dim_that_is_no_multiple_of_four_is_left_alone_with_the_next_that_is() -> None:
+def test_a_collection_with_a_dim_that_is_no_multiple_of_four_is_left_alone_with_the_next_that_is() -> (
+    None
+):
     root = nn.Module()
     root.even, root.odd = bags(), bags(embedding_dim=10)
-    pair = [EmbeddingConfig(name=f"t{dim}", embedding_dim=dim, num_embeddings=5) for dim in (16, 10)]
+    pair = [
+        EmbeddingConfig(name=f"t{dim}", embedding_dim=dim, num_embeddings=5) for dim in (16, 10)
+    ]
     root.mixed = EmbeddingBagCollection(
         tables=[EmbeddingBagConfig(**vars(c) | {"feature_names": [c.name]}) for c in pair]
     )
     actual = find_tables(root)
     assert [table.full_name for table in actual.tables] == ["even.t"]
     assert [table.full_name for table in actual.odd_tables] == ["odd.t", "mixed.t16", "mixed.t10"]
-    message = "table '{}' has embedding_dim=10, but FBGEMM's rows come in multiples of 4 columns, so that only "
+    message = (
+        "table '{}' has embedding_dim=10, but FBGEMM's rows come in multiples of 4 columns, "
+        "so that only "
+    )
     message += "embedding_dim=12 would be sharded"
     assert actual.left_alone == {"odd": message.format("t"), "mixed": message.format("t10")}
 
@@ -84,7 +105,9 @@ def test_only_tables_that_can_be_sharded_are_built_on_meta() -> None:
         assert bags().embedding_bags["t"].weight.is_meta
         assert not bags(embedding_dim=10).embedding_bags["t"].weight.is_meta
         with torch.device("meta"):
-            assert bags(embedding_dim=10).embedding_bags["t"].weight.is_meta, "a dry run takes no memory"
+            assert bags(embedding_dim=10).embedding_bags["t"].weight.is_meta, (
+                "a dry run takes no memory"
+            )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +117,9 @@ def test_only_tables_that_can_be_sharded_are_built_on_meta() -> None:
         ("use_virtual_table", True, "Leave it out; for ids of any range set ids='dynamic'"),
     ],
 )
-def test_settings_of_a_table_that_training_cannot_follow_are_refused(setting: str, value: object, advice: str) -> None:
+def test_settings_of_a_table_that_training_cannot_follow_are_refused(
+    setting: str, value: object, advice: str
+) -> None:
     root = nn.Module()
     root.ebc = bags(**{setting: value})
     with pytest.raises(ShardingError, match=f"table 'ebc.t' has {setting}={value}.*{advice}"):

@@ -30,15 +30,21 @@ def bandwidths(**inputs: str) -> AssumedBandwidths:
     return bandwidth_request(dict(inputs), {}).with_measured({})
 
 
-def topology(places: NodeLayout, device: torch.device = CPU, memory: tuple[int, ...] = (), **inputs: str) -> Topology:
+def topology(
+    places: NodeLayout, device: torch.device = CPU, memory: tuple[int, ...] = (), **inputs: str
+) -> Topology:
     memory = memory or (10**9,) * places.num_ranks
     host = (10**10 if device.type == "cuda" else 0,) * places.num_ranks
-    return make_topology(device, places, RankMemory(device_bytes=memory, host_bytes=host), bandwidths(**inputs))
+    return make_topology(
+        device, places, RankMemory(device_bytes=memory, host_bytes=host), bandwidths(**inputs)
+    )
 
 
 def options(described: Topology, cut: str) -> ShardingOption:
     """Return torchrec's estimate of one table that is cut in this way."""
-    table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+    table = EmbeddingBagConfig(
+        name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"]
+    )
     root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
     actual = EmbeddingEnumerator(described, batch_size=BATCH).enumerate(root, sharders())
     return next(o for o in actual if o.sharding_type == cut and o.compute_kernel == "fused")
@@ -47,14 +53,23 @@ def options(described: Topology, cut: str) -> ShardingOption:
 def test_nodes_are_distinguished_by_their_numbers() -> None:
     places = NodeLayout.gathered([(0, 2), (0, 2), (1, 2), (1, 2)])
     assert places == NodeLayout.from_node_sizes(2, 2)
-    assert (places.num_ranks, places.num_nodes, places.ranks_on_node, places.alike) == (4, 2, 2, True)
+    assert (places.num_ranks, places.num_nodes, places.ranks_on_node, places.alike) == (
+        4,
+        2,
+        2,
+        True,
+    )
 
 
 def test_unequal_nodes_are_what_they_are() -> None:
     places = NodeLayout.gathered([(3, 3), (3, 3), (3, 3), (5, 1)])
     assert places.ranks_by_node == (3, 1)
     assert (places.num_nodes, places.ranks_on_node, places.alike) == (2, 3, False)
-    assert (places.ranks_on_same_node(0), places.ranks_on_other_nodes(0), places.ranks_on_same_node(3)) == (
+    assert (
+        places.ranks_on_same_node(0),
+        places.ranks_on_other_nodes(0),
+        places.ranks_on_same_node(3),
+    ) == (
         [1, 2],
         [3],
         [],
@@ -63,7 +78,11 @@ def test_unequal_nodes_are_what_they_are() -> None:
 
 def test_ranks_dealt_out_in_turns_are_not_as_torchrec_takes_them_to_be() -> None:
     places = NodeLayout.gathered([(0, 2), (1, 2), (0, 2), (1, 2)])
-    assert (places.ranks_by_node, places.alike, places.ranks_on_same_node(0)) == ((2, 2), False, [2])
+    assert (places.ranks_by_node, places.alike, places.ranks_on_same_node(0)) == (
+        (2, 2),
+        False,
+        [2],
+    )
 
 
 def test_where_all_say_the_same_node_how_many_are_on_each_tells_them_apart() -> None:
@@ -72,7 +91,9 @@ def test_where_all_say_the_same_node_how_many_are_on_each_tells_them_apart() -> 
 
 def test_torchrec_counts_bytes_per_millisecond() -> None:
     # A table on one rank sends each of two ranks a row of 32-bit numbers for each of its examples.
-    row = options(topology(NodeLayout.from_node_sizes(2), intra_node="1GB/s"), "table_wise").shards[0]
+    row = options(topology(NodeLayout.from_node_sizes(2), intra_node="1GB/s"), "table_wise").shards[
+        0
+    ]
     assert row.perf is not None
     assert row.perf.fwd_comms == pytest.approx(2 * BATCH * DIM * 4 / 1e9 * 1000)
     assert INTRA_NODE_BANDWIDTH * 1000 == 600 * 2**30
@@ -80,12 +101,21 @@ def test_torchrec_counts_bytes_per_millisecond() -> None:
 
 @pytest.mark.parametrize(
     ("device", "bandwidth", "part"),
-    [(CPU, "host_memory", "fwd_compute"), (GPU, "device_memory", "fwd_compute"), (CPU, "cross_node", "fwd_comms")],
+    [
+        (CPU, "host_memory", "fwd_compute"),
+        (GPU, "device_memory", "fwd_compute"),
+        (CPU, "cross_node", "fwd_comms"),
+    ],
 )
-def test_a_bandwidth_twice_as_high_halves_what_it_is_for(device: torch.device, bandwidth: str, part: str) -> None:
+def test_a_bandwidth_twice_as_high_halves_what_it_is_for(
+    device: torch.device, bandwidth: str, part: str
+) -> None:
     places = NodeLayout.from_node_sizes(1, 1)
     times = [
-        getattr(options(topology(places, device, **{bandwidth: inputs}), "table_wise").shards[0].perf, part)
+        getattr(
+            options(topology(places, device, **{bandwidth: inputs}), "table_wise").shards[0].perf,
+            part,
+        )
         for inputs in ("1GB/s", "2GB/s")
     ]
     assert times[0] == pytest.approx(2 * times[1])
@@ -104,7 +134,10 @@ def test_unequal_memory_is_reported_and_row_wise_shards_stay_equal(device: torch
     described = topology(NodeLayout.from_node_sizes(2), device, memory)
     storage = [d.storage.hbm if device.type == "cuda" else d.storage.ddr for d in described.devices]
     assert storage == [*memory]
-    assert [shard.size for shard in options(described, "row_wise").shards] == [[500, DIM], [500, DIM]]
+    assert [shard.size for shard in options(described, "row_wise").shards] == [
+        [500, DIM],
+        [500, DIM],
+    ]
 
 
 def test_beside_a_gpu_there_is_the_hosts_memory() -> None:
@@ -113,7 +146,9 @@ def test_beside_a_gpu_there_is_the_hosts_memory() -> None:
 
 
 def test_shards_lie_on_the_device_that_their_rank_has() -> None:
-    table = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"])
+    table = EmbeddingBagConfig(
+        name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"]
+    )
     root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
     tables = find_tables(root).tables
     constraints = {"ebc.t": TableConstraints(("row_wise",), False, TableOptions())}
@@ -121,7 +156,9 @@ def test_shards_lie_on_the_device_that_their_rank_has() -> None:
     devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
     spec = plan.for_torchrec(devices)["ebc.t"].sharding_spec
     assert isinstance(spec, EnumerableShardingSpec)
-    assert [(s.placement.rank(), s.placement.device()) for s in spec.shards if s.placement] == [*enumerate(devices)]
+    assert [(s.placement.rank(), s.placement.device()) for s in spec.shards if s.placement] == [
+        *enumerate(devices)
+    ]
 
 
 def write(folder: Path, name: str, text: str) -> None:

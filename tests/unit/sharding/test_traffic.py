@@ -24,9 +24,14 @@ SIZES = 3 * 8
 """Numbers of lengths and of ids, and the batch's size, as int64."""
 
 
-def one(sharding_type: str, layout: NodeLayout, comms: QuantizedComms | None = None, **options: object) -> Traffic:
-    """Return the traffic of one table of 24 rows and 8 columns, with 2 and 3 ids in an example's bags."""
-    return estimate_traffic([planned(sharding_type=sharding_type, layout=layout, **options)], layout, BATCH, comms)
+def one(
+    sharding_type: str, layout: NodeLayout, comms: QuantizedComms | None = None, **options: object
+) -> Traffic:
+    """Return the traffic of one table of 24 rows and 8 columns, with 2 and 3 ids in an example's
+    bags."""
+    return estimate_traffic(
+        [planned(sharding_type=sharding_type, layout=layout, **options)], layout, BATCH, comms
+    )
 
 
 def test_ids_go_to_the_rank_of_a_whole_table_and_bags_come_back() -> None:
@@ -43,7 +48,9 @@ def test_single_rows_come_back_for_every_id() -> None:
 
 
 def test_weights_travel_with_ids() -> None:
-    plain, weighted = (one("table_wise", NodeLayout.equal(2, 2), ranks=[0], weighted=w) for w in (False, True))
+    plain, weighted = (
+        one("table_wise", NodeLayout.equal(2, 2), ranks=[0], weighted=w) for w in (False, True)
+    )
     assert (weighted.sent(IDS) - plain.sent(IDS)).tolist() == [8, 8 + (2 + 3) * BATCH * 4]
 
 
@@ -51,14 +58,19 @@ def test_ids_of_a_table_cut_by_rows_follow_the_sizes_of_the_blocks() -> None:
     traffic = one("row_wise", NodeLayout.equal(3, 3), num_rows=10)  # blocks of 4, 4 and 2 rows
     lengths, ids = 2 * BATCH * 4, (2 + 3) * BATCH * 4
     target = [SIZES + lengths + ids * share for share in (0.4, 0.4, 0.2)]
-    assert traffic.sent(IDS) == pytest.approx([target[1] + target[2], target[0] + target[2], target[0] + target[1]])
+    assert traffic.sent(IDS) == pytest.approx([
+        target[1] + target[2],
+        target[0] + target[2],
+        target[0] + target[1],
+    ])
     assert traffic.sent(ROWS).tolist() == [2 * 2 * BATCH * 8 * 4] * 3
 
 
 def test_two_level_cuts_add_up_on_a_node_and_cross_nodes_once() -> None:
     traffic = one("table_row_wise", NodeLayout.equal(4, 2), ranks=[2, 3])
     bags = 2 * BATCH * 8 * 4  # of one rank's examples
-    assert traffic.within_node(ROWS).tolist() == [0, 0, 2 * bags, 2 * bags]  # sums for both nodes, halved in a ring
+    # sums for both nodes, halved in a ring
+    assert traffic.within_node(ROWS).tolist() == [0, 0, 2 * bags, 2 * bags]
     assert traffic.across_nodes(ROWS).tolist() == [0, 0, bags, bags]
     assert traffic.across_nodes(ROW_GRADIENTS).tolist() == [bags, bags, 0, 0]
 
@@ -73,7 +85,8 @@ def test_whole_tables_on_all_ranks_send_their_gradients_only() -> None:
 def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None:
     layout = NodeLayout.equal(2, 2)
     frozen, learns = (
-        planned(sharding_type="table_wise", layout=layout, ranks=[0], update=u) for u in ("frozen", "fused")
+        planned(sharding_type="table_wise", layout=layout, ranks=[0], update=u)
+        for u in ("frozen", "fused")
     )
     assert not estimate_traffic([frozen], layout, BATCH).sent(ROW_GRADIENTS).any()
     pair = estimate_traffic([frozen, learns], layout, BATCH)
@@ -83,7 +96,9 @@ def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None
 def test_rounded_rows_and_gradients_are_half_as_many_bytes() -> None:
     layout = NodeLayout.equal(4, 2)
     for sharding_type in ("table_wise", "row_wise", "table_row_wise"):
-        exact, rounded = (one(sharding_type, layout, comms) for comms in (None, QuantizedComms(forward="bf16")))
+        exact, rounded = (
+            one(sharding_type, layout, comms) for comms in (None, QuantizedComms(forward="bf16"))
+        )
         assert (2 * rounded.sent(ROWS)).tolist() == exact.sent(ROWS).tolist()
         assert rounded.sent(ROW_GRADIENTS).tolist() == exact.sent(ROW_GRADIENTS).tolist()
         assert rounded.sent(IDS).tolist() == exact.sent(IDS).tolist()
@@ -99,10 +114,18 @@ def test_one_rank_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [NodeLayout.equal(12, 4), NodeLayout.equal(6, 3), NodeLayout.equal(8, 8), NodeLayout.equal(4, 1)]
+    "layout",
+    [
+        NodeLayout.equal(12, 4),
+        NodeLayout.equal(6, 3),
+        NodeLayout.equal(8, 8),
+        NodeLayout.equal(4, 1),
+    ],
 )
 @pytest.mark.parametrize("kind", [*TRAFFIC_KINDS, None])
-def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(layout: NodeLayout, kind: str | None) -> None:
+def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(
+    layout: NodeLayout, kind: str | None
+) -> None:
     traffic = planned_at_random(40, layout, seed=3).traffic
     matrix = traffic.matrix(kind)
     node = np.arange(layout.num_ranks) // layout.ranks_on_node
@@ -111,14 +134,20 @@ def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(layout: NodeLay
     assert traffic.sent(kind) == pytest.approx(matrix.sum(1))
     assert traffic.within_node(kind) == pytest.approx((matrix * is_equal).sum(1))
     assert traffic.across_nodes(kind) == pytest.approx((matrix * ~is_equal).sum(1))
-    blocks = matrix.reshape(layout.num_nodes, layout.ranks_on_node, layout.num_nodes, layout.ranks_on_node)
+    blocks = matrix.reshape(
+        layout.num_nodes, layout.ranks_on_node, layout.num_nodes, layout.ranks_on_node
+    )
     assert traffic.between_nodes(kind) == pytest.approx(blocks.sum((1, 3)))
 
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "data_parallel"])
 @pytest.mark.parametrize("layout", [NodeLayout.from_node_sizes(2, 1), NodeLayout((0, 1, 0, 1, 1))])
-def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(sharding_type: str, layout: NodeLayout) -> None:
-    traffic = one(sharding_type, layout, **({"ranks": [1]} if sharding_type == "table_wise" else {}))
+def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(
+    sharding_type: str, layout: NodeLayout
+) -> None:
+    traffic = one(
+        sharding_type, layout, **({"ranks": [1]} if sharding_type == "table_wise" else {})
+    )
     matrix, node = traffic.matrix(), np.asarray(layout.node_of_rank)
     is_equal = node[:, None] == node[None, :]
     assert traffic.within_node() == pytest.approx((matrix * is_equal).sum(1))
@@ -126,7 +155,9 @@ def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(sharding_type: str, 
     assert traffic.across_nodes().any()
     for a in range(layout.num_nodes):
         for b in range(layout.num_nodes):
-            assert traffic.between_nodes()[a, b] == pytest.approx(matrix[node == a][:, node == b].sum())
+            assert traffic.between_nodes()[a, b] == pytest.approx(
+                matrix[node == a][:, node == b].sum()
+            )
 
 
 @pytest.mark.slow
@@ -141,6 +172,7 @@ def test_thousands_of_ranks_take_no_time_per_pair() -> None:
 
 def test_a_cut_whose_exchanges_are_not_known_is_refused() -> None:
     with pytest.raises(
-        PlanError, match=r"table 'ebc.t' is sharded 'grid_shard', whose exchanges are not known. Use one of"
+        PlanError,
+        match=r"table 'ebc.t' is sharded 'grid_shard', whose exchanges are not known. Use one of",
     ):
         one("grid_shard", NodeLayout.equal(4, 2))

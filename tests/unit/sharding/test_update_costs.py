@@ -1,4 +1,5 @@
-"""What updates cost: kinds and optimizers in the order in which they were measured, and plans that follow them."""
+"""What updates cost: kinds and optimizers in the order in which they were measured, and plans that
+follow them."""
 
 import io
 from dataclasses import replace
@@ -18,7 +19,9 @@ ADAM, ADAGRAD = 12.0, 4.0
 """Bytes that a dense Adam and a fused Adagrad keep for each element."""
 
 
-def with_update(tables: TableSet, kind: str, optimizer: str, per_element: float, table: str = "") -> TableSet:
+def with_update(
+    tables: TableSet, kind: str, optimizer: str, per_element: float, table: str = ""
+) -> TableSet:
     changed = {
         name: replace(constraints, update=kind, optimizer=optimizer, bytes_per_element=per_element)
         if table in name
@@ -32,8 +35,12 @@ def planned(tables: TableSet) -> ShardingPlan:
     return make_plan(tables.tables, tables.constraints, tables.topology, tables.batch_size)
 
 
-def milliseconds(kind: str, per_element: float, rows: int, ids: float = 5000, on_gpu: bool = False) -> float:
-    constraints = TableConstraints((), False, TableOptions(), update=kind, bytes_per_element=per_element)
+def milliseconds(
+    kind: str, per_element: float, rows: int, ids: float = 5000, on_gpu: bool = False
+) -> float:
+    constraints = TableConstraints(
+        (), False, TableOptions(), update=kind, bytes_per_element=per_element
+    )
     return float(update_milliseconds([(rows, 64)], constraints, ids, on_gpu, 13e6)[0])
 
 
@@ -46,7 +53,9 @@ def test_touched_rows_are_those_of_evenly_spread_ids() -> None:
 def test_only_dense_updates_grow_with_the_rows_that_no_id_touched() -> None:
     for on_gpu in (False, True):
         small, large = 10**6, 10**7
-        assert milliseconds("dense", ADAM, large, on_gpu=on_gpu) > 8 * milliseconds("dense", ADAM, small, on_gpu=on_gpu)
+        assert milliseconds("dense", ADAM, large, on_gpu=on_gpu) > 8 * milliseconds(
+            "dense", ADAM, small, on_gpu=on_gpu
+        )
         for kind in ("fused", "sparse", "fused_lazy"):
             assert milliseconds(kind, ADAGRAD, large, on_gpu=on_gpu) < 1.01 * milliseconds(
                 kind, ADAGRAD, small, on_gpu=on_gpu
@@ -58,15 +67,22 @@ def test_only_dense_updates_grow_with_the_rows_that_no_id_touched() -> None:
 
 
 def test_the_rank_with_the_dense_table_gets_the_fewest_others() -> None:
-    only_whole = {i: TableOptions(sharding_types=["table_wise"], pooling_factor=5.0) for i in range(7)}
+    only_whole = {
+        i: TableOptions(sharding_types=["table_wise"], pooling_factor=5.0) for i in range(7)
+    }
     tables = table_set([(200_000, 64)] * 7, 2, 2, 8.0, options=only_whole, device="cpu")
     even, uneven = planned(tables), planned(with_update(tables, "dense", "Adam", ADAM, table="t0"))
-    counts = [np.bincount([int(t.ranks[0]) for t in plan.tables.values()], minlength=2) for plan in (even, uneven)]
+    counts = [
+        np.bincount([int(t.ranks[0]) for t in plan.tables.values()], minlength=2)
+        for plan in (even, uneven)
+    ]
     assert sorted(counts[0].tolist()) == [3, 4]
     assert sorted(counts[1].tolist()) == [1, 6]
     assert uneven.tables["ebc.t0"].update_on(uneven.cost.slowest) > 0.5 * uneven.cost.critical_path
     as_before = with_update(tables, "dense", "Adam", ADAM, table="t0")
-    moved = estimate_plan(even, tables.tables, as_before.constraints, tables.topology, tables.batch_size)
+    moved = estimate_plan(
+        even, tables.tables, as_before.constraints, tables.topology, tables.batch_size
+    )
     assert moved.cost.critical_path > uneven.cost.critical_path
 
 
@@ -75,7 +91,10 @@ def test_the_start_table_says_when_updates_outweigh_lookups_and_what_would_chang
     tables = table_set([(10_000_000, 64)], 2, 2, 40.0, options=first)
     text = printed(planned(with_update(tables, "dense", "Adam", ADAM)))
     assert "Updates outweigh lookups: dense Adam moves all rows of 'ebc.t0' in each step, " in text
-    assert "table_optimizer Adagrad or, not with the same numbers, embedding_update fused_lazy would move those" in text
+    assert (
+        "table_optimizer Adagrad or, not with the same numbers, embedding_update fused_lazy would "
+        "move those" in text
+    )
     on_cpu = table_set([(10_000_000, 64)], 2, 2, 40.0, options=first, device="cpu")
     assert "fused_lazy" not in printed(planned(with_update(on_cpu, "dense", "Adam", ADAM)))
     assert "outweigh" not in printed(planned(with_update(tables, "fused", "SGD", 0.0)))
@@ -83,7 +102,9 @@ def test_the_start_table_says_when_updates_outweigh_lookups_and_what_would_chang
 
 def test_updates_of_microseconds_are_not_mentioned() -> None:
     one_id = {0: TableOptions(sharding_types=["table_wise"], pooling_factor=1.0)}
-    plan = planned(with_update(table_set([(10_000, 64)], 2, 2, 40.0, options=one_id), "dense", "Adam", ADAM))
+    plan = planned(
+        with_update(table_set([(10_000, 64)], 2, 2, 40.0, options=one_id), "dense", "Adam", ADAM)
+    )
     slowest = plan.cost.slowest
     assert plan.cost.part("update")[slowest] > 0.5 * plan.cost.milliseconds_by_rank[slowest]
     assert "outweigh" not in printed(plan)

@@ -15,7 +15,8 @@ class Codes(nn.Embedding):
 
 
 class Features(nn.Module):
-    """Embeddings of features by name, in a list, and as attributes; some weights are read, some only looked at."""
+    """Embeddings of features by name, in a list, and as attributes; some weights are read, some
+    only looked at."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +65,9 @@ class Renamed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.named, self.helped, self.nested, self.by_lambda, self.unread = (nn.Embedding(9, 8) for _ in range(5))
+        self.named, self.helped, self.nested, self.by_lambda, self.unread = (
+            nn.Embedding(9, 8) for _ in range(5)
+        )
 
     def forward(s, ids: Tensor) -> Tensor:  # noqa: N805
         return s.unread(ids) @ s.named.weight.T
@@ -88,10 +91,17 @@ def _reads(model: nn.Module) -> dict[str, str]:
 
 
 def test_weights_that_are_read_are_found_by_name_by_place_and_in_properties() -> None:
-    expected = {"numbered.0": "Features.forward", "numbered.1": "Features.forward", "mask": "Features.forward"}
+    expected = {
+        "numbered.0": "Features.forward",
+        "numbered.1": "Features.forward",
+        "mask": "Features.forward",
+    }
     expected |= {"codes": "Codes.similar", "named.user": "Features.user_weight"}
     assert _reads(Features()) == expected
-    assert _reads(Chosen()) == expected | {"named.item": "Chosen.chosen", "named.user": "Chosen.chosen"}
+    assert _reads(Chosen()) == expected | {
+        "named.item": "Chosen.chosen",
+        "named.user": "Chosen.chosen",
+    }
 
 
 def test_weights_that_are_read_through_variables_are_found() -> None:
@@ -101,7 +111,10 @@ def test_weights_that_are_read_through_variables_are_found() -> None:
 
 
 def test_weights_that_are_read_under_other_names_and_in_functions_are_found() -> None:
-    expected = {"named": "Renamed.forward", **dict.fromkeys(["helped", "nested", "by_lambda"], "Renamed.by_functions")}
+    expected = {
+        "named": "Renamed.forward",
+        **dict.fromkeys(["helped", "nested", "by_lambda"], "Renamed.by_functions"),
+    }
     assert _reads(Renamed()) == expected
 
 
@@ -113,7 +126,8 @@ def test_weights_that_are_read_by_code_without_source_are_found() -> None:
         "        super().__init__()\n"
         "        self.item, self.user = nn.Embedding(9, 8), nn.Embedding(9, 8)\n"
         "    def forward(self, ids):\n"
-        "        return self.item(ids) @ self.item.weight.T + self.user(ids) @ self.user.weight.norm()\n",
+        "        return self.item(ids) @ self.item.weight.T + self.user(ids) @ "
+        "self.user.weight.norm()\n",
         names,
     )
     module = names["Typed"]()

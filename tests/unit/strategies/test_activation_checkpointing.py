@@ -12,7 +12,8 @@ from tests.support.host_cuda.following import followed_device
 
 
 class Writes(nn.Module):
-    """Reads and writes buffers in all the ways of which versions tell, and in such that they do not."""
+    """Reads and writes buffers in all the ways of which versions tell, and in such that they do
+    not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""The batch size that plans are made for is the job's own, where it can be known without running a hook once more."""
+"""The batch size that plans are made for is the job's own, where it can be known without running a
+hook once more."""
 
 from typing import Any
 
@@ -74,8 +75,11 @@ def test_attributes_say_it_where_a_hook_makes_the_loader_and_no_hook_runs_once_m
     data = Data(6)
     assert fit(Looks(), datamodule=data).seen == ("6", origin)
     assert data.num_requests == 1
-    assert fit(Looks(batch_size=8), datamodule=Data(None)).seen == ("512", "assumed")  # the data's is no number
-    assert fit(Looks(batch_size=8), train_dataloaders=DataLoader(EXAMPLES, batch_size=None)).seen == ("8", origin)  # type: ignore[arg-type]
+    # the data's is no number
+    assert fit(Looks(batch_size=8), datamodule=Data(None)).seen == ("512", "assumed")
+    assert fit(
+        Looks(batch_size=8), train_dataloaders=DataLoader(EXAMPLES, batch_size=None)
+    ).seen == ("8", origin)  # type: ignore[arg-type]
 
 
 def test_without_any_512_are_assumed_and_a_given_size_stays() -> None:

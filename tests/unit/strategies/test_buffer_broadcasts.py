@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from lightning_distrec.cluster.consensus import RankFlags
-from lightning_distrec.strategies.data_parallel.replicated_layers import TRIAL_STEPS, BroadcastSkipper
+from lightning_distrec.strategies.data_parallel.replicated_layers import (
+    TRIAL_STEPS,
+    BroadcastSkipper,
+)
 
 STEPS = 40
 

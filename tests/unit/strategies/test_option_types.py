@@ -1,4 +1,5 @@
-"""Every option of every strategy, and of options inside of options, refuses a value of a wrong type by name."""
+"""Every option of every strategy, and of options inside of options, refuses a value of a wrong type
+by name."""
 
 import dataclasses
 import inspect
@@ -9,14 +10,21 @@ import pytest
 from mypy import api
 
 import lightning_distrec
-from lightning_distrec import CheckpointOptions, PrefetchOptions, TorchRecShardedStrategy, TunedDDPStrategy
+from lightning_distrec import (
+    CheckpointOptions,
+    PrefetchOptions,
+    TorchRecShardedStrategy,
+    TunedDDPStrategy,
+)
 from lightning_distrec.checkpoint.checkpoint_options import IncrementalOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.registration import STRATEGIES
 from lightning_distrec.strategies.run import strategy_arguments
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
-KINDS: dict[str, Any] = {name: getattr(lightning_distrec, name) for name in lightning_distrec.__all__}
+KINDS: dict[str, Any] = {
+    name: getattr(lightning_distrec, name) for name in lightning_distrec.__all__
+}
 OPTIONS = [kind for kind in KINDS.values() if dataclasses.is_dataclass(kind)] + [IncrementalOptions]
 PUBLIC_STRATEGIES = [KINDS[class_name] for class_name, _ in STRATEGIES.values()]
 RUN_OPTIONS = list(inspect.signature(DistRecStrategy.__init__).parameters)[1:]
@@ -32,7 +40,9 @@ def _names(kind: Any) -> list[str]:
 CASES = [(kind, name) for kind in [*PUBLIC_STRATEGIES, *OPTIONS] for name in _names(kind)]
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind.__name__}.{name}" for kind, name in CASES])
+@pytest.mark.parametrize(
+    ("kind", "name"), CASES, ids=[f"{kind.__name__}.{name}" for kind, name in CASES]
+)
 def test_a_value_of_a_wrong_type_is_refused_by_name(kind: Any, name: str) -> None:
     needed = {"every": 2, "full_every": 4} if kind is IncrementalOptions else {}
     for value in (b"bytes", 1j, [{1}], {b"": b""}):
@@ -49,15 +59,39 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(kind: Any, name: str) -> Non
             "CheckpointOptions: pickles='false': must be true or false, not a text",
         ),
         (CheckpointOptions, {"async_save": "1e5x"}, "async_save='1e5x': must be true or false"),
-        (CheckpointOptions, {"distributed": {"a": 1}}, "distributed={'a': 1}: must be true or false"),
-        (PrefetchOptions, {"computed_ids": [1, "a"]}, "computed_ids=.1, 'a'.: must be true or false"),
+        (
+            CheckpointOptions,
+            {"distributed": {"a": 1}},
+            "distributed={'a': 1}: must be true or false",
+        ),
+        (
+            PrefetchOptions,
+            {"computed_ids": [1, "a"]},
+            "computed_ids=.1, 'a'.: must be true or false",
+        ),
         (TunedDDPStrategy, {"static_graph": 1}, "static_graph=1: must be true or false"),
         (TunedDDPStrategy, {"timeout_seconds": True}, "timeout_seconds=True: must be a number"),
-        (TunedDDPStrategy, {"checkpoint": {"pickles": "false"}}, "pickles='false': must be true or false, not a text"),
-        (TunedDDPStrategy, {"ddp_comm_hook": print}, "ddp_comm_hook= is no option of ddp_tuned. Use comm_dtype='bf16'"),
-        (TorchRecShardedStrategy, {"dense": "fsdp", "fsdp": {"offload": True}}, "only fsdp_tuned offloads"),
+        (
+            TunedDDPStrategy,
+            {"checkpoint": {"pickles": "false"}},
+            "pickles='false': must be true or false, not a text",
+        ),
+        (
+            TunedDDPStrategy,
+            {"ddp_comm_hook": print},
+            "ddp_comm_hook= is no option of ddp_tuned. Use comm_dtype='bf16'",
+        ),
+        (
+            TorchRecShardedStrategy,
+            {"dense": "fsdp", "fsdp": {"offload": True}},
+            "only fsdp_tuned offloads",
+        ),
         (TunedDDPStrategy, {"cpu_offload": True}, "Use offload=True of fsdp_tuned"),
-        (TunedDDPStrategy, {"watchdog_second": 3}, "watchdog_second= .* did you mean 'watchdog_seconds'"),
+        (
+            TunedDDPStrategy,
+            {"watchdog_second": 3},
+            "watchdog_second= .* did you mean 'watchdog_seconds'",
+        ),
     ],
 )
 def test_what_a_value_must_be(kind: Any, options: dict[str, Any], message: str) -> None:
@@ -67,8 +101,17 @@ def test_what_a_value_must_be(kind: Any, options: dict[str, Any], message: str) 
 
 @pytest.mark.parametrize("kind", PUBLIC_STRATEGIES)
 def test_lightnings_names_lead_to_ours(kind: Any) -> None:
-    for name in ("cpu_offload", "mixed_precision", "sharding_strategy", "timeout", "state_dict_type", "start_method"):
-        with pytest.raises(ConfigError, match=f"{name}= is no option of {kind.strategy_name}. Use "):
+    for name in (
+        "cpu_offload",
+        "mixed_precision",
+        "sharding_strategy",
+        "timeout",
+        "state_dict_type",
+        "start_method",
+    ):
+        with pytest.raises(
+            ConfigError, match=f"{name}= is no option of {kind.strategy_name}. Use "
+        ):
             kind(**{name: None})
 
 
@@ -81,9 +124,16 @@ def test_type_checkers_find_a_typo_in_what_all_strategies_take(tmp_path: Path) -
     code.write_text("\n".join(lines))
     # The strategies' own files alone: torch's would take a minute.
     sources = [inspect.getfile(kind) for kind in (*PUBLIC_STRATEGIES, strategy_arguments)]
-    options = ("--config-file=", "--follow-imports=skip", f"--cache-dir={tmp_path}", "--python-version=3.10")
+    options = (
+        "--config-file=",
+        "--follow-imports=skip",
+        f"--cache-dir={tmp_path}",
+        "--python-version=3.10",
+    )
     output, _, _ = api.run([*options, str(code), *sources])
-    errors = [line for line in output.splitlines() if line.startswith(f"{code}:") and " error: " in line]
+    errors = [
+        line for line in output.splitlines() if line.startswith(f"{code}:") and " error: " in line
+    ]
     assert len(errors) == 2 * len(PUBLIC_STRATEGIES), output
     for kind, typo, text in zip(PUBLIC_STRATEGIES, errors[::2], errors[1::2], strict=True):
         assert f'Unexpected keyword argument "start_second" for "{kind.__name__}"' in typo

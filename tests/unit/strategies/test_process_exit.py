@@ -8,7 +8,8 @@ from lightning_distrec.strategies.run import process_runs
 
 
 @pytest.mark.parametrize(
-    ("failed", "backend", "aborted"), [(True, "nccl", True), (False, "nccl", False), (True, "gloo", False)]
+    ("failed", "backend", "aborted"),
+    [(True, "nccl", True), (False, "nccl", False), (True, "gloo", False)],
 )
 def test_a_failed_rank_gives_up_nccls_collectives_before_it_frees_anything(
     failed: bool, backend: str, aborted: bool
@@ -25,5 +26,9 @@ def test_a_failed_rank_gives_up_nccls_collectives_before_it_frees_anything(
         patch.object(process_runs, "destroy_after_all", calls.destroy_process_group),
     ):
         runs.leave()
-    order = [name for name, _, _ in calls.mock_calls if name in ("abort", "forget", "destroy_process_group")]
+    order = [
+        name
+        for name, _, _ in calls.mock_calls
+        if name in ("abort", "forget", "destroy_process_group")
+    ]
     assert order == ["abort"] * aborted + ["forget", "destroy_process_group"]

@@ -35,13 +35,17 @@ def test_a_table_of_dynamic_ids_has_what_was_written_in_all_of_its_rows() -> Non
     assert bool((rows == 0.25).all())
     root = _root()
     root.users.weight.data[3] = 1.0
-    with pytest.raises(ShardingError, match=r"Embedding\(40, 8\) gets 64 rows, and .* wrote to its rows one by one"):
+    with pytest.raises(
+        ShardingError, match=r"Embedding\(40, 8\) gets 64 rows, and .* wrote to its rows one by one"
+    ):
         _selected(root, convert_embeddings="all", tables=dynamic)
 
 
 def test_a_collection_that_stays_whole_gets_its_rows_and_knows_where_they_are() -> None:
     root: Any = nn.Module()
-    config = EmbeddingBagConfig(name="t", num_embeddings=ROWS, embedding_dim=WIDTH, feature_names=["f"])
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=ROWS, embedding_dim=WIDTH, feature_names=["f"]
+    )
     with meta_tables():
         root.bags = EmbeddingBagCollection([config])
     nn.init.constant_(root.bags.embedding_bags["t"].weight, 0.25)

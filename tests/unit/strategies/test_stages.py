@@ -20,7 +20,11 @@ from lightning_distrec.strategies.stages.chain import (
     split_chain,
 )
 from lightning_distrec.strategies.stages.placement import describe_layout
-from lightning_distrec.strategies.stages.step_over_chain import enter_chain, leave_chain, split_batch
+from lightning_distrec.strategies.stages.step_over_chain import (
+    enter_chain,
+    leave_chain,
+    split_batch,
+)
 from tests.support.chain_models import Flat, Sequence, Transformer
 from tests.support.dense_models import WithBatchNorm
 
@@ -35,7 +39,9 @@ from tests.support.dense_models import WithBatchNorm
         ([3, 1, 4, 1, 5, 9, 2, 6], 3, (0, 5, 7)),
     ],
 )
-def test_the_largest_stage_is_as_small_as_possible(costs: list[int], num_stages: int, begins: tuple[int, ...]) -> None:
+def test_the_largest_stage_is_as_small_as_possible(
+    costs: list[int], num_stages: int, begins: tuple[int, ...]
+) -> None:
     assert balance_stages(costs, num_stages) == begins
 
 
@@ -45,7 +51,9 @@ def test_weights_before_the_chain_are_the_first_stage_s_and_those_after_it_the_l
     assert (layout.stage_by_name["lift.weight"], layout.stage_by_name["places"]) == (0, 0)
     assert (layout.stage_by_name["norm.weight"], layout.stage_by_name["head.bias"]) == (3, 3)
     assert layout.stage_by_name["blocks.2.linear1.weight"] == 2
-    moved = split_chain(Transformer(), StageOptions(last_stage=("places",), first_stage=("head",)), 2)
+    moved = split_chain(
+        Transformer(), StageOptions(last_stage=("places",), first_stage=("head",)), 2
+    )
     assert [moved.stage_by_name[name] for name in ("places", "head.bias", "norm.bias")] == [1, 0, 1]
 
 
@@ -53,13 +61,18 @@ def test_the_log_says_what_each_stage_has() -> None:
     options = StageOptions(microbatches=2)
     model = Sequence()
     assert describe_layout(split_chain(model, options, 2), model, options) == (
-        "pipeline_parallel: 'model' in 2 stages, gpipe, 2 micro-batches: stage 0 has blocks 0 to 3, weights of "
+        "pipeline_parallel: 'model' in 2 stages, gpipe, 2 micro-batches: stage 0 has blocks 0 to "
+        "3, weights of "
         "2.4 KiB; stage 1 has blocks 4 to 6, weights of 836 B."
     )
 
 
 def test_split_points_are_paths_of_blocks() -> None:
-    assert split_chain(Sequence(), StageOptions(split=["model.4", "model.2"]), 3).begins == (0, 2, 4)
+    assert split_chain(Sequence(), StageOptions(split=["model.4", "model.2"]), 3).begins == (
+        0,
+        2,
+        4,
+    )
 
 
 class Tied(Transformer):
@@ -93,16 +106,76 @@ class Lazy(Sequence):
         (Tied, {}, 2, UnsupportedError, "'lift.weight' and 'head.weight' are one parameter"),
         (Twice, {}, 2, UnsupportedError, "chain='model': a block is in it twice"),
         (Lazy, {}, 2, ConfigError, r"'model\.0\.weight' has no shape before the first forward"),
-        (WithBatchNorm, {}, 2, UnsupportedError, r"'net\.1' \(BatchNorm1d\) uses the statistics of batches"),
-        (PlainBatchNorm, {}, 2, UnsupportedError, r"'model\.1' \(BatchNorm1d\) uses the statistics of batches"),
-        (Sequence, {}, 8, ConfigError, "the chain has 7 blocks, which cannot be split into 8 stages"),
-        (Sequence, {"chain": "modle"}, 2, ConfigError, "no chain of blocks there; did you mean 'model'"),
-        (Sequence, {"split": ["model.9"]}, 2, ConfigError, "'model.9' is no block after the first of 'model'"),
-        (Sequence, {"split": ["model.3"]}, 3, ConfigError, "split names 1 blocks, which makes 2 stages, and"),
-        (Transformer, {"last_stage": ("lif",)}, 2, ConfigError, "last_stage: no parameter outside of 'blocks'"),
-        (Flat, {}, 2, ConfigError, r"no chain of blocks\. .* Or name a module whose forward calls its layers one"),
-        (Flat, {"chain": "fc1"}, 2, ConfigError, "chain='fc1': the module has no chain of blocks there"),
-        (nn.Identity, {}, 2, ConfigError, "the module has no chain of blocks. Name an nn.Sequential"),
+        (
+            WithBatchNorm,
+            {},
+            2,
+            UnsupportedError,
+            r"'net\.1' \(BatchNorm1d\) uses the statistics of batches",
+        ),
+        (
+            PlainBatchNorm,
+            {},
+            2,
+            UnsupportedError,
+            r"'model\.1' \(BatchNorm1d\) uses the statistics of batches",
+        ),
+        (
+            Sequence,
+            {},
+            8,
+            ConfigError,
+            "the chain has 7 blocks, which cannot be split into 8 stages",
+        ),
+        (
+            Sequence,
+            {"chain": "modle"},
+            2,
+            ConfigError,
+            "no chain of blocks there; did you mean 'model'",
+        ),
+        (
+            Sequence,
+            {"split": ["model.9"]},
+            2,
+            ConfigError,
+            "'model.9' is no block after the first of 'model'",
+        ),
+        (
+            Sequence,
+            {"split": ["model.3"]},
+            3,
+            ConfigError,
+            "split names 1 blocks, which makes 2 stages, and",
+        ),
+        (
+            Transformer,
+            {"last_stage": ("lif",)},
+            2,
+            ConfigError,
+            "last_stage: no parameter outside of 'blocks'",
+        ),
+        (
+            Flat,
+            {},
+            2,
+            ConfigError,
+            r"no chain of blocks\. .* Or name a module whose forward calls its layers one",
+        ),
+        (
+            Flat,
+            {"chain": "fc1"},
+            2,
+            ConfigError,
+            "chain='fc1': the module has no chain of blocks there",
+        ),
+        (
+            nn.Identity,
+            {},
+            2,
+            ConfigError,
+            "the module has no chain of blocks. Name an nn.Sequential",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_refused(
@@ -116,8 +189,14 @@ def test_what_cannot_be_split_is_refused(
     ("options", "words"),
     [
         ({"microbatches": 0}, "microbatches=0: must be at least 1"),
-        ({"schedule": "zero"}, "schedule='zero' is not known. Use one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
-        ({"stages_per_rank": 2}, "stages_per_rank=2 and schedule='gpipe': a rank computes several stages"),
+        (
+            {"schedule": "zero"},
+            "schedule='zero' is not known. Use one of 'gpipe', '1f1b', 'interleaved_1f1b'",
+        ),
+        (
+            {"stages_per_rank": 2},
+            "stages_per_rank=2 and schedule='gpipe': a rank computes several stages",
+        ),
         ({"split": "evenly"}, "split='evenly': must be 'parameters', or a list: write"),
         ({"stages": 1}, "stages=1: must be at least 2"),
     ],
@@ -134,16 +213,26 @@ def test_what_is_computed_from_absent_weights_is_absent_and_cannot_be_read() -> 
     assert is_absent({"loss": hidden.sum()})
     assert (hidden.shape, hidden.device.type, layer.weight.requires_grad) == ((2, 3), "cpu", True)
     assert not is_absent(torch.ones(1))
-    with pytest.raises(UnsupportedError, match=r"item\(\) was called on a value that depends on weights of another"):
+    with pytest.raises(
+        UnsupportedError, match=r"item\(\) was called on a value that depends on weights of another"
+    ):
         hidden.sum().item()
-    with pytest.raises(UnsupportedError, match="add_ would write values of another stage's weights"):
+    with pytest.raises(
+        UnsupportedError, match="add_ would write values of another stage's weights"
+    ):
         torch.ones(2, 3).add_(hidden)
     with pytest.raises(UnsupportedError, match="_foreach_add_ would write"):
         torch._foreach_add_([torch.ones(2, 3)], [hidden])
 
 
 def test_a_batch_is_divided_into_equal_parts() -> None:
-    assert [StageOptions(microbatches=4).num_parts(size, 2) for size in (8, 6, 7, 2, 1)] == [4, 3, 1, 2, 1]
+    assert [StageOptions(microbatches=4).num_parts(size, 2) for size in (8, 6, 7, 2, 1)] == [
+        4,
+        3,
+        1,
+        2,
+        1,
+    ]
     interleaved = StageOptions(microbatches=8, schedule="interleaved_1f1b", stages_per_rank=2)
     assert [interleaved.num_parts(size, 2) for size in (8, 10, 7, 5)] == [8, 2, 1, 1]
     parts = split_batch({"x": torch.arange(4), "names": 3}, 2)
@@ -166,7 +255,10 @@ def _between(model: Sequence, x: torch.Tensor) -> Any:
         (lambda m, x: m.model[0](input=x), r"'model\.0' is called without a positional argument"),
         (lambda m, x: (m.model[0](x), m.model[1](x)), r"between 'model\.0' and 'model\.1'"),
         (lambda m, x: m.model[0](x), "a step did not call every block of 'model'"),
-        (lambda m, x: m.model[0](x, absent_parameter(nn.Parameter(x))), "takes a second argument that depends on"),
+        (
+            lambda m, x: m.model[0](x, absent_parameter(nn.Parameter(x))),
+            "takes a second argument that depends on",
+        ),
     ],
 )
 def test_a_step_that_is_not_a_chain_is_refused(forward: Any, words: str) -> None:
@@ -180,30 +272,43 @@ def test_a_step_that_is_not_a_chain_is_refused(forward: Any, words: str) -> None
 def test_a_chain_that_is_called_twice_is_refused() -> None:
     model = Sequence()
     chain = find_chain(model, "auto")
-    with pytest.raises(UnsupportedError, match=r"calls 'model\.0' where block 7 of 'model' is next"):
-        leave_chain(chain, lambda: model(torch.ones(2, 12)) + model(torch.ones(2, 12)), torch.ones(2, 1))
+    with pytest.raises(
+        UnsupportedError, match=r"calls 'model\.0' where block 7 of 'model' is next"
+    ):
+        leave_chain(
+            chain, lambda: model(torch.ones(2, 12)) + model(torch.ones(2, 12)), torch.ones(2, 1)
+        )
 
 
 def test_a_step_ends_with_the_chain_and_begins_with_its_output() -> None:
     model = Sequence()
     chain = find_chain(model, "auto")
-    entry = enter_chain(chain, lambda: model(torch.ones(2, 12) * 2) + pytest.fail("the step went on"))
+    entry = enter_chain(
+        chain, lambda: model(torch.ones(2, 12) * 2) + pytest.fail("the step went on")
+    )
     assert torch.equal(entry.value, torch.full((2, 12), 2.0))
-    assert leave_chain(chain, lambda: model(torch.ones(2, 12)) + 1, torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
+    assert leave_chain(chain, lambda: model(torch.ones(2, 12)) + 1, torch.ones(2, 1)).tolist() == [
+        [2.0],
+        [2.0],
+    ]
 
 
 def test_stages_on_gpus_do_not_exchange_by_gloo() -> None:
     strategy = PipelineParallelStrategy(process_group_backend="gloo")
     strategy.parallel_devices = [torch.device("cuda", 0)]
     strategy.cluster_environment = LightningEnvironment()
-    with pytest.raises(ConfigError, match="sends between stages from the host's memory only. Leave it out"):
+    with pytest.raises(
+        ConfigError, match="sends between stages from the host's memory only. Leave it out"
+    ):
         strategy.setup_environment()
 
 
 def test_only_its_members_make_a_group_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **__: (None, None))
-    monkeypatch.setattr(dist, "new_group", lambda ranks, *_, **options: made.append({"ranks": ranks, **options}))
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, *_, **options: made.append({"ranks": ranks, **options})
+    )
     monkeypatch.setattr("lightning_distrec.strategies.stages.chain.Consensus", lambda *_: None)
     pipeline_ranks(StageOptions(stages=2), 1, 4, timedelta(seconds=1))
     assert made == [{"ranks": [1, 3], "use_local_synchronization": True}]

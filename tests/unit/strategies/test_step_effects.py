@@ -1,4 +1,5 @@
-"""What a pipeline's steps share, draw and log, where the module is on a device that this machine may lack."""
+"""What a pipeline's steps share, draw and log, where the module is on a device that this machine
+may lack."""
 
 from typing import Any
 
@@ -10,7 +11,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_distrec.strategies.stages.pipelined_module import TOLERANCE, close_enough
-from lightning_distrec.strategies.stages.step_effects import LoggedValues, StepDraws, on_host, to_device
+from lightning_distrec.strategies.stages.step_effects import (
+    LoggedValues,
+    StepDraws,
+    on_host,
+    to_device,
+)
 
 
 class CountedCopies(TorchDispatchMode):
@@ -21,7 +27,9 @@ class CountedCopies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_tensors_of_any_types_move_as_one_and_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_any_types_move_as_one_and_keep_their_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     numbers = [
         torch.tensor(True),
         torch.randn(3, 2).T,
@@ -42,9 +50,18 @@ def test_tensors_of_a_device_come_to_the_host_in_one_copy() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         losses = [torch.ones(2, 3, device="cuda"), torch.ones((), device="cuda")]
         with CountedCopies() as copies:
-            message = on_host({"losses": losses, "ids": (torch.ones(4, dtype=torch.int64, device="cuda"), plain, "a")})
-    assert [tensor.device.type for tensor in (*message["losses"], *message["ids"][:2])] == ["cpu"] * 4
-    assert [tuple(tensor.shape) for tensor in (*message["losses"], message["ids"][0])] == [(2, 3), (), (4,)]
+            message = on_host({
+                "losses": losses,
+                "ids": (torch.ones(4, dtype=torch.int64, device="cuda"), plain, "a"),
+            })
+    assert [tensor.device.type for tensor in (*message["losses"], *message["ids"][:2])] == [
+        "cpu"
+    ] * 4
+    assert [tuple(tensor.shape) for tensor in (*message["losses"], message["ids"][0])] == [
+        (2, 3),
+        (),
+        (4,),
+    ]
     assert copies.number == 1
     assert torch.equal(on_host(plain), plain)
 
@@ -78,14 +95,18 @@ def test_a_draw_on_a_gpu_counts_as_a_draw(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_means_of_rounded_losses_are_not_taken_for_sums() -> None:
-    """In bfloat16 a batch's loss and the mean of its micro-batches' differ by rounding, and a sum by a factor."""
+    """In bfloat16 a batch's loss and the mean of its micro-batches' differ by rounding, and a sum
+    by a factor."""
     differs = 0
     for seed in range(200):
         draw = torch.Generator().manual_seed(seed)
         scores = torch.randn(32, 100, generator=draw).bfloat16()
         labels = torch.randint(100, (32,), generator=draw)
         full = functional.cross_entropy(scores, labels)
-        parts = [functional.cross_entropy(*pair) for pair in zip(scores.chunk(4), labels.chunk(4), strict=True)]
+        parts = [
+            functional.cross_entropy(*pair)
+            for pair in zip(scores.chunk(4), labels.chunk(4), strict=True)
+        ]
         mean = torch.stack(parts).double().mean().to(full.dtype)
         differs += abs(float(full - mean)) > TOLERANCE * (1 + float(full))
         assert close_enough(full, mean, scores)

@@ -7,7 +7,13 @@ import torch
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import BoundsCheckMode, CacheAlgorithm, CacheParams, ShardingPlan, ShardingType
+from torchrec.distributed.types import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    CacheParams,
+    ShardingPlan,
+    ShardingType,
+)
 
 from lightning_distrec import TableOptions, TorchRecShardedStrategy, TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
@@ -33,8 +39,14 @@ def test_the_precision_of_products_is_set_for_the_process_and_otherwise_left() -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"float32_matmul_precision": "tf32"}, "float32_matmul_precision='tf32' is not known. Use one of 'highest'"),
-        ({"process_group_backend": "mpi"}, "process_group_backend='mpi' is not known. Use one of 'gloo', 'nccl'"),
+        (
+            {"float32_matmul_precision": "tf32"},
+            "float32_matmul_precision='tf32' is not known. Use one of 'highest'",
+        ),
+        (
+            {"process_group_backend": "mpi"},
+            "process_group_backend='mpi' is not known. Use one of 'gloo', 'nccl'",
+        ),
         ({"start_seconds": 0}, "start_seconds=0: must be a number of seconds above 0"),
         ({"watchdog_seconds": -1}, "watchdog_seconds=-1: must be at least 0, which disables it"),
         ({"deadlock_seconds": -1}, "deadlock_seconds=-1: must be at least 0, which disables it"),
@@ -59,7 +71,9 @@ def test_the_variable_of_torcheasyrec_sets_the_timeout_where_the_argument_does_n
     assert seconds(timeout_seconds=45.5) == 45.5
     for value in ("soon", "-1", "inf", "nan"):
         monkeypatch.setenv("PROCESS_GROUP_TIMEOUT_SECONDS", value)
-        with pytest.raises(ConfigError, match=f"PROCESS_GROUP_TIMEOUT_SECONDS={value}: must be a number of seconds"):
+        with pytest.raises(
+            ConfigError, match=f"PROCESS_GROUP_TIMEOUT_SECONDS={value}: must be a number of seconds"
+        ):
             seconds()
 
 
@@ -71,11 +85,20 @@ def test_the_variable_of_torcheasyrec_sets_the_timeout_where_the_argument_does_n
             {"plan": ShardingPlan({})},
             "plan= is no option of .* Use planning={'plan_file': ...}, which takes a Shard",
         ),
-        ({"topology": None}, "topology= .* Use memory_bytes_per_rank and planning={'bandwidths': ...}"),
-        ({"constraints": {"a": ParameterConstraints()}}, "constraints= .* Use tables, which takes the same dict"),
+        (
+            {"topology": None},
+            "topology= .* Use memory_bytes_per_rank and planning={'bandwidths': ...}",
+        ),
+        (
+            {"constraints": {"a": ParameterConstraints()}},
+            "constraints= .* Use tables, which takes the same dict",
+        ),
         ({"sharders": []}, "sharders= .* Use tables and quantized_comms"),
         ({"fused_params": {}}, "fused_params= .* Use configure_optimizers or table_optimizer"),
-        ({"qcomm_codecs_registry": {}}, "qcomm_codecs_registry= .* Use quantized_comms, which takes a QCommsConfig"),
+        (
+            {"qcomm_codecs_registry": {}},
+            "qcomm_codecs_registry= .* Use quantized_comms, which takes a QCommsConfig",
+        ),
         ({"planning": ShardingPlan({})}, "planning=.*: options are needed, some of .*plan_file"),
         (
             {"quantized_comms": QCommsConfig(forward_precision=CommType.INT8)},
@@ -83,7 +106,8 @@ def test_the_variable_of_torcheasyrec_sets_the_timeout_where_the_argument_does_n
         ),
         (
             {"quantized_comms": QCommsConfig(CommType.FP16, backward_loss_scale=2.0)},
-            "QCommsConfig has backward_loss_scale=2.0. Leave it out: there is no option that does the same",
+            "QCommsConfig has backward_loss_scale=2.0. Leave it out: there is no option that does "
+            "the same",
         ),
         ({"sharding_types": ShardingType.ROW_WISE}, "sharding_types=.*: must be a list"),
         ({"sharding_types": ["grid_shards"]}, "sharding_types='grid_shards' is not known"),
@@ -101,9 +125,15 @@ def test_what_torchrec_calls_otherwise(arguments: dict, message: str) -> None:
             {"bounds_check_mode": BoundsCheckMode.WARNING},
             "bounds_check_mode=.* Leave it out: set check_ids of the",
         ),
-        ({"stochastic_rounding": False}, "stochastic_rounding=False. Leave it out: there is no option"),
+        (
+            {"stochastic_rounding": False},
+            "stochastic_rounding=False. Leave it out: there is no option",
+        ),
         ({"pooling_factors": [1.0, 3.0]}, "one pooling_factor is for all features of a table"),
-        ({"cache_params": CacheParams(algorithm=CacheAlgorithm.LFU)}, "CacheParams has algorithm=.*Leave it out"),
+        (
+            {"cache_params": CacheParams(algorithm=CacheAlgorithm.LFU)},
+            "CacheParams has algorithm=.*Leave it out",
+        ),
         ({"compute_kernels": ["key_value"]}, "compute_kernels='key_value' is not known"),
     ],
 )
@@ -114,7 +144,8 @@ def test_what_a_constraint_of_torchrecs_cannot_be(constraints: dict, message: st
 
 def test_torchrecs_objects_become_plain_options() -> None:
     strategy = TorchRecShardedStrategy(
-        sharding_types=[ShardingType.ROW_WISE], quantized_comms=QCommsConfig(CommType.FP16, CommType.BF16)
+        sharding_types=[ShardingType.ROW_WISE],
+        quantized_comms=QCommsConfig(CommType.FP16, CommType.BF16),
     )
     assert strategy.table_settings.default_options.sharding_types == ["row_wise"]
     assert strategy.table_settings.comms == QuantizedComms(forward="fp16", backward="bf16")

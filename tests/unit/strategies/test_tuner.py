@@ -1,4 +1,5 @@
-"""Lightning's Tuner over a step that fails: what the user raised comes out, and the module stays whole."""
+"""Lightning's Tuner over a step that fails: what the user raised comes out, and the module stays
+whole."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,12 @@ class Fails(BoringModel):
 
 @pytest.mark.parametrize("strategy", [TunedDDPStrategy, TunedFSDPStrategy])
 def test_a_failed_step_of_lr_find_is_what_is_raised(strategy: Any, tmp_path: Path) -> None:
-    options = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_train_batches": 8}
+    options = NO_OUTPUT | {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "limit_train_batches": 8,
+    }
     trainer, module = pl.Trainer(strategy=strategy(), default_root_dir=tmp_path, **options), Fails()
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         Tuner(trainer).lr_find(module, num_training=20)

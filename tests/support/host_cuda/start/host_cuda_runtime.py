@@ -1,4 +1,5 @@
-"""What torch.cuda calls in torch._C, for the device in host memory; sitecustomize.py installs each part."""
+"""What torch.cuda calls in torch._C, for the device in host memory; sitecustomize.py installs each
+part."""
 
 import atexit
 import ctypes
@@ -64,7 +65,11 @@ def _place() -> str:
 
 def reports(kind: str) -> list[tuple[str, str, int]]:
     """Return (text, place, how often) of hazards or waits, kind: "hazard" or "wait"."""
-    return [(text, place, count) for (one_kind, text, place), count in _reports.items() if one_kind == kind]
+    return [
+        (text, place, count)
+        for (one_kind, text, place), count in _reports.items()
+        if one_kind == kind
+    ]
 
 
 def forget_reports() -> None:
@@ -120,11 +125,19 @@ def _memory_stats(device: int) -> dict[str, Any]:
 
     def pools(current: int, peak: int) -> dict[str, Any]:
         names = ("all", "small_pool", "large_pool")
-        return {name: {"current": current, "peak": peak, "allocated": 0, "freed": 0} for name in names}
+        return {
+            name: {"current": current, "peak": peak, "allocated": 0, "freed": 0} for name in names
+        }
 
-    stats = {f"{name}_bytes": pools(allocated, peak_allocated) for name in ("allocated", "active", "requested")}
+    stats = {
+        f"{name}_bytes": pools(allocated, peak_allocated)
+        for name in ("allocated", "active", "requested")
+    }
     stats |= {"reserved_bytes": pools(reserved, peak_reserved), "inactive_split_bytes": pools(0, 0)}
-    stats |= {name: pools(blocks, blocks) for name in ("allocation", "segment", "active", "inactive_split")}
+    stats |= {
+        name: pools(blocks, blocks)
+        for name in ("allocation", "segment", "active", "inactive_split")
+    }
     return stats | {"num_alloc_retries": 0, "num_ooms": 0, "max_split_size": -1}
 
 
@@ -133,7 +146,9 @@ def _host_memory_stats() -> dict[str, Any]:
     numbers = (ctypes.c_int64 * 2)()
     _library.host_cuda_pinned(numbers)
     current, peak = numbers
-    return {name: {"current": current, "peak": peak} for name in ("allocated_bytes", "active_bytes")}
+    return {
+        name: {"current": current, "peak": peak} for name in ("allocated_bytes", "active_bytes")
+    }
 
 
 def _stream_data(device: int, stream: int) -> tuple[int, int, int]:
@@ -175,11 +190,20 @@ def _before_cuda() -> None:
 
     class CudaStreamBase(torch.Stream):
         def __new__(
-            cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, **_: Any
+            cls,
+            priority: int = 0,
+            stream_id: int = 0,
+            device_index: int = 0,
+            device_type: int = 0,
+            **_: Any,
         ) -> Any:
             if device_type:
-                return super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=device_type)
-            return super().__new__(cls, torch.device("cuda", _library.host_cuda_device()), priority=priority)
+                return super().__new__(
+                    cls, stream_id=stream_id, device_index=device_index, device_type=device_type
+                )
+            return super().__new__(
+                cls, torch.device("cuda", _library.host_cuda_device()), priority=priority
+            )
 
         @property
         def cuda_stream(self) -> int:
@@ -192,7 +216,11 @@ def _before_cuda() -> None:
 
     class CudaEventBase(torch.Event):
         def __new__(
-            cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any
+            cls,
+            enable_timing: bool = False,
+            blocking: bool = False,
+            interprocess: bool = False,
+            **_: Any,
         ) -> Any:
             return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
 
@@ -211,10 +239,14 @@ def _before_cuda() -> None:
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_getCompiledVersion": lambda: 13000,
         "_cuda_synchronize": lambda: _library.host_cuda_synchronize(_library.host_cuda_device()),
-        "_cuda_getCurrentStream": lambda device: _stream_data(device, _library.host_cuda_stream(device)),
+        "_cuda_getCurrentStream": lambda device: _stream_data(
+            device, _library.host_cuda_stream(device)
+        ),
         "_cuda_getCurrentRawStream": lambda device: _library.host_cuda_stream(device),
         "_cuda_getDefaultStream": lambda device: _stream_data(device, 0),
-        "_cuda_setStream": lambda stream_id, device_index, device_type: _set_stream(device_index, stream_id),
+        "_cuda_setStream": lambda stream_id, device_index, device_type: _set_stream(
+            device_index, stream_id
+        ),
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_memoryStats": _memory_stats,
         "_cuda_hostMemoryStats": _host_memory_stats,
@@ -235,7 +267,9 @@ def _before_cuda() -> None:
             cudaMemGetInfo=_free_and_total,
             cudaError=SimpleNamespace(success=0),
             cudaGetErrorString=lambda code: "CUDA error",
-            cudaDeviceSynchronize=lambda: _library.host_cuda_synchronize(_library.host_cuda_device()),
+            cudaDeviceSynchronize=lambda: _library.host_cuda_synchronize(
+                _library.host_cuda_device()
+            ),
         ),
     }
     for name in NOT_EMULATED:
@@ -291,7 +325,11 @@ def _after_storage() -> None:
 
     def make_on_device(cls: type, *args: Any, device: Any = None, **options: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":
-            return make(cls, *args, **options) if device is None else make(cls, *args, device=device, **options)
+            return (
+                make(cls, *args, **options)
+                if device is None
+                else make(cls, *args, device=device, **options)
+            )
         size = args[0] if args and isinstance(args[0], int) else 0
         return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
 

@@ -1,7 +1,9 @@
-"""FBGEMM's CUDA kernels in a reference form: what its CPU wheel lacks. Adam, LAMB, rows on the host, a cache of them.
+"""FBGEMM's CUDA kernels in a reference form: what its CPU wheel lacks. Adam, LAMB, rows on the
+host, a cache of them.
 
-A lookup whose rows are all on the device, by an optimizer that the CPU wheel has, runs by that wheel's own kernels.
-Each operator of this file runs on the CPU over the same memory; the device's fallback follows what it reads and writes.
+A lookup whose rows are all on the device, by an optimizer that the CPU wheel has, runs by that
+wheel's own kernels. Each operator of this file runs on the CPU over the same memory; the device's
+fallback follows what it reads and writes.
 """
 
 from collections.abc import Iterator
@@ -27,11 +29,15 @@ libraries: list[Any] = []
 # ---- what an update is
 
 
-def _sgd(rows: Tensor, grads: Tensor, states: list[Tensor], rate: float, options: list[float], step: int) -> None:
+def _sgd(
+    rows: Tensor, grads: Tensor, states: list[Tensor], rate: float, options: list[float], step: int
+) -> None:
     rows -= rate * grads
 
 
-def _adagrad(rows: Tensor, grads: Tensor, states: list[Tensor], rate: float, options: list[float], step: int) -> None:
+def _adagrad(
+    rows: Tensor, grads: Tensor, states: list[Tensor], rate: float, options: list[float], step: int
+) -> None:
     states[0] += grads.square()
     rows -= rate * grads / (states[0].sqrt() + options[0])
 
@@ -52,16 +58,26 @@ def _direction(grads: Tensor, states: list[Tensor], options: list[float], step: 
     return average / ((states[1] / (1 - beta2**step)).sqrt() + eps)
 
 
-def _adam(rows: Tensor, grads: Tensor, states: list[Tensor], rate: float, options: list[float], step: int) -> None:
+def _adam(
+    rows: Tensor, grads: Tensor, states: list[Tensor], rate: float, options: list[float], step: int
+) -> None:
     rows -= rate * (_direction(grads, states, options, step) + options[3] * rows)
 
 
-def _lamb(rows: Tensor, grads: Tensor, states: list[Tensor], rate: float, options: list[float], step: int) -> None:
+def _lamb(
+    rows: Tensor, grads: Tensor, states: list[Tensor], rate: float, options: list[float], step: int
+) -> None:
     change = _direction(grads, states, options, step) + options[3] * rows
     rows -= rate * rows.norm(dim=1, keepdim=True) / change.norm(dim=1, keepdim=True) * change
 
 
-UPDATES = {"sgd": _sgd, "adagrad": _adagrad, "rowwise_adagrad": _rowwise_adagrad, "adam": _adam, "lamb": _lamb}
+UPDATES = {
+    "sgd": _sgd,
+    "adagrad": _adagrad,
+    "rowwise_adagrad": _rowwise_adagrad,
+    "adam": _adam,
+    "lamb": _lamb,
+}
 """Optimizer -> what it does to rows that were looked up, of which each is there once."""
 ROWWISE_STATES = {"rowwise_adagrad": (True,)}
 
@@ -90,7 +106,8 @@ class Feature:
 
 
 def features(bags: list[Tensor], pooling: int, max_dim: int) -> Iterator[Feature]:
-    """bags: ids, offsets, columns where features begin, and three tensors of variable batches, else none."""
+    """bags: ids, offsets, columns where features begin, and three tensors of variable batches, else
+    none."""
     ids, offsets, columns, *variable = bags
     num_features = len(columns) - 1
     size = (len(offsets) - 1) // num_features
@@ -103,7 +120,10 @@ def features(bags: list[Tensor], pooling: int, max_dim: int) -> Iterator[Feature
         lengths = offsets[begin + 1 : end + 1] - offsets[begin:end]
         bag_of_id = torch.repeat_interleave(torch.arange(end - begin), lengths)
         if pooling == NONE:
-            lengths, bag_of_id = torch.ones(last - first, dtype=torch.int64), torch.arange(last - first)
+            lengths, bag_of_id = (
+                torch.ones(last - first, dtype=torch.int64),
+                torch.arange(last - first),
+            )
             outputs = (first + bag_of_id) * max_dim
         elif variable:
             outputs = _variable_outputs(number, num_features, dim, variable[1], variable[2])
@@ -112,7 +132,9 @@ def features(bags: list[Tensor], pooling: int, max_dim: int) -> Iterator[Feature
         yield Feature(number, ids[first:last], first, bag_of_id, lengths, outputs, dim)
 
 
-def _variable_outputs(number: int, num_features: int, dim: int, begins: Tensor, sizes: Tensor) -> Tensor:
+def _variable_outputs(
+    number: int, num_features: int, dim: int, begins: Tensor, sizes: Tensor
+) -> Tensor:
     """Return where bags begin: the output has them by rank, then by feature."""
     parts = [
         int(begins[rank * num_features + number]) + torch.arange(int(end - begin)) * dim
@@ -126,7 +148,8 @@ class Rows:
     """Rows of one table, wherever they are."""
 
     weights: list[Tensor]
-    """On the device, on the host, which places these are of which feature, where they begin there, and the cache."""
+    """On the device, on the host, which places these are of which feature, where they begin there,
+    and the cache."""
     locations: Tensor
     """(num_ids,): the slot in the cache of each id of the call, -1: in none."""
 
@@ -158,13 +181,18 @@ class Rows:
 
 
 def table_at(tensors: list[Tensor], place: tuple[int, int], dim: int) -> Tensor:
-    """Return the rows that begin at a place, and all that come after them there. tensors: device's, host's."""
+    """Return the rows that begin at a place, and all that come after them there. tensors: device's,
+    host's."""
     flat = tensors[0 if place[0] == DEVICE else 1].flatten()[place[1] :]
     return flat[: len(flat) // dim * dim].view(-1, dim)
 
 
 def _look_up(
-    weights: list[Tensor], bags: list[Tensor], locations: Tensor, per_id: Tensor | None, numbers: list[int]
+    weights: list[Tensor],
+    bags: list[Tensor],
+    locations: Tensor,
+    per_id: Tensor | None,
+    numbers: list[int],
 ) -> Tensor:
     pooling, max_dim, dtype, *shape = numbers
     rows, result = Rows(weights, locations), torch.zeros(shape, dtype=torch.float32)
@@ -198,9 +226,11 @@ def _update(
     numbers: list[int],
     options: list[float],
 ) -> None:
-    """Update each row once, by the sum of its gradients; numbers end with the step, options with the rate."""
+    """Update each row once, by the sum of its gradients; numbers end with the step, options with
+    the rate."""
     pooling, max_dim, step, are_unique = numbers
-    # By id of the call; or, where rows are fetched ahead, by row: of the tables in their order, each once.
+    # By id of the call; or, where rows are fetched ahead, by row: of the tables in their order,
+    # each once.
     rows, num_seen = Rows(weights, locations[:0] if are_unique else locations), 0
     parts: dict[tuple[int, int], list[tuple[int, Tensor, Tensor, Tensor]]] = {}
     for feature in features(bags, pooling, max_dim):
@@ -211,7 +241,9 @@ def _update(
     is_rowwise = ROWWISE_STATES.get(name, (False, False))
     for place, of_table in sorted(parts.items()):
         number = of_table[0][0]
-        all_ids, all_slots, all_grads = (torch.cat([part[i] for part in of_table]) for i in (1, 2, 3))
+        all_ids, all_slots, all_grads = (
+            torch.cat([part[i] for part in of_table]) for i in (1, 2, 3)
+        )
         ids, inverse = all_ids.unique(return_inverse=True)
         dim = all_grads.shape[1]
         grads = torch.zeros(len(ids), dim, dtype=torch.float32).index_add_(0, inverse, all_grads)
@@ -232,7 +264,11 @@ def _update(
 
 
 def _per_id_gradient(
-    weights: list[Tensor], bags: list[Tensor], locations: Tensor, gradient: Tensor, numbers: list[int]
+    weights: list[Tensor],
+    bags: list[Tensor],
+    locations: Tensor,
+    gradient: Tensor,
+    numbers: list[int],
 ) -> Tensor:
     pooling, max_dim = numbers
     rows, result = Rows(weights, locations), torch.zeros(len(bags[0]), dtype=torch.float32)
@@ -240,7 +276,9 @@ def _per_id_gradient(
         looked_up = rows.read(rows.place(feature), feature.ids, rows.slots(feature), feature.dim)
         grads = gradient.reshape(-1)[feature.columns()].float()[feature.bags]
         products = (looked_up * grads).sum(1)
-        result[feature.first : feature.first + len(feature.ids)] = products * factors(feature, pooling, None)
+        result[feature.first : feature.first + len(feature.ids)] = products * factors(
+            feature, pooling, None
+        )
     return result
 
 
@@ -248,7 +286,9 @@ class _Lookup(torch.autograd.Function):
     """Looks up in forward, and updates in backward."""
 
     @staticmethod
-    def forward(ctx: Any, placeholder: Tensor, per_id: Tensor | None, name: str, call: dict[str, Any]) -> Tensor:
+    def forward(
+        ctx: Any, placeholder: Tensor, per_id: Tensor | None, name: str, call: dict[str, Any]
+    ) -> Tensor:
         ctx.call, ctx.name, ctx.per_id = call, name, per_id
         ctx.bags = [call["indices"], call["offsets"].long(), call["D_offsets"]]
         pooling, max_dim, aux = call["pooling_mode"], int(call["max_D"]), call["aux_tensor"]
@@ -261,7 +301,9 @@ class _Lookup(torch.autograd.Function):
         ctx.locations = aux[3] if aux[3] is not None else empty
         ctx.numbers = [pooling, max_dim]
         numbers = [*ctx.numbers, call["output_dtype"], *shape]
-        return torch.ops.host_cuda.look_up(call["weights"], ctx.bags, ctx.locations, per_id, numbers)
+        return torch.ops.host_cuda.look_up(
+            call["weights"], ctx.bags, ctx.locations, per_id, numbers
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -288,7 +330,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def _lookup_of(name: str) -> Any:
-    operator = getattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_{name}_function_pt2").default
+    operator = getattr(
+        torch.ops.fbgemm, f"split_embedding_codegen_lookup_{name}_function_pt2"
+    ).default
     arguments = operator._schema.arguments
 
     def look_up(*args: Any, **kwargs: Any) -> Tensor:
@@ -300,17 +344,24 @@ def _lookup_of(name: str) -> Any:
         )
         _, host, _, _, _ = call["weights"]
         if name in HAS_KERNEL and not host.numel():
-            return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
-        return _Lookup.apply(call["placeholder_autograd_tensor"], call["indice_weights"], name, call)
+            return operator.redispatch(
+                torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs
+            )
+        return _Lookup.apply(
+            call["placeholder_autograd_tensor"], call["indice_weights"], name, call
+        )
 
     return look_up
 
 
 OPERATORS = {
-    "look_up(Tensor[] weights, Tensor[] bags, Tensor locations, Tensor? per_id, int[] numbers) -> Tensor": _look_up,
-    "update(str name, Tensor(a!)[] weights, Tensor(b!)[] state1, Tensor(c!)[] state2, Tensor[] bags, Tensor locations, "
+    "look_up(Tensor[] weights, Tensor[] bags, Tensor locations, Tensor? per_id, int[] numbers) -> "
+    "Tensor": _look_up,
+    "update(str name, Tensor(a!)[] weights, Tensor(b!)[] state1, Tensor(c!)[] state2, Tensor[] "
+    "bags, Tensor locations, "
     "Tensor? per_id, Tensor gradient, int[] numbers, float[] options) -> ()": _update,
-    "per_id_gradient(Tensor[] weights, Tensor[] bags, Tensor locations, Tensor gradient, int[] numbers) "
+    "per_id_gradient(Tensor[] weights, Tensor[] bags, Tensor locations, Tensor gradient, int[] "
+    "numbers) "
     "-> Tensor": _per_id_gradient,
     **host_fbgemm_cache.OPERATORS,
 }
@@ -324,7 +375,9 @@ def install() -> None:
         own.impl(schema.partition("(")[0], function, "CPU")
     fbgemm = torch.library.Library("fbgemm", "IMPL")
     for name in UPDATES:
-        fbgemm.impl(f"split_embedding_codegen_lookup_{name}_function_pt2", _lookup_of(name), "AutogradCUDA")
+        fbgemm.impl(
+            f"split_embedding_codegen_lookup_{name}_function_pt2", _lookup_of(name), "AutogradCUDA"
+        )
     for name, function in host_fbgemm_cache.KERNELS.items():
         fbgemm.impl(name, function, "CUDA")
     libraries.extend([own, fbgemm])

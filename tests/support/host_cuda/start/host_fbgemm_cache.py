@@ -1,6 +1,8 @@
-"""FBGEMM's cache of rows of the host, in a reference form: rows are copied in, trained there, and written back.
+"""FBGEMM's cache of rows of the host, in a reference form: rows are copied in, trained there, and
+written back.
 
-As in its CUDA wheel a row may be in one set of slots. What was used longest ago leaves, if no prefetch has locked it.
+As in its CUDA wheel a row may be in one set of slots. What was used longest ago leaves, if no
+prefetch has locked it.
 """
 
 from typing import Any
@@ -10,7 +12,8 @@ from torch import Tensor
 
 
 def _row(host: Tensor, tables: list[Tensor], index: int) -> Tensor:
-    """Return a row on the host. index: of all cached tables' rows. tables: as FBGEMM passes them."""
+    """Return a row on the host. index: of all cached tables' rows. tables: as FBGEMM passes
+    them."""
     starts, table_of_index, begins, columns = tables
     table = int(table_of_index[index])
     dim = int(columns[table + 1] - columns[table])
@@ -18,15 +21,25 @@ def _row(host: Tensor, tables: list[Tensor], index: int) -> Tensor:
     return host.flatten()[begin : begin + dim]
 
 
-def _write_back(host: Tensor, tables: list[Tensor], state: Tensor, cache: Tensor, group: int, slot: int) -> None:
+def _write_back(
+    host: Tensor, tables: list[Tensor], state: Tensor, cache: Tensor, group: int, slot: int
+) -> None:
     row = _row(host, tables, int(state[group, slot]))
     row.copy_(cache[group * state.shape[1] + slot, : len(row)])
 
 
 def _fill(
-    host: Tensor, state: Tensor, cache: Tensor, used: Tensor, locks: Tensor, tables: list[Tensor], ids: Tensor, now: int
+    host: Tensor,
+    state: Tensor,
+    cache: Tensor,
+    used: Tensor,
+    locks: Tensor,
+    tables: list[Tensor],
+    ids: Tensor,
+    now: int,
 ) -> None:
-    """Copy rows in. now: what `used` gets of slots, where it is by slot; -1: it counts uses by index."""
+    """Copy rows in. now: what `used` gets of slots, where it is by slot; -1: it counts uses by
+    index."""
     num_all, num_groups = len(tables[1]), state.shape[0]
     present = ids[(ids >= 0) & (ids < num_all)]
     for index in present.unique().tolist():
@@ -35,7 +48,12 @@ def _fill(
             used[index] += int((present == index).sum())
         slot = _slot(state, group, index)
         if slot is None:
-            slot = _free_slot(state[group], used, None if now < 0 else group, locks[group] if locks.numel() else None)
+            slot = _free_slot(
+                state[group],
+                used,
+                None if now < 0 else group,
+                locks[group] if locks.numel() else None,
+            )
             if slot is None:
                 continue  # all are locked: the row is used where it is
             if state[group, slot] >= 0:
@@ -54,7 +72,9 @@ def _slot(state: Tensor, group: int, index: int) -> int | None:
     return int(slots[0]) if len(slots) else None
 
 
-def _free_slot(indices: Tensor, used: Tensor, group: int | None, locks: Tensor | None) -> int | None:
+def _free_slot(
+    indices: Tensor, used: Tensor, group: int | None, locks: Tensor | None
+) -> int | None:
     """Return the slot whose row was used longest ago or, where uses are counted, least often."""
     uses = used[indices.clamp(min=0)] if group is None else used[group].clone()
     uses = torch.where(indices < 0, -1, uses)
@@ -67,7 +87,9 @@ def _free_slot(indices: Tensor, used: Tensor, group: int | None, locks: Tensor |
 
 def _find(ids: Tensor, state: Tensor, locations: Tensor) -> None:
     known = {int(index): slot for slot, index in enumerate(state.flatten().tolist()) if index >= 0}
-    locations.copy_(torch.tensor([known.get(index, -1) for index in ids.tolist()], dtype=locations.dtype))
+    locations.copy_(
+        torch.tensor([known.get(index, -1) for index in ids.tolist()], dtype=locations.dtype)
+    )
 
 
 def _flush(host: Tensor, state: Tensor, cache: Tensor, tables: list[Tensor]) -> None:
@@ -82,10 +104,15 @@ def _unlock(locks: Tensor, locations: Tensor) -> None:
 
 
 def _number(starts: Tensor, ids: Tensor, offsets: Tensor, sizes: Tensor | None) -> Tensor:
-    """Return ids as indices of all cached tables' rows; the number of all rows for ids of other tables."""
+    """Return ids as indices of all cached tables' rows; the number of all rows for ids of other
+    tables."""
     num_features, total = len(starts) - 1, starts[-1]
     lengths = offsets[1:] - offsets[:-1]
-    bags = torch.arange(num_features + 1) * (len(lengths) // num_features) if sizes is None else sizes.long()
+    bags = (
+        torch.arange(num_features + 1) * (len(lengths) // num_features)
+        if sizes is None
+        else sizes.long()
+    )
     feature_of_bag = torch.repeat_interleave(torch.arange(num_features), bags[1:] - bags[:-1])
     start = starts[torch.repeat_interleave(feature_of_bag, lengths)]
     return torch.where((start >= 0) & (ids >= 0), start + ids, total)
@@ -93,7 +120,8 @@ def _number(starts: Tensor, ids: Tensor, offsets: Tensor, sizes: Tensor | None) 
 
 OPERATORS: dict[str, Any] = {
     "number_rows(Tensor starts, Tensor ids, Tensor offsets, Tensor? sizes) -> Tensor": _number,
-    "fill_cache(Tensor(a!) host, Tensor(b!) state, Tensor(c!) cache, Tensor(d!) used, Tensor(e!) locks, "
+    "fill_cache(Tensor(a!) host, Tensor(b!) state, Tensor(c!) cache, Tensor(d!) used, Tensor(e!) "
+    "locks, "
     "Tensor[] tables, Tensor ids, int now) -> ()": _fill,
     "find_in_cache(Tensor ids, Tensor state, Tensor(a!) locations) -> ()": _find,
     "flush_cache(Tensor(a!) host, Tensor(b!) state, Tensor(c!) cache, Tensor[] tables) -> ()": _flush,
@@ -136,7 +164,14 @@ def _lru_cache_populate(
 ) -> None:
     tables = [hash_size_cumsum, cache_index_table_map, weights_offsets, D_offsets]
     locks = lxu_cache_locking_counter if lock_cache_line else None
-    _populate(weights, tables, linear_cache_indices, [lxu_cache_state, lxu_cache_weights, lru_state], locks, time_stamp)
+    _populate(
+        weights,
+        tables,
+        linear_cache_indices,
+        [lxu_cache_state, lxu_cache_weights, lru_state],
+        locks,
+        time_stamp,
+    )
 
 
 def _lfu_cache_populate(
@@ -153,11 +188,23 @@ def _lfu_cache_populate(
     stochastic_rounding: bool,
 ) -> None:
     tables = [cache_hash_size_cumsum, cache_index_table_map, weights_offsets, D_offsets]
-    _populate(weights, tables, linear_cache_indices, [lxu_cache_state, lxu_cache_weights, lfu_state], None, -1)
+    _populate(
+        weights,
+        tables,
+        linear_cache_indices,
+        [lxu_cache_state, lxu_cache_weights, lfu_state],
+        None,
+        -1,
+    )
 
 
 def _populate(
-    host: Tensor, tables: list[Tensor], ids: Tensor, cache: list[Tensor], locks: Tensor | None, now: int
+    host: Tensor,
+    tables: list[Tensor],
+    ids: Tensor,
+    cache: list[Tensor],
+    locks: Tensor | None,
+    now: int,
 ) -> None:
     if locks is None:
         locks = torch.empty(0, dtype=torch.int32, device=ids.device)
@@ -195,7 +242,9 @@ def _lxu_cache_flush(
     torch.ops.host_cuda.flush_cache(uvm_weights, lxu_cache_state, lxu_cache_weights, tables)
 
 
-def _lxu_cache_locations_update(locations: Tensor, new: Tensor, num_unique: Tensor | None = None) -> None:
+def _lxu_cache_locations_update(
+    locations: Tensor, new: Tensor, num_unique: Tensor | None = None
+) -> None:
     locations.copy_(torch.where(new >= 0, new, locations))
 
 
@@ -206,6 +255,8 @@ KERNELS: dict[str, Any] = {
     "lxu_cache_lookup": _lxu_cache_lookup,
     "lxu_cache_flush": _lxu_cache_flush,
     "lxu_cache_locations_update": _lxu_cache_locations_update,
-    "lxu_cache_locking_counter_decrement": lambda locks, locations: torch.ops.host_cuda.unlock_cache(locks, locations),
+    "lxu_cache_locking_counter_decrement": lambda locks, locations: (
+        torch.ops.host_cuda.unlock_cache(locks, locations)
+    ),
 }
 """FBGEMM's operator -> its kernel on the device."""

@@ -19,7 +19,8 @@ def _gradient(
     gradient: Tensor,
     numbers: list[int],
 ) -> Tensor:
-    """Return the gradient of all rows; trained: (num_features,), 0 for features whose rows get none."""
+    """Return the gradient of all rows; trained: (num_features,), 0 for features whose rows get
+    none."""
     pooling, max_dim = numbers
     result, rows = torch.zeros_like(weights[0]), host_fbgemm.Rows(weights, locations)
     for feature in host_fbgemm.features(bags, pooling, max_dim):
@@ -42,9 +43,17 @@ class _Lookup(torch.autograd.Function):
         ctx.bags = [call["indices"], call["offsets"].long(), call["D_offsets"]]
         pooling, max_dim = call["pooling_mode"], int(call["max_D"])
         size = (len(call["offsets"]) - 1) // (len(call["D_offsets"]) - 1)
-        shape = [len(call["indices"]), max_dim] if pooling == host_fbgemm.NONE else [size, int(call["total_D"])]
+        shape = (
+            [len(call["indices"]), max_dim]
+            if pooling == host_fbgemm.NONE
+            else [size, int(call["total_D"])]
+        )
         if call["B_offsets"] is not None:
-            names = ("B_offsets", "vbe_output_offsets_feature_rank", "vbe_B_offsets_rank_per_feature")
+            names = (
+                "B_offsets",
+                "vbe_output_offsets_feature_rank",
+                "vbe_B_offsets_rank_per_feature",
+            )
             ctx.bags += [call[name] for name in names]
             shape = [int(call["vbe_output_size"])]
         ctx.locations = torch.empty(0, dtype=torch.int32, device=rows.device)
@@ -57,14 +66,21 @@ class _Lookup(torch.autograd.Function):
         places, trained = (ctx.weights, ctx.bags, ctx.locations), ctx.call["feature_requires_grad"]
         per_id = None
         if ctx.needs_input_grad[1]:
-            per_id = torch.ops.host_cuda.per_id_gradient(*places, gradients[0], ctx.numbers).to(ctx.per_id.dtype)
-        rows = torch.ops.host_cuda.row_gradient(*places, ctx.per_id, trained, gradients[0], ctx.numbers)
+            per_id = torch.ops.host_cuda.per_id_gradient(*places, gradients[0], ctx.numbers).to(
+                ctx.per_id.dtype
+            )
+        rows = torch.ops.host_cuda.row_gradient(
+            *places, ctx.per_id, trained, gradients[0], ctx.numbers
+        )
         return rows, per_id, None
 
 
 def _columns(offsets: Tensor, order: Tensor) -> Tensor:
-    """Return which columns a permutation takes. offsets: where each feature's begin; order: which features."""
-    ranges = [torch.arange(int(offsets[feature]), int(offsets[feature + 1])) for feature in order.tolist()]
+    """Return which columns a permutation takes. offsets: where each feature's begin; order: which
+    features."""
+    ranges = [
+        torch.arange(int(offsets[feature]), int(offsets[feature + 1])) for feature in order.tolist()
+    ]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
 
@@ -78,7 +94,8 @@ def install() -> None:
     own.define("columns(Tensor offsets, Tensor order) -> Tensor")
     own.impl("columns", _columns, "CPU")
     own.define(
-        "row_gradient(Tensor[] weights, Tensor[] bags, Tensor locations, Tensor? per_id, Tensor? trained, "
+        "row_gradient(Tensor[] weights, Tensor[] bags, Tensor locations, Tensor? per_id, Tensor? "
+        "trained, "
         "Tensor gradient, int[] numbers) -> Tensor"
     )
     own.impl("row_gradient", _gradient, "CPU")

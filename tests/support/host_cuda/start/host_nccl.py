@@ -1,4 +1,5 @@
-"""A process group called nccl for the device in host memory: gloo moves the bytes; what NCCL refuses is refused."""
+"""A process group called nccl for the device in host memory: gloo moves the bytes; what NCCL
+refuses is refused."""
 
 import sys
 from datetime import timedelta
@@ -68,7 +69,9 @@ def install() -> None:
         def _set_default_timeout(self, timeout: timedelta) -> None:
             super()._set_default_timeout(timeout)
 
-    def split_group(parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **_: Any) -> Any:
+    def split_group(
+        parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, **_: Any
+    ) -> Any:
         """As torch's, which asks NCCL once for all groups."""
         rank = c10d_module.get_rank()
         (mine,) = (ranks for ranks in split_ranks if rank in ranks)

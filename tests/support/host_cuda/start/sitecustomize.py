@@ -1,4 +1,5 @@
-"""On PYTHONPATH, with HOST_CUDA_LIBRARY set: this process, and those that it starts, have the device in host memory."""
+"""On PYTHONPATH, with HOST_CUDA_LIBRARY set: this process, and those that it starts, have the
+device in host memory."""
 
 import importlib.abc
 import importlib.machinery
@@ -16,7 +17,8 @@ FOLLOWED = (
 
 
 class _WithDevice(importlib.abc.MetaPathFinder):
-    """Loads the device before torch, which asks for its CUDA hooks once, and gives torch what a CPU build lacks."""
+    """Loads the device before torch, which asks for its CUDA hooks once, and gives torch what a CPU
+    build lacks."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Return the module's own spec, whose execution is preceded and followed by ours."""

@@ -1,0 +1,137 @@
+"""What a reader has to take in: nodes of the syntax tree, however they are broken into lines.
+
+A room may grow only by a change of this table, which a review sees. When a change takes something
+away, lower the budget to what is left.
+"""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "lightning_distrec"
+
+BUDGETS = {
+    "_compat": 19621,
+    "advice": 9848,
+    "bench": 3944,
+    "callbacks": 16698,
+    "checkpoint": 19718,
+    "checkpoint/tools": 4014,
+    "cli": 10126,
+    "cluster": 22251,
+    "data": 18283,
+    "ground": 10743,
+    "metrics": 7359,
+    "optimizers": 12257,
+    "prefetch": 27265,
+    "serving": 7554,
+    "sharding": 27412,
+    "sharding/lookup": 17097,
+    "sharding/mapping": 8840,
+    "sharding/planning": 34905,
+    "sharding/weights": 8693,
+    "strategies": 5851,
+    "strategies/checkpoints": 17528,
+    "strategies/data_parallel": 7160,
+    "strategies/estimates": 6152,
+    "strategies/fully_sharded": 7499,
+    "strategies/run": 14559,
+    "strategies/stages": 13271,
+    "strategies/tables": 22482,
+}
+"""Room, as `room_of` calls it -> the most nodes that it may have."""
+
+MAX_NODES_PER_LINE = 9.0
+MAX_COMPREHENSIONS = 5.5
+MAX_NESTED_COMPREHENSIONS = 0.24
+MAX_WALRUSES = 0.52
+"""Per 1,000 nodes. Models to follow, torchrec and torchtitan for example, have 2.5, 0.1 and 0.05."""
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def room_of(file: Path, package: Path) -> str:
+    """Return the folder that `file` is in, to the second level; "ground" directly in the package."""
+    folders = file.relative_to(package).parts[:-1]
+    return "/".join(folders[:2]) or "ground"
+
+
+def weights_of(package: Path) -> dict[str, Counter[str]]:
+    """Return the counts of each room."""
+    rooms: dict[str, Counter[str]] = {}
+    for file in sorted(package.rglob("*.py")):
+        text = file.read_text("utf-8")
+        counts = rooms.setdefault(room_of(file, package), Counter())
+        counts.update(_counts_of(text))
+    return rooms
+
+
+def _counts_of(text: str) -> Counter[str]:
+    tree = ast.parse(text)
+    counts: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        counts["nodes"] += 1
+        counts["walruses"] += isinstance(node, ast.NamedExpr)
+        if isinstance(node, COMPREHENSIONS):
+            counts["comprehensions"] += 1
+            inner = [other for other in ast.walk(node) if isinstance(other, COMPREHENSIONS)]
+            counts["nested"] += len(inner) > 1
+    lines = text.splitlines()
+    prose = set(_docstring_lines(tree))
+    for number, line in enumerate(lines, 1):
+        is_comment = line.strip().startswith("#")
+        counts["code"] += bool(line.strip()) and not is_comment and number not in prose
+    return counts
+
+
+def _docstring_lines(tree: ast.AST) -> Iterator[int]:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else []:
+            value = getattr(statement, "value", None)
+            if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant):
+                yield from range(statement.lineno, statement.end_lineno + 1)
+
+
+def test_no_room_outgrows_its_budget() -> None:
+    nodes = {room: counts["nodes"] for room, counts in weights_of(PACKAGE).items()}
+    assert nodes.keys() == BUDGETS.keys()
+    over = {room: count for room, count in nodes.items() if count > BUDGETS[room]}
+    assert not over, f"nodes of rooms over their budgets: {over}; budgets: {BUDGETS}"
+
+
+def test_budgets_are_lowered_with_what_goes() -> None:
+    rooms = weights_of(PACKAGE)
+    slack = {
+        room: budget - rooms[room]["nodes"]
+        for room, budget in BUDGETS.items()
+        if rooms[room]["nodes"] < 0.98 * budget - 100
+    }
+    assert not slack, f"lower these budgets by: {slack}"
+
+
+def test_code_reads_as_sentences() -> None:
+    total: Counter[str] = sum(weights_of(PACKAGE).values(), Counter())
+    thousands = total["nodes"] / 1000
+    assert total["nodes"] / total["code"] <= MAX_NODES_PER_LINE
+    assert total["comprehensions"] / thousands <= MAX_COMPREHENSIONS
+    assert total["nested"] / thousands <= MAX_NESTED_COMPREHENSIONS
+    assert total["walruses"] / thousands <= MAX_WALRUSES
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "value"),
+    [
+        ("x = 1\n", "nodes", 5),
+        ('"""Words.\n\nMore."""\n# why\n\nx = 1\n', "code", 1),
+        ("[a for a in [b for b in c]]\n", "nested", 1),
+        ("[a for a in b]\n[c for c in d]\n", "nested", 0),
+        ("[a for a in b]\n[c for c in d]\n", "comprehensions", 2),
+        ("if (a := b): pass\n", "walruses", 1),
+    ],
+)
+def test_counts(text: str, count: str, value: int) -> None:
+    assert _counts_of(text)[count] == value
