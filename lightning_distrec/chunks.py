@@ -127,7 +127,8 @@ def copy_into(chunks: Sequence[Chunk], tensor: Tensor) -> None:
     is."""
     zero = (0,) * tensor.dim()
     for chunk in chunks:
-        if (box := overlap((zero, tuple(tensor.shape)), chunk.box)) is not None:
+        box = overlap((zero, tuple(tensor.shape)), chunk.box)
+        if box is not None:
             with torch.no_grad():
                 narrowed(chunk.tensor, chunk.offsets, box).copy_(narrowed(tensor, zero, box))
 

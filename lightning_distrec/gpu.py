@@ -170,9 +170,8 @@ def refuse_shared_devices(store: Store, rank: int, num_ranks: int, device: str) 
         value.decode()
         for value in store.multi_get([f"{KEY}/{other}" for other in range(num_ranks)])
     ]
-    if shared := next(
-        (name for name, number in Counter(devices).items() if name and number > 1), ""
-    ):
+    shared = next((name for name, number in Counter(devices).items() if name and number > 1), "")
+    if shared:
         ranks = ", ".join(str(other) for other, name in enumerate(devices) if name == shared)
         raise ConfigError(
             f"ranks {ranks} are all on the GPU {shared}, which NCCL does not allow. "

@@ -127,5 +127,6 @@ def release_free_memory() -> None:
     """Give memory that is free in this process back to the system; only glibc can."""
     # glibc keeps what threads have freed for later: with a copy of tables for each checkpoint in
     # the background a process grew from 392 to 475 MiB over 100 of them.
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
         trim(0)

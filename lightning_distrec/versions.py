@@ -265,7 +265,8 @@ def linked_cuda(folder: str | Path = "") -> str:
                 library.open("rb") as file,
                 mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
             ):
-                if match := re.search(rb"libcudart\.so\.(\d+)", content):
+                match = re.search(rb"libcudart\.so\.(\d+)", content)
+                if match:
                     return match[1].decode()
     return ""
 

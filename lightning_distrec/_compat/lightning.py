@@ -250,7 +250,8 @@ def stop_between_steps(
         record(True)
 
     def look_first(data_fetcher: Any) -> None:
-        if (code := leave()) is not None:
+        code = leave()
+        if code is not None:
             mark_stop(trainer)
             raise SIGTERMException(code)
         advance(data_fetcher)

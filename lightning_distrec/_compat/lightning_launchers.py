@@ -179,7 +179,8 @@ class ForkLauncher(_MultiProcessingLauncher):
             if getattr(callback, "dirpath", "") is None:
                 callback.dirpath = callbacks.get(callback.state_key, {}).get("dirpath")
         for callback in trainer.callbacks:
-            if state := callbacks.get(callback.state_key):
+            state = callbacks.get(callback.state_key)
+            if state:
                 _load_callback(callback, state)
         trainer.state = worker_output.trainer_state
         self.update_main_process_results(trainer, extra)

@@ -285,7 +285,8 @@ def reached_leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
     seen, leaves = set(nodes), set()
     while nodes:
         node = nodes.pop()
-        if (variable := getattr(node, "variable", None)) is not None:
+        variable = getattr(node, "variable", None)
+        if variable is not None:
             leaves.add(id(variable))
         new = [
             following

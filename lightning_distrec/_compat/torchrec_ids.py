@@ -344,7 +344,8 @@ def record_stream(ids: Any, context: Any, features: Any, stream: torch.cuda.Stre
     ids.record_stream(stream)
     context.record_stream(stream)
     features.record_stream(stream)
-    if (inverse := features.inverse_indices_or_none()) is not None:
+    inverse = features.inverse_indices_or_none()
+    if inverse is not None:
         inverse[1].record_stream(stream)
 
 

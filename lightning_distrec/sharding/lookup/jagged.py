@@ -126,7 +126,8 @@ class SharedBags:
                 "inverse_indices. Give the KeyedJaggedTensor inverse_indices, the number of each "
                 "example's bag."
             )
-        if missing := [key for key in keys if self.indices and key not in self.indices]:
+        missing = [key for key in keys if self.indices and key not in self.indices]
+        if missing:
             raise IdsError(
                 f"'{path}' was called with inverse_indices that lack the features "
                 f"{missing}. Add them."

@@ -108,7 +108,8 @@ class CallsOutside:
 
         def look(seconds: float, num_arrived: int) -> None:
             nonlocal has_noted
-            if reason := self._obstacle(store, seconds):
+            reason = self._obstacle(store, seconds)
+            if reason:
                 raise ShardingError(_refusal(path, num_arrived, num_ranks, reason))
             if seconds > NOTE_SECONDS and not has_noted:
                 has_noted = True

@@ -149,7 +149,8 @@ def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]
         result = launch()
     except ProcessException as failure:
         raise RankError(f"rank {failure.error_index}: {str(failure).strip()}") from failure
-    if missing := launcher.missing_names:
+    missing = launcher.missing_names
+    if missing:
         rank_zero_warn(
             f"{quantity(len(missing), 'trained tensor')} of the ranks ({', '.join(missing[:3])}) "
             "are not in this "
@@ -315,7 +316,8 @@ def connect_ranks(
     """
     rank, num_ranks = strategy.global_rank, strategy.world_size
     if dist.is_initialized():
-        if (num_before := dist.get_world_size()) != num_ranks:
+        num_before = dist.get_world_size()
+        if num_before != num_ranks:
             raise ConfigError(
                 f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of "
                 f"{num_before}, of an "
@@ -354,7 +356,8 @@ def connect_ranks(
     # they connect.
     if num_nodes > 1:
         os.environ |= choose_interface(store, rank, num_ranks, point.host, backend, os.environ)
-    if (device_index := device_id(device, backend)) and num_ranks > 1:
+    device_index = device_id(device, backend)
+    if device_index and num_ranks > 1:
         refuse_shared_devices(store, rank, num_ranks, device_index)
     with one_socket_thread() if backend == "gloo" else nullcontext():
         dist.init_process_group(

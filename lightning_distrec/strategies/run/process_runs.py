@@ -56,7 +56,8 @@ class Waits:
                 f"start_seconds={self.start_seconds}: must be a number of seconds above 0."
             )
         for name in ("watchdog_seconds", "deadlock_seconds"):
-            if (seconds := getattr(self, name)) < 0:
+            seconds = getattr(self, name)
+            if seconds < 0:
                 raise ConfigError(f"{name}={seconds}: must be at least 0, which disables it.")
 
 
@@ -136,7 +137,8 @@ class ProcessRuns:
             if isinstance(failure, SystemExit) and all_leave():
                 self.watchdog.end_run()
                 raise
-            if (reason := self.watchdog.explain(failure)) is not None:
+            reason = self.watchdog.explain(failure)
+            if reason is not None:
                 raise reason from failure
             raise
         finally:
@@ -185,7 +187,8 @@ class ProcessRuns:
                 with suppress(Exception):
                     abort_process_groups()
             for reference in self._releases:
-                if (release := reference()) is not None:
+                release = reference()
+                if release is not None:
                     release()
             # What holds requests to gloo is often part of a reference cycle.
             forget_consensus()
@@ -209,7 +212,8 @@ class ProcessRuns:
             raise
         # rank 0, whose process holds the store, has seen all ranks and ended, or died
         except RuntimeError as failure:
-            if verdict := watchdog.ask().get("verdict"):
+            verdict = watchdog.ask().get("verdict")
+            if verdict:
                 raise RankError(f"{verdict}.") from failure
 
     def _start_run(self) -> None:

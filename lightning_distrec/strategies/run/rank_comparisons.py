@@ -86,9 +86,8 @@ def compare_first_batches(strategy: Any) -> Patches:
             # Ranks of a pipeline have the same batches on purpose.
             report = {"reader": strategy.distributed_sampler_kwargs["rank"], "batches": digests}
             loaders = map(original_loader, loaders_in(strategy.module.trainer.train_dataloader))
-            if text := describe_same_data(
-                strategy.exchange(report), any(map(peek_obstacle, loaders))
-            ):
+            text = describe_same_data(strategy.exchange(report), any(map(peek_obstacle, loaders)))
+            if text:
                 rank_zero_warn(text)
         return training_step(batch, *args, **kwargs)
 

@@ -163,7 +163,8 @@ class StopHandler:
         if agreed == STOP:
             return STOPPED
         if self._trainer.is_global_zero:
-            if problem := requeue():
+            problem = requeue()
+            if problem:
                 rank_zero_warn(
                     f"the job is not requeued: {problem}. All ranks leave with code {TRY_AGAIN}; "
                     "started again as the "
