@@ -166,10 +166,8 @@ def refuse_shared_devices(store: Store, rank: int, num_ranks: int, device: str) 
     detected".
     """
     store.set(f"{KEY}/{rank}", device)
-    devices = [
-        value.decode()
-        for value in store.multi_get([f"{KEY}/{other}" for other in range(num_ranks)])
-    ]
+    keys = [f"{KEY}/{other}" for other in range(num_ranks)]
+    devices = [value.decode() for value in store.multi_get(keys)]
     shared = next((name for name, number in Counter(devices).items() if name and number > 1), "")
     if shared:
         ranks = ", ".join(str(other) for other, name in enumerate(devices) if name == shared)

@@ -106,7 +106,8 @@ def _in_words(kind: Any) -> str:
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raise ConfigError: the value of option `name` is none of the choices."""
-    if value not in (allowed := tuple(choices)):
+    allowed = tuple(choices)
+    if value not in allowed:
         near = did_you_mean(value, map(str, allowed)) if isinstance(value, str) else "."
         raise ConfigError(
             f"{name}={value!r} is not known{near} Use one of {', '.join(map(repr, allowed))}."

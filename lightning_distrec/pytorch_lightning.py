@@ -55,14 +55,12 @@ def _install() -> None:
         standalone = sys.modules.get(name)
         if standalone is None or standalone is sys.modules.get(ALIASES[name]):
             continue
-        importers = {
-            module_name.partition(".")[0]
-            for module_name, module in list(sys.modules.items())
-            if any(value is standalone for value in list(getattr(module, "__dict__", {}).values()))
-        }
-        packages = sorted(
-            importer for importer in importers - ALIASES.keys() if not importer.startswith("__")
-        )
+        importers = set()
+        for module_name, module in list(sys.modules.items()):
+            values = list(getattr(module, "__dict__", {}).values())
+            if any(value is standalone for value in values):
+                importers.add(module_name.partition(".")[0])
+        packages = sorted(name for name in importers - ALIASES.keys() if not name.startswith("__"))
         raise ConfigError(
             f"`import lightning_distrec.pytorch_lightning` comes too late: {name} was imported "
             "before"

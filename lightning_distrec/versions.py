@@ -253,7 +253,8 @@ def cuda_of(torch_version: str, version_file: str) -> str:
     torch/version.py."""
     suffix = re.search(r"\+cu(\d+)\d$", torch_version)
     in_file = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)", version_file, re.MULTILINE)
-    return suffix[1] if suffix else in_file[1] if in_file else ""
+    found = suffix or in_file
+    return found[1] if found else ""
 
 
 def linked_cuda(folder: str | Path = "") -> str:

@@ -19,12 +19,8 @@ def fbgemm_kernels(sharded: nn.Module) -> list[Any]:
     )
 
     lookups: list[nn.Module] = sharded._lookups  # type: ignore[assignment]
-    return [
-        m
-        for lookup in lookups
-        for m in lookup.modules()
-        if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)
-    ]
+    modules = [module for lookup in lookups for module in lookup.modules()]
+    return [m for m in modules if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 @contextlib.contextmanager

@@ -208,8 +208,8 @@ def override_environment_choice(
         return original(self)
 
     def check_flags(self: Any, strategy: Any, **flags: Any) -> None:
-        if is_ours(strategy) and (leave := getattr(strategy, "leave_trainer", None)) is not None:
-            leave()
+        if is_ours(strategy) and hasattr(strategy, "leave_trainer"):
+            strategy.leave_trainer()
         check(self, strategy, **flags)
 
     patches = Patches()

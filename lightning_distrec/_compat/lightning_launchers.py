@@ -80,13 +80,14 @@ class ForkLauncher(_MultiProcessingLauncher):
             try:
                 super().launch(function, *args, trainer=trainer, **options)
             except BaseException as failure:
+                file = self._folder / FAILURE
                 # Their on_exception was called on the ranks; a callback that saves would save here
                 # what is not trained.
                 self._put_back = partial(setattr, trainer, "callbacks", trainer.callbacks)
                 trainer.callbacks = []
                 if isinstance(failure, KeyboardInterrupt):
                     self._end_ranks()
-                elif (file := self._folder / FAILURE).exists():
+                elif file.exists():
                     raise pickle.loads(file.read_bytes()) from failure
                 raise
         results, self._results = self._results, None

@@ -76,10 +76,11 @@ def without_in_backward(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """
     # Source: torchrec/distributed/embeddingbag.py, create_embedding_bag_sharding's infos;
     # convert_to_fbgemm_types.
-    hidden = [
-        (p, {name: p.__dict__.pop(name) for name in IN_BACKWARD if name in p.__dict__})
-        for p in parameters
-    ]
+    hidden = []
+    for parameter in parameters:
+        attributes = parameter.__dict__
+        own = {name: attributes.pop(name) for name in IN_BACKWARD if name in attributes}
+        hidden.append((parameter, own))
     try:
         yield
     finally:

@@ -105,12 +105,8 @@ class FusedSplits:
     ) -> None:
         late = late_weights or [None] * len(splits)
         self._lookups = list(zip(splits, contexts, are_small, late, strict=True))
-        metas = [
-            meta
-            for lookup_splits in splits
-            for meta in lookup_splits.awaitables
-            if isinstance(meta, KJTSplitsAllToAllMeta)
-        ]
+        awaitables = [meta for lookup_splits in splits for meta in lookup_splits.awaitables]
+        metas = [meta for meta in awaitables if isinstance(meta, KJTSplitsAllToAllMeta)]
         tensors = list(chain.from_iterable(map(attrgetter("splits_tensors"), metas)))
         self._num_numbers = len(numbers)
         self._exchange: Any = None
@@ -417,18 +413,20 @@ def pooled_sharding(sharded: Any) -> PooledSharding | None:
         ]
     return PooledSharding(
         group=sharding._pg,
-        features=[
-            [name for config in rank_configs for name in config.feature_names()]
-            for rank_configs in configs_by_rank
-        ],
+        features=list(map(_feature_names, configs_by_rank)),
         names=sharding.embedding_names(),
-        widths=[
-            [width for config in rank_configs for width in config.embedding_dims()]
-            for rank_configs in configs_by_rank
-        ],
+        widths=list(map(_widths, configs_by_rank)),
         num_rows=rows,
         divisor=sharding._pg.size() if get_gradient_division() else 1,
     )
+
+
+def _feature_names(configs: list[Any]) -> list[str]:
+    return [name for config in configs for name in config.feature_names()]
+
+
+def _widths(configs: list[Any]) -> list[int]:
+    return [width for config in configs for width in config.embedding_dims()]
 
 
 def _is_special(config: Any) -> bool:

@@ -97,7 +97,8 @@ def begin_check(
             read += tensor.tolist() if tensor.dim() else [int(tensor)]
         shortest, longest, *numbers = read
         are_inside = bool(margin) and numbers.pop(0) > 0
-        if offsets is not None and (first := numbers.pop(0)) != 0:
+        first = 0 if offsets is None else numbers.pop(0)
+        if first != 0:
             raise IdsError(f"{call} has offsets that begin with {first}; they must begin with 0.")
         extremes = (numbers.pop(0), numbers.pop(0)) if smallest_and_largest else NO_IDS
         if shortest < 0:

@@ -165,10 +165,13 @@ class ShardedProxy(_RefusesQuantizing, HoldsMappings):
         # is loaded once.
         *_unexpected, errors = problems
         for key, name in self.keys.items():
-            if f"{prefix}{key}" not in state_dict:
-                missing.append(f"{prefix}{key}")
-            elif problem := self.load(name, state_dict[f"{prefix}{key}"]):
-                errors.append(f"{prefix}{key}: {problem}")
+            full_key = f"{prefix}{key}"
+            if full_key not in state_dict:
+                missing.append(full_key)
+                continue
+            problem = self.load(name, state_dict[full_key])
+            if problem:
+                errors.append(f"{full_key}: {problem}")
         self.load_mappings(state_dict, prefix, missing, errors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:

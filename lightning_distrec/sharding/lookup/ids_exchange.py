@@ -277,10 +277,10 @@ def _join_by_rank(tensors: list[Tensor], sizes: list[list[int]]) -> Tensor:
         iter(tensor.split(list(filter(None, counts))))
         for tensor, counts in zip(tensors, sizes, strict=True)
     ]
-    per_rank = zip(*sizes, strict=True)
-    return torch.cat([
-        next(part) for counts in per_rank for part, size in zip(parts, counts, strict=True) if size
-    ])
+    by_rank = []
+    for counts in zip(*sizes, strict=True):
+        by_rank += [next(part) for part, size in zip(parts, counts, strict=True) if size]
+    return torch.cat(by_rank)
 
 
 def _short(request: LookupRequest) -> ShortIds:

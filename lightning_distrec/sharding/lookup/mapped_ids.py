@@ -90,12 +90,11 @@ class MappedIds:
             for name, _ in tables
         }
         route_by_bucket(sharding, buckets, is_sequence)
-        self._sent = {
-            feature: mappings[table.name].sent
-            for table in sharding.embedding_tables()
-            if table.name in mappings and mappings[table.name].changes_ids
-            for feature in table.feature_names
-        }
+        self._sent: dict[str, Any] = {}
+        for table in sharding.embedding_tables():
+            mapping = mappings.get(table.name)
+            if mapping is not None and mapping.changes_ids:
+                self._sent |= dict.fromkeys(table.feature_names, mapping.sent)
 
     def sent(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features with their ids as they are sent. Raises IdsError: a user's hash function

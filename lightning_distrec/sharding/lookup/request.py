@@ -114,7 +114,9 @@ def form_of(features: KeyedJaggedTensor, learns_weights: bool = False) -> int:
     sent.
     """
     weights = features.weights_or_none()
-    weights_type: Any = _LEARNED if learns_weights else None if weights is None else weights.dtype
+    weights_type: Any = None if weights is None else weights.dtype
+    if learns_weights:
+        weights_type = _LEARNED
     parts = (
         features.values().dtype,
         features.lengths().dtype,

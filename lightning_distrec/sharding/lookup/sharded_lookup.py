@@ -235,12 +235,13 @@ class ShardedLookup:
             return
         self.has_checked_gradients = True
         leaves = reached_leaves(tensors)
-        reached = [
+
+        def reaches(kernel: Any) -> bool:
             # fused; where gradients are kept, shards get them
-            any(id(p) in leaves for p in kernel.parameters())
-            or any(id(self.setup.uses[name].weight) in leaves for name in kernel.table_names)
-            for kernel in self._kernels
-        ]
+            shards = [self.setup.uses[name].weight for name in kernel.table_names]
+            return any(id(weight) in leaves for weight in (*kernel.parameters(), *shards))
+
+        reached = list(map(reaches, self._kernels))
         if not leaves or not (frozen or all(reached)):
             raise ShardingError(
                 f"'{self.path}' was looked up for training, and no gradient of its rows reaches "

@@ -32,6 +32,10 @@ Rectangle = tuple[int, int, int, int]
 """First row, first column, number of rows, number of columns."""
 
 
+def _num_elements(shards: list[Rectangle]) -> int:
+    return sum(rows * columns for *_, rows, columns in shards)
+
+
 class Gathering:
     """Gathers the full weight of one table. rectangles: rank -> its shards with rows, in order."""
 
@@ -39,9 +43,7 @@ class Gathering:
         self, shape: tuple[int, int], rectangles: list[list[Rectangle]], state: SharedState
     ) -> None:
         self.shape, self.rectangles, self.state = shape, rectangles, state
-        self.num_elements = max(
-            sum(rows * columns for *_, rows, columns in shards) for shards in rectangles
-        )
+        self.num_elements = max(map(_num_elements, rectangles))
         self._last: tuple[Any, Tensor] | None = None
 
     def full(self, values: Any) -> Tensor:
@@ -229,12 +231,8 @@ def sharded_l2(module: nn.Module) -> Tensor:
     Raises ShardingError: there are no tables in `module`.
     """
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    unsharded = {
-        id(p)
-        for child in module.modules()
-        if isinstance(child, kinds)
-        for p in child.parameters(recurse=False)
-    }
+    embeddings = [child for child in module.modules() if isinstance(child, kinds)]
+    unsharded = {id(p) for child in embeddings for p in child.parameters(recurse=False)}
     sharded: list[Any] = [p for p in module.parameters() if hasattr(p, "place")]
     # DDP, or that of torchrec's data-parallel tables, averages the gradients of weights that every
     # rank has.

@@ -91,13 +91,10 @@ def _guarded(
     if name in ("__get__", "__set__", "__delete__"):
         is_attribute = True
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
-        name = (
-            attribute
-            if name == "__get__"
-            else f"{attribute} ="
-            if attribute in ("data", "grad")
-            else "setting"
-        )
+        is_read = name == "__get__"
+        name = attribute if is_read else "setting"
+        if not is_read and attribute in ("data", "grad"):
+            name = f"{attribute} ="
     reads_values = name in VALUES | SHAPES if is_attribute else name not in DESCRIBES
     if not reads_values:
         with without_guard():
@@ -330,14 +327,11 @@ def _same_place(*tensors: Any) -> bool:
 def _shards_in(value: Any) -> list[Any]:
     if isinstance(value, (ShardValues, ShardWeight)):
         return [value]
-    parts = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return [shard for part in parts for shard in _shards_in(part)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [shard for part in value for shard in _shards_in(part)]
 
 
 def _wrap(result: Any, place: ShardPlace, is_computed: bool = False) -> Any:

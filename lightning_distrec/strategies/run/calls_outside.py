@@ -31,14 +31,14 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
     would match its messages with their own. look: called with the seconds waited and the number of
     ranks so far; ends the wait by what it raises.
     """
-    store, num_ranks, begin, pause = (
-        default_store(),
-        dist.get_world_size(),
-        time.monotonic(),
-        0.0002,
-    )
+    store, num_ranks = default_store(), dist.get_world_size()
+    begin = time.monotonic()
+    pause = 0.0002
     num_arrived = store.add(place, 1)
-    while num_arrived < num_ranks and (seconds := time.monotonic() - begin) < limit_seconds:
+    while num_arrived < num_ranks:
+        seconds = time.monotonic() - begin
+        if seconds >= limit_seconds:
+            break
         look(seconds, num_arrived)
         time.sleep(pause)
         pause = min(2 * pause, 0.02)

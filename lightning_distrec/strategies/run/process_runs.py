@@ -219,9 +219,12 @@ class ProcessRuns:
     def _start_run(self) -> None:
         if self.watchdog is not None and self._trainer is not None:
             reference = weakref.ref(self._trainer)  # the watchdog stays, and a trainer holds shards
-            self.watchdog.start_run(
-                lambda: "" if (trainer := reference()) is None else describe_progress(trainer)
-            )
+
+            def progress() -> str:
+                trainer = reference()
+                return "" if trainer is None else describe_progress(trainer)
+
+            self.watchdog.start_run(progress)
 
 
 PROCESS = ProcessRuns()

@@ -53,21 +53,29 @@ class LoggedKeys:
         smallest, negated = self._ranks.start_all_reduce_min(number, -number).wait()
         if smallest == -negated:
             return
-        gathered = [[tuple(value) for value in remote] for remote in self._ranks.all_gather(values)]
-        in_steps = [[value for value in remote if value[2]] for remote in gathered]
+        gathered = [list(map(tuple, remote)) for remote in self._ranks.all_gather(values)]
+        in_steps = list(map(_in_each_step, gathered))
         is_reordered = all(sorted(remote) == sorted(gathered[0]) for remote in gathered)
         if is_reordered and all(remote == in_steps[0] for remote in in_steps):
             reorder_reduced_values(self._trainer, [key for key, *_ in gathered[0]])
             return
-        names = [[name for _, name, _ in remote] for remote in gathered]
         rank = next(rank for rank, remote in enumerate(gathered) if remote != gathered[0])
         raise RankError(
-            f"self.log: rank 0 reduces {names[0]} over the ranks, and rank {rank} {names[rank]}: "
+            f"self.log: rank 0 reduces {_names(gathered[0])} over the ranks, and rank {rank} "
+            f"{_names(gathered[rank])}: "
             "values of different "
             "names are mixed. Log what has sync_dist=True, and metrics, on every rank, under no "
             "condition that differs "
             "between ranks or batches; or log it with sync_dist=False."
         )
+
+
+def _in_each_step(values: list[Any]) -> list[Any]:
+    return [value for value in values if value[2]]
+
+
+def _names(values: list[Any]) -> list[str]:
+    return [name for _, name, _ in values]
 
 
 def compare_first_batches(strategy: Any) -> Patches:

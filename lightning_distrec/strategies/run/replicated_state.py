@@ -186,13 +186,12 @@ def group_numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, f
     """Return the plain numbers of param groups, and those in tuples, each with its group's place
     and its key."""
     # One list, not a generator for each group, of which each number is a call in every step.
-    return [
-        (place, key, number)
-        for place, group in enumerate(groups)
-        for key, value in group.items()
-        for number in (value if isinstance(value, tuple) else (value,))
-        if isinstance(number, (int, float))
-    ]
+    numbers: list[tuple[int, str, float]] = []
+    for place, group in enumerate(groups):
+        for key, value in group.items():
+            parts = value if isinstance(value, tuple) else (value,)
+            numbers += [(place, key, part) for part in parts if isinstance(part, (int, float))]
+    return numbers
 
 
 def project(weight: Tensor) -> Tensor:

@@ -402,7 +402,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def on_exception(self, exception: BaseException) -> None:
         # The parent of forked ranks has no process group: nothing below could be exchanged or noted
         # there.
-        if forks_ranks(launcher := self.launcher):
+        launcher = self.launcher
+        if forks_ranks(launcher):
             launcher.after_failure()
             return
         PROCESS.has_failed = True
