@@ -26,7 +26,7 @@ from lightning_distrec._compat.torchrec_ids import (
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.short_path import ShortIds
 
-ABOUT_LOOKUPS = attrgetter("context", "lookup.setup.has_small_ids", "late_weights")
+ABOUT_LOOKUPS = attrgetter("context", "setup.has_small_ids", "late_weights")
 Stream: TypeAlias = torch.cuda.Stream | None
 
 
@@ -65,10 +65,9 @@ class IdsExchange(_Exchange):
         with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
             splits = []
             for request in requests:
-                lookup = request.lookup
                 # Here, where the batch sizes of all ranks are known.
-                lookup.pad(request)
-                sharded = lookup.setup.sharded
+                request.pad()
+                sharded = request.setup.sharded
                 request.context = sharded.create_context()
                 # torchrec would start an exchange of sizes for each module; one serves all of them
                 # below.

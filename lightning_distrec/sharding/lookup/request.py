@@ -19,9 +19,9 @@ from lightning_distrec import errors
 from lightning_distrec._compat.torchrec_ids import WeightRoute
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding, SharedBags
+from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 
 if TYPE_CHECKING:
-    from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
     from lightning_distrec.sharding.lookup.short_path import ShortIds
 
 _TYPES = (
@@ -43,7 +43,7 @@ NO_FORM = 0
 class LookupRequest:
     """One lookup in flight."""
 
-    lookup: ShardedLookup
+    setup: LookupSetup
     features: KeyedJaggedTensor
     """In the order that torchrec knows, every id in range; with places for weights that come
     late."""
@@ -84,7 +84,7 @@ class LookupRequest:
         self.num_examples = (
             0 if is_variable and features.inverse_indices_or_none() is None else features.stride()
         )
-        if self.lookup.setup.counts_ids:
+        if self.setup.counts_ids:
             self.num_examples = features.values().numel()
 
     @property
@@ -98,6 +98,17 @@ class LookupRequest:
         if self.distinct is not None:
             return self.distinct.sent
         return self.features if self.padding is None else self.padding.pad(self.features)
+
+    def pad(self) -> None:
+        """Pad this rank's batch to the largest of all ranks where it must be; `sizes` is known
+        then."""
+        features, sizes = self.features, self.sizes
+        if not self.setup.pooled:
+            # torchrec cannot reshape the rows of no examples.
+            if not self.distinct and features.stride() == 0:
+                self.padding = Padding(0, 1)
+        elif self.setup.needs_equal_batches and sizes is not None and sizes[0] != sizes[1]:
+            self.padding = Padding(features.stride(), sizes[1])
 
     def restore(self, rows: Any, features: dict[str, str]) -> KeyedTensor | dict[str, JaggedTensor]:
         """Return rows of what was sent as rows of the features. features: output -> its feature."""

@@ -28,7 +28,7 @@ from lightning_distrec._compat.torchrec_modules import (
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
-from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding, SharedBags
+from lightning_distrec.sharding.lookup.jagged import DistinctIds, SharedBags
 from lightning_distrec.sharding.lookup.lazy_outputs import (
     BackwardOrder,
     LazyJaggedTensor,
@@ -112,7 +112,9 @@ class ShardedLookup:
                 request = self.prepare(self.inputs.begin(make_features()))
             # the others are on their way into the exchange, and must learn of it there
             except Exception as problem:
-                request = LookupRequest(lookup=self, features=self.inputs.empty(), problem=problem)
+                request = LookupRequest(
+                    setup=self.setup, features=self.inputs.empty(), problem=problem
+                )
             # sizes must be known before ids are sent, or the exchange does not reach all ranks
             if self._agrees_first:
                 request.sizes = self._consensus.agree(request)
@@ -142,7 +144,7 @@ class ShardedLookup:
             ):
                 features, bags = self._share_bags(features)
         except IdsError as error:
-            return LookupRequest(lookup=self, features=self.inputs.empty(), problem=error)
+            return LookupRequest(setup=self.setup, features=self.inputs.empty(), problem=error)
         # Batch sizes per feature do not leave the rank where each id gets a row: unsharded, the
         # rows of a feature are those of its own bags, while torchrec's sharded module spreads them
         # by inverse_indices.
@@ -150,7 +152,7 @@ class ShardedLookup:
             distinct = DistinctIds(features, self._deduplicated)
         form = form_of(features if distinct is None else distinct.sent, late_weights is not None)
         request = LookupRequest(
-            lookup=self,
+            setup=self.setup,
             features=features,
             problem=problem,
             form=form,
@@ -181,17 +183,6 @@ class ShardedLookup:
             return bags.ordered(prepare_unequal_batches(self.setup.sharded)), None
         # Other kernels and sharding types take one batch size.
         return bags.padded(), bags
-
-    def pad(self, request: LookupRequest) -> None:
-        """Pad this rank's batch to the largest of all ranks where it must be; `request.sizes` is
-        known then."""
-        features, sizes = request.features, request.sizes
-        if not self.setup.pooled:
-            # torchrec cannot reshape the rows of no examples.
-            if not request.distinct and features.stride() == 0:
-                request.padding = Padding(0, 1)
-        elif self.setup.needs_equal_batches and sizes is not None and sizes[0] != sizes[1]:
-            request.padding = Padding(features.stride(), sizes[1])
 
     def note_call(self, request: LookupRequest) -> None:
         """The user's code makes this lookup now."""

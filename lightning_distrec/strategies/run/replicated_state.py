@@ -189,8 +189,9 @@ def group_numbers(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, f
     numbers: list[tuple[int, str, float]] = []
     for place, group in enumerate(groups):
         for key, value in group.items():
-            parts = value if isinstance(value, tuple) else (value,)
-            numbers += [(place, key, part) for part in parts if isinstance(part, (int, float))]
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, (int, float)):
+                    numbers.append((place, key, part))
     return numbers
 
 
