@@ -78,7 +78,7 @@ class RankError(DistRecError, RuntimeError):
 def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return "; did you mean ...?" with those of `words` that are similar to `word`, or "."."""
     close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(w) for w in close)}?" if close else "."
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
 
 
 EXTRAS = {

@@ -73,9 +73,10 @@ def cgroup_limits(membership: str, root: Path) -> list[int]:
 
     membership: the text of /proc/self/cgroup. root: where cgroups are mounted.
     """
-    texts = [
-        _read(folder / name).strip() for folder in _folders(membership, root) for name in LIMITS
-    ]
+    texts = []
+    for folder in _folders(membership, root):
+        for name in LIMITS:
+            texts.append(_read(folder / name).strip())
     return [int(text) for text in texts if text.isdigit()]  # others: "max"
 
 

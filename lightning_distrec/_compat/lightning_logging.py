@@ -259,11 +259,10 @@ def _is_on_its_device(metric: Metric) -> bool:
         *metric._parameters.values(),
     ]
     states = [getattr(metric, name) for name in metric._defaults]
-    tensors = [
-        tensor
-        for tensor in [*held_values, *states]
-        if tensor is not None and not isinstance(tensor, list)
-    ]
+    tensors = []
+    for tensor in [*held_values, *states]:
+        if tensor is not None and not isinstance(tensor, list):
+            tensors.append(tensor)
     lists = [state for state in states if isinstance(state, list)]
     try:  # a list has a tensor of every step: each takes as little as it can
         return set(map(_DEVICE_OF, chain(tensors, *lists))) <= {device}

@@ -109,11 +109,10 @@ def apply_in_backward(source: Iterable[Any], target: nn.Parameter) -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     for optimizer in source:
-        arguments = {
-            key: value
-            for key, value in optimizer.param_groups[0].items()
-            if key in optimizer.defaults
-        }
+        arguments = {}
+        for key, value in optimizer.param_groups[0].items():
+            if key in optimizer.defaults:
+                arguments[key] = value
         _apply_optimizer_in_backward(type(optimizer), [target], arguments)
 
 
@@ -289,11 +288,10 @@ def reached_leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
         variable = getattr(node, "variable", None)
         if variable is not None:
             leaves.add(id(variable))
-        new = [
-            following
-            for following, _ in node.next_functions
-            if following is not None and following not in seen
-        ]
+        new = []
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                new.append(following)
         seen.update(new)
         nodes += new
     return leaves

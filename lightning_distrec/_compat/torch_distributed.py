@@ -204,11 +204,10 @@ def undo_fully_shard(module: Any, package: str, attributes: Iterable[str]) -> No
     )
     for name in ("_forward_pre_hooks", "_forward_hooks", *hooks_of_state):
         hooks = state[name]
-        added = {
-            k
-            for k, h in hooks.items()
-            if _module_of(h).startswith(package) or _belongs_to_fully_shard(h)
-        }
+        added = set()
+        for k, h in hooks.items():
+            if _module_of(h).startswith(package) or _belongs_to_fully_shard(h):
+                added.add(k)
         state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in added)
     for name in (
         "_forward_pre_hooks_with_kwargs",

@@ -127,7 +127,7 @@ class FusedSplits:
         if self._received is None:
             return None
         numbers = self._received[len(self._received) - self._num_numbers :]
-        return [list(rank_numbers) for rank_numbers in zip(*numbers, strict=True)]
+        return list(map(list, zip(*numbers, strict=True)))
 
     def start_ids(self) -> list[Any]:
         """Collective. Wait for the exchange, and start that of ids. Return an awaitable for each
@@ -406,11 +406,10 @@ def pooled_sharding(sharded: Any) -> PooledSharding | None:
         return None
     rows = None
     if kind == "row_wise":
-        rows = [
-            table.num_embeddings
-            for table in configs[0].embedding_tables
-            for _ in table.feature_names
-        ]
+        rows = []
+        for table in configs[0].embedding_tables:
+            for _ in table.feature_names:
+                rows.append(table.num_embeddings)
     return PooledSharding(
         group=sharding._pg,
         features=list(map(_feature_names, configs_by_rank)),

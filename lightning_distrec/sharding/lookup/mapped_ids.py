@@ -147,7 +147,7 @@ class MappedIds:
         """Let new ids have rows, which start again where they were another's."""
         noted = {name: self._mappings[name].note_lookup(ids) for name, ids in ids_by_table.items()}
         # Together: for each copy the host waits until the device has done what it was given before.
-        counts = [len(numbers) for numbers in noted.values()]
+        counts = list(map(len, noted.values()))
         numbers = torch.cat(list(noted.values())).tolist() if sum(counts) else []
         end = 0
         for name, count in zip(noted, counts, strict=True):

@@ -87,7 +87,7 @@ class ShardedLookup:
         self.has_checked_gradients = False
         if setup.pooled:
             disable_mean_pooling_divisor(setup.sharded)
-        calls = [KernelCall(kernel) for kernel in self._kernels]
+        calls = list(map(KernelCall, self._kernels))
         self.short_path = None
         """Where lookups that are prefetched go, if they may go the short path; alike on all
         ranks."""

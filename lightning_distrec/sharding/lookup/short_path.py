@@ -55,11 +55,10 @@ class ShortPath:
         )
         self._ends = [0, *accumulate(map(len, sharding.features))]
         # Ids arrive rank by rank, and the kernel takes them feature by feature.
-        order = [
-            r * self.num_features + f
-            for f in range(self.num_features)
-            for r in range(self.num_ranks)
-        ]
+        order = []
+        for f in range(self.num_features):
+            for r in range(self.num_ranks):
+                order.append(r * self.num_features + f)
         self._feature_order = None
         if self.num_features > 1:
             self._feature_order = torch.tensor(order, dtype=torch.int32, device=device)
@@ -88,7 +87,7 @@ class ShortPath:
         )
 
     def _set_keys(self, keys: list[str]) -> None:
-        self._keys, self._order = list(keys), [keys.index(name) for name in self._sent]
+        self._keys, self._order = list(keys), list(map(keys.index, self._sent))
         self._order_on_device = None
         if self._order != list(range(len(keys))):
             self._order_on_device = torch.tensor(

@@ -28,9 +28,10 @@ class TouchedRows:
 
     def __init__(self, kernels: list[tuple[Any, list[LocalShard]]]) -> None:
         self._kernels = [_KernelRows(kernel, shards) for kernel, shards in kernels]
-        flags_by_shard = [
-            shard_and_flags for rows in self._kernels for shard_and_flags in rows.flags_by_shard()
-        ]
+        flags_by_shard = []
+        for rows in self._kernels:
+            for shard_and_flags in rows.flags_by_shard():
+                flags_by_shard.append(shard_and_flags)
         self._flags = {id(shard): flags for shard, flags in flags_by_shard}
         self._resets = [
             (shard, partial(flags.index_fill_, 0, value=True)) for shard, flags in flags_by_shard
@@ -120,7 +121,7 @@ class _KernelRows:
             else:
                 bags = torch.tensor([
                     0,
-                    *(sum(bags_per_rank) for bags_per_rank in batch_sizes),
+                    *map(sum, batch_sizes),
                 ]).cumsum(0)
                 ends = offsets[bags.to(offsets.device, non_blocking=True)]
             if len(ends) == 1:

@@ -156,11 +156,10 @@ def guard_state(optimizer: Optimizer) -> None:
     with without_guard():
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, ShardWeight):
-                values = {
-                    k: v
-                    for k, v in state.items()
-                    if isinstance(v, Tensor) and v.shape == parameter.shape
-                }
+                values = {}
+                for k, v in state.items():
+                    if isinstance(v, Tensor) and v.shape == parameter.shape:
+                        values[k] = v
                 state.update(_wrap(values, parameter.place, is_computed=True))
 
 

@@ -160,7 +160,7 @@ def clip_over_all_ranks(
     def clip_norm(optimizer: Any, clip_val: float) -> None:
         parameters = parameters_to_clip(optimizer, clip_val)
         # None: no rank has parameters of its own, so that no all-reduce is made for them.
-        sharded = None if shards is None else {id(shard) for shard in shards()}
+        sharded = None if shards is None else set(map(id, shards()))
         clip_by_norm(parameters, sharded, float(clip_val), num_replicas)
 
     @without_guards
@@ -169,10 +169,11 @@ def clip_over_all_ranks(
 
     @without_guards
     def refuse_shards(gradients: list[torch.Tensor]) -> None:
-        clipped = {id(gradient) for gradient in gradients}
-        shard_gradients = [
-            shard.grad for shard in (shards() if shards else []) if shard.grad is not None
-        ]
+        clipped = set(map(id, gradients))
+        shard_gradients = []
+        for shard in shards() if shards else []:
+            if shard.grad is not None:
+                shard_gradients.append(shard.grad)
         # User code gets guarded views of shards' gradients.
         if any(id(gradient) in clipped for gradient in shard_gradients) or any(
             hasattr(g, "place") for g in gradients

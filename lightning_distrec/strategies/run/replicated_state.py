@@ -113,7 +113,7 @@ class ReplicatedState:
                 for key, value in group.items()
                 if isinstance(value, Tensor)
             }
-        numbers = [project(weight) for weight in weights.values()]
+        numbers = list(map(project, weights.values()))
         stacked = torch.stack(
             [number.to(numbers[0].device) for number in numbers] or [torch.empty(0)]
         )
@@ -127,9 +127,7 @@ class ReplicatedState:
         names, copy = self._projections
         self._projections = None
         numbers: Any = copy.read()
-        digests = [
-            tuple(pair) for pair in self._ranks.all_gather((number_for(names), number_for(numbers)))
-        ]
+        digests = list(map(tuple, self._ranks.all_gather((number_for(names), number_for(numbers)))))
         # Ranks of a stage, or with the same shards, have the same names, and so must have the same
         # numbers.
         if len(set(digests)) > len({digest for digest, _ in digests}):
