@@ -4,10 +4,9 @@ The three are compiled against each other, but their metadata do not say so. The
 file what to install; it needs only the standard library, so that it runs before anything else is
 there:
 
-    python lightning_distrec/versions.py torch [torch==X.Y.Z]     prints the torch to install
-    python lightning_distrec/versions.py matching [FBGEMM]        prints the fbgemm and torchrec for
-    the installed torch python lightning_distrec/versions.py table                    prints the
-    table as Markdown
+    python lightning_distrec/versions.py torch [torch==X.Y.Z]  # the torch to install
+    python lightning_distrec/versions.py matching [FBGEMM]     # fbgemm and torchrec for this torch
+    python lightning_distrec/versions.py table                 # the table as Markdown
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Translates the user's optimizers, as configure_optimizers made them, into what updates each
 table, and keeps it so.
 
-    fused       FBGEMM updates the touched rows inside of backward; the numbers are those of the
-    user's optimizer sparse      the user's own optimizer steps on the rank's shard, with a gradient
-    of the touched rows dense       the user's own optimizer steps on the rank's shard, with a
-    gradient as large as the shard fused_lazy  FBGEMM updates the touched rows only, where the
-    optimizer would have moved all of them; on request frozen      nothing updates the table
+- fused: FBGEMM updates the touched rows inside of backward; the numbers are those of the user's
+  optimizer.
+- sparse: the user's own optimizer steps on the rank's shard, with a gradient of the touched rows.
+- dense: the user's own optimizer steps on the rank's shard, with a gradient as large as the shard.
+- fused_lazy: FBGEMM updates the touched rows only, where the optimizer would have moved all of
+  them; on request.
+- frozen: nothing updates the table.
 
 What is fused is a whitelist by exact class and hyperparameters, each entry measured against an
 unsharded process (tests/multiprocess/strategies/test_parity.py). What FBGEMM would silently ignore

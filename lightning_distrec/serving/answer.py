@@ -1,11 +1,10 @@
 """Answers requests from this folder. It needs torch, numpy and safetensors, and no process group.
 
-    python serve.py                  answers request.json, the first of the examples
-    python serve.py other.json       answers another request: the inputs by name, as request.json
-    has them
-    python serve.py --http 8080      answers requests that are sent by POST to this port, from this
-    machine alone python serve.py --check          compares answers to the examples with those of
-    the trained module
+`python serve.py` answers request.json, the first of the examples, and
+
+- `python serve.py other.json` another request: the inputs by name, as request.json has them,
+- `python serve.py --http 8080` requests that this machine sends by POST to this port,
+- `python serve.py --check` compares answers to the examples with those of the trained module.
 
 Where the folder has columns.json, a request is a row of raw values by column, or a list of rows. In
 a program: `serve.Server(folder).answer({"name": tensor, ...})`, or `answer_plain(request)`. Tables

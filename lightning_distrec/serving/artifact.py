@@ -1,13 +1,12 @@
 """Writes a trained module as a folder that answers without this package, and compares its answers
 with the module's.
 
-program.pt2      predict_step, by torch.export, with all weights but the tables'
-tables.safetensors  the tables, in float or quantized; a server maps them into memory
-serving.json     inputs, quantization, and how far the answers were from the module's
-examples.safetensors, request.json  a batch with the module's answers; a first request
-serve.py         answers requests: answer.py
-columns.json, raw_values.py   how raw values become inputs, where the data was columns:
-data/raw_values.py
+- program.pt2: predict_step, by torch.export, with all weights but the tables'.
+- tables.safetensors: the tables, in float or quantized; a server maps them into memory.
+- serving.json: inputs, quantization, and how far the answers were from the module's.
+- examples.safetensors, request.json: a batch with the module's answers; a first request.
+- serve.py: answers requests (answer.py).
+- columns.json, raw_values.py: how raw values become inputs, where the data was columns.
 """
 
 import contextlib

@@ -1,10 +1,12 @@
 """What a sharded collection does when the user's code calls it, in steps that can be taken before
 the call.
 
-prepare    the features get the form that torchrec takes, and their ids are checked; nothing leaves
-the rank exchange   the ids are sent to the ranks that have their rows (ids_exchange.py sends those
-of several lookups at once) look up    rows are looked up and sent back, with the learning rate of
-this step; they are awaited on first access
+- prepare: the features get the form that torchrec takes, and their ids are checked; nothing leaves
+  the rank.
+- exchange: the ids are sent to the ranks that have their rows (ids_exchange.py sends those of
+  several lookups at once).
+- look up: rows are looked up and sent back, with the learning rate of this step; they are awaited
+  on first access.
 
 It does the work of torchrec's forward, and returns the types, keys and column order of the
 unsharded collection.

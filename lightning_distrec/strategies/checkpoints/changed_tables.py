@@ -3,14 +3,12 @@ table, and why.
 
 Who writes rows:
 
-    FBGEMM inside of backward        rows that get a gradient (TouchedRows)
-    the user's optimizer, sparse     rows that get a gradient, by optimizers that move no others
-    the user's optimizer, dense      all rows
-    anything else                    all rows: callbacks, user code, loading. torch counts writes
-    into a tensor
-                                     (`_version`), and FBGEMM's are not among them; those of
-                                     optimizers are taken out here, and those through `.data`, which
-                                     torch does not count, are in `writes`
+- FBGEMM inside of backward: rows that get a gradient (TouchedRows).
+- The user's optimizer, sparse: rows that get a gradient, by optimizers that move no others.
+- The user's optimizer, dense: all rows.
+- Anything else (callbacks, user code, loading): all rows. torch counts writes into a tensor
+  (`_version`), and FBGEMM's are not among them. Those of optimizers are taken out here, and those
+  through `.data`, which torch does not count, are in `writes`.
 """
 
 from __future__ import annotations

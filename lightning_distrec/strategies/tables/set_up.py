@@ -1,14 +1,14 @@
 """The steps from an unsharded module to sharded tables with optimizers, in their order: what
 `setup` calls.
 
-decide           find the tables, run configure_optimizers, translate its updates, refuse what is
-not exact
-count ids        only with planning.estimate_pooling
-cluster facts    ranks, memory, reservation, bandwidths
-plan             rank 0 plans, all ranks receive the plan
-shard            torchrec's modules take the collections' places, rows are sent to their shards
-look up          the proxies get their lookups
-connect          optimizers and the shards
+- decide: find the tables, run configure_optimizers, translate its updates, refuse what is not
+  exact.
+- count ids: only with planning.estimate_pooling.
+- cluster facts: ranks, memory, reservation, bandwidths.
+- plan: rank 0 plans, all ranks receive the plan.
+- shard: torchrec's modules take the collections' places, rows are sent to their shards.
+- look up: the proxies get their lookups.
+- connect: optimizers and the shards.
 """
 
 import gc
