@@ -33,7 +33,7 @@ class PredictionWriter(BasePredictionWriter):
     Args:
         path: the file, *.parquet, in a folder that all ranks share; one that exists is replaced.
         columns: what of each batch is written too, as keys, positions or attributes joined by dots:
-        "user", "0.item".
+            "user", "0.item".
     """
 
     def __init__(self, path: str, columns: list[str] | None = None) -> None:

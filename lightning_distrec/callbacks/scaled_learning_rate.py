@@ -31,12 +31,12 @@ class ScaledLearningRate(Stoppable):
 
     Args:
         rule: "linear": the factor is ranks / base_ranks, which suits SGD; "sqrt": its square root,
-        which suits Adam
+            which suits Adam
             and similar optimizers.
         base_ranks: the number of ranks that the rates were chosen for; on this number nothing
-        changes.
+            changes.
         warmup_steps: a factor above 1 grows linearly from 1 over this number of steps of each
-        optimizer; 0: no warm-up.
+            optimizer; 0: no warm-up.
     """
 
     def __init__(self, rule: Rule = "linear", base_ranks: int = 1, warmup_steps: int = 0) -> None:

@@ -45,7 +45,7 @@ class StageSchedule(Stoppable):
     Args:
         path: the picture, a file that ends in .svg. Missing folders are created.
         step: the batch that is drawn, counted from 0 within a fit; the first ones are slower than
-        others.
+            others.
     """
 
     def __init__(self, path: str = "stage_schedule.svg", step: int = 10) -> None:

@@ -261,7 +261,4 @@ class Numbers:
         """Return the boundaries of `count` buckets; fewer where a value fills several."""
         if not len(self._sample):
             return []
-        return [
-            float(edge)
-            for edge in np.unique(np.quantile(self._sample, np.arange(1, count) / count))
-        ]
+        return list(map(float, np.unique(np.quantile(self._sample, np.arange(1, count) / count))))

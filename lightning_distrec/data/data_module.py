@@ -64,21 +64,21 @@ class ColumnData(pl.LightningDataModule):
 
         Args:
             train: a path or a list: files, globs or folders of .parquet, .csv, .tsv, .txt, also
-            .gz; local, or URLs
+                .gz; local, or URLs
                 (s3://, gs://, ...) that pyarrow or fsspec reads. In a script also a DataFrame or a
                 pyarrow Table.
             features: name -> a feature with its kind: hash, vocabulary, bucketize, number, time,
-            age or cross.
+                age or cross.
             label: a column of numbers, or several.
             val: as train; or the share of the training rows that validates: the last ones, but for
-            those that test.
+                those that test.
             test: as train; or the share of the training rows, the last ones, that tests.
             predict: as train; its labels are not read.
             form: "jagged" for TorchRec's collections and nn.EmbeddingBag, "padded" for
-            nn.Embedding.
+                nn.Embedding.
             batch_size: rows per rank and step.
             buffer_rows: rows that are shuffled with each other. A worker holds them encoded, 4
-            bytes an id.
+                bytes an id.
             seed: of the order of rows; each epoch has another one.
             num_workers: processes that read and encode; 0: the training process.
             pin_memory: copy batches into pinned memory; null: where CUDA is available.
@@ -86,7 +86,7 @@ class ColumnData(pl.LightningDataModule):
             delimiter: between the values of text files.
             column_names: of text files without a header.
             label_range: the lowest and the highest label; another one is an error before training.
-            For clicks [0, 1].
+                For clicks [0, 1].
             keep: columns of `predict` that PredictionWriter writes beside predictions.
         """
         super().__init__()
@@ -205,7 +205,8 @@ class ColumnData(pl.LightningDataModule):
         }
         total = remaining = sum(group.num_rows for group in groups.get("train", []))
         for stage in ("test", "val"):  # the last rows test
-            if isinstance(share := self.sources[stage], float):
+            share = self.sources[stage]
+            if isinstance(share, float):
                 remaining -= round(total * share)
                 groups["train"], groups[stage] = _split(groups["train"], remaining)
         self.readers = {stage: self._reader(stage, groups[stage]) for stage in groups}
@@ -381,7 +382,7 @@ def _plain(value: Any) -> Any:
     """Return a value as JSON has it: NaN is missing, a decimal a number, and a time its ISO
     text."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return list(map(_plain, value))
     if isinstance(value, (float, Decimal)):
         return None if value != value else float(value)
     if isinstance(value, datetime):
@@ -396,7 +397,7 @@ def _is_paths(source: Any) -> bool:
 
 
 def _paths(source: Any) -> list[str]:
-    return [str(source)] if isinstance(source, (str, Path)) else [str(path) for path in source]
+    return [str(source)] if isinstance(source, (str, Path)) else list(map(str, source))
 
 
 def _table_of(source: Any) -> pa.Table:

@@ -67,7 +67,8 @@ class EncodedRows(Dataset):
                 self._encoded_group(self.groups[number]) for number in self.order.groups(window)
             ]
             encoded = {name: join([group[name] for group in groups]) for name in groups[0]}
-            if (rows := self.order.rows(window)) is not None:
+            rows = self.order.rows(window)
+            if rows is not None:
                 encoded = {name: take(feature, rows) for name, feature in encoded.items()}
             self._window = (epoch, window), encoded
         return self._window[1]

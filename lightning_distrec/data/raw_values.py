@@ -87,8 +87,8 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 def pack(texts: Sequence[Any]) -> Texts:
     """Return texts, integers, booleans and None as Texts. Raises ValueError: another type."""
-    lines = [_bytes(text) for text in texts]
-    offsets = offsets_of(np.array([len(line) for line in lines], dtype=np.int64))
+    lines = list(map(_bytes, texts))
+    offsets = offsets_of(np.array(list(map(len, lines)), dtype=np.int64))
     is_null = np.array([text is None for text in texts], dtype=bool)
     return Texts(np.frombuffer(b"".join(lines), dtype=np.uint8), offsets[:-1], offsets[1:], is_null)
 
@@ -305,7 +305,8 @@ class Encoder:
         """
         columns = self.columns()
         for row in rows:
-            if unknown := sorted(row.keys() - columns.keys()):
+            unknown = sorted(row.keys() - columns.keys())
+            if unknown:
                 raise ValueError(f"there is no column {unknown[0]!r}, but {', '.join(columns)}")
         cells = {}
         for column, feature in columns.items():
@@ -319,7 +320,7 @@ class Encoder:
         lengths = None
         if feature["max_length"] is not None:
             sequences = [_sequence(value, feature["separator"]) for value in values]
-            lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+            lengths = np.array(list(map(len, sequences)), dtype=np.int64)
             values = [item for sequence in sequences for item in sequence]
         if feature["kind"] not in NUMERIC_KINDS:
             return Cells(pack(values), lengths)

@@ -21,7 +21,7 @@ class TaskMetrics(nn.Module):
         metrics: metrics by name; each task gets copies.
         prefix: begins each name, such as "val/".
         ignore_index: examples with this label do not count for the task, such as purchases of what
-        was not clicked.
+            was not clicked.
     """
 
     def __init__(

@@ -253,7 +253,7 @@ def plain(value: Any) -> Any:
         value = list(value) if value.dim() else None
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return list(map(plain, value)) if isinstance(value, (list, tuple)) else value
 
 
 def leaves(value: Any) -> list[torch.Tensor]:

@@ -126,7 +126,8 @@ def _with_dense_weights(module: LightningModule, state: Mapping[str, Any]) -> Li
     lookups = dict(lookups_of(module))
     names = {f"{path}.weight" for path in lookups}
     needed = module.state_dict().keys()
-    if missing := sorted(needed - state.keys()):
+    missing = sorted(needed - state.keys())
+    if missing:
         raise CheckpointError(
             f"the checkpoint lacks '{missing[0]}' ({len(missing)} of {len(needed)} weights)."
         )
@@ -244,8 +245,8 @@ def _write(
     _write_json(folder / ABOUT, {**about, "largest_difference": largest, "crc32": crc32})
     return Served(
         num_tables=len(stored),
-        table_bytes=sum(num_bytes(table) for table in stored.values()),
-        float_bytes=sum(num_bytes(table) for table in sources.values()),
+        table_bytes=sum(map(num_bytes, stored.values())),
+        float_bytes=sum(map(num_bytes, sources.values())),
         num_examples=len(outputs[0]) if outputs and outputs[0].dim() else 1,
         largest_difference=largest,
         mean_difference=float(differences.mean()) if differences.numel() else 0.0,

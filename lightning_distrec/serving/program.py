@@ -384,9 +384,8 @@ def _complete_cumsum(lengths: Tensor) -> Tensor:
 
 def needed_packages(exported: ExportedProgram) -> list[str]:
     """Return the packages, beside torch, whose operators the program calls."""
-    spaces = {
-        str(node.target).split(".")[0]
-        for node in exported.graph.nodes
-        if node.op == "call_function"
-    }
+    spaces = set()
+    for node in exported.graph.nodes:
+        if node.op == "call_function":
+            spaces.add(str(node.target).split(".")[0])
     return ["fbgemm_gpu"] if "fbgemm" in spaces else []

@@ -56,46 +56,46 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     Args:
         embedding_update: how tables are updated. "auto": inside of backward where FBGEMM has the
-        same numbers and
+            same numbers and
             nothing must come between, otherwise by the user's optimizer on each rank's shards.
             "fused", "sparse", "dense": that, or an error. "fused_lazy": Adam on touched rows only
             (CUDA), which gives other numbers.
         table_optimizer: class_path, init_args and lr_scheduler of an optimizer that updates the
-        tables, together with
+            tables, together with
             the module's one. None: the module's.
         convert_embeddings: which nn.Embedding and nn.EmbeddingBag are sharded too. "auto": those
-        with at least
+            with at least
             `min_rows` rows that can be; "all"; "none"; or a list of their paths.
         min_rows: see convert_embeddings.
         sharding_types: sharding types that the planner may choose, for example ["table_wise",
-        "row_wise"]; None: all.
+            "row_wise"]; None: all.
         tables: options for single tables, by name or by a pattern such as "user_*": see
-        TableOptions.
+            TableOptions.
         check_ids: what to do about an id outside of its table: "error" on every rank, "warn", or
-        "ignore": row 0.
+            "ignore": row 0.
         prefetch: depth, the number of batches in flight. 1: lookups exchange ids when they are
-        called; from 2 on the
+            called; from 2 on the
             next batch's ids are exchanged while this one computes. computed_ids: whether also those
             that the step computes. None: 3, and true.
         quantized_comms: forward and backward, the types in which rows and their gradients are sent:
-        "fp32", "fp16" or
+            "fp32", "fp16" or
             "bf16". 16 bits halve the bytes and give other numbers. None: float32.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes.
-        "mean" over the batch:
+            "mean" over the batch:
             ranks are weighted by their number of examples, where lookups show it (those of
             nn.Embedding do not); "sum" over the batch; "rank_mean": all ranks count alike, as in
             DDP.
         memory_bytes_per_rank: memory of a rank, of which tables get what planning.reserve leaves.
         None: measure it.
         batch_size_per_rank: examples per rank and step, for estimates. None: those of the loader,
-        or 512.
+            or 512.
         planning: how plans are made, and what is assumed of the machines: see PlanningOptions.
         sharding_groups: tables are sharded within groups of ranks, each with a replica: see
-        ShardingGroupOptions.
+            ShardingGroupOptions.
         find_unused_parameters: as in DDP, for dense layers that some steps do not use.
         static_graph: as in DDP, for dense layers that every step uses alike.
         dense: how the layers without tables train. "ddp": every rank has them; "fsdp": sharded as
-        under "fsdp_tuned".
+            under "fsdp_tuned".
         fsdp: for dense="fsdp": see FSDPOptions.
         bucket_cap_mb: size of DDP's gradient buckets in MiB.
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.

@@ -117,7 +117,7 @@ class TextureDataModule(pl.LightningDataModule):
             seed: of all pictures.
             num_workers: processes that draw pictures; 0 draws them in the training process.
             data_dir: folder of CIFAR-10's binary files, whose first pictures are taken; None:
-            pictures made by seed.
+                pictures made by seed.
         """
         super().__init__()
         if min(num_train, num_val, batch_size) < 1:

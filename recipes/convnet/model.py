@@ -52,9 +52,9 @@ class ResNet18(pl.LightningModule):
 
         Args:
             channels: of the first of four stages; each next one has twice as many. ResNet-18 has
-            64.
+                64.
             learning_rate: SGD's, for the global batch size that it was chosen with;
-            ScaledLearningRate scales it.
+                ScaledLearningRate scales it.
             momentum: SGD's.
             blocks_per_stage: 2 in ResNet-18.
         """

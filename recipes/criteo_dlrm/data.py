@@ -53,13 +53,13 @@ class CriteoDataModule(ColumnData):
 
         Args:
             files: .tsv, .txt, .gz or .parquet files in order of time. Left out: examples are
-            generated.
+                generated.
             cache_dir: where generated examples and converted text are kept, as Parquet.
             batch_size: examples per rank and step.
             max_rows: no table has more rows; further values share rows, or are unknown. As the
-            model's.
+                model's.
             multi_hot: each category is a list of values, as in MLPerf's DLRM-DCNv2; so must columns
-            of files be.
+                of files be.
             num_examples: how many to generate.
             max_ids: how many different ids a generated category has at most.
             seed: of the generator.

@@ -61,10 +61,10 @@ class ClickModel(pl.LightningModule):
             max_rows: no table has more rows; the same as the data's.
             dim: numbers per embedding, a multiple of 4.
             bottom: widths of the hidden layers over the integers; a last one of width `dim` is
-            added.
+                added.
             top: widths of the hidden layers after the interaction; a last one of width 1 is added.
             arch: "dlrm", or "deepfm": a factorization machine beside one layer over all embeddings.
-            That layer has the
+                That layer has the
                 first width of `top`, and the layer over the integers the first of `bottom`.
             interaction: of "dlrm": "dot", as in DLRM, or "dcn", as in DCNv2.
             dcn_layers: cross layers of "dcn".

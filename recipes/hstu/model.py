@@ -149,7 +149,7 @@ class HSTU(NextItemModel):
             num_heads: heads of each attention.
             dropout: share of numbers that are dropped in training.
             num_negatives: items drawn per step as negatives for all places of the batch; 0: all
-            items.
+                items.
             learning_rate: Adam's.
         """
         if dim % num_heads or dim % 4:

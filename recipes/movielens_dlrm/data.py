@@ -40,16 +40,16 @@ class MovieLensDataModule(FolderColumns):
 
         Args:
             data_dir: folder with one .inter, one .user and one .item file. Left out:
-            MovieLens-100k, downloaded once.
+                MovieLens-100k, downloaded once.
             cache_dir: where the download is kept.
             batch_size: interactions per rank and step.
             history_length: how many of the user's latest likes, and as many dislikes, the model
-            sees.
+                sees.
             like_from_rating: the lowest rating that is a like.
             val_fraction: share of the interactions that validates.
             test_fraction: share of the interactions, the newest, that tests.
             num_workers: processes that build batches; 0 builds them in the training process, which
-            is fast enough here.
+                is fast enough here.
         """
         if batch_size < 1 or history_length < 1:
             raise ConfigError(

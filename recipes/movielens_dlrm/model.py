@@ -37,7 +37,7 @@ class ClickModel(pl.LightningModule):
 
         Args:
             dim: numbers per embedding, a multiple of 4; the same for all tables, so that dot
-            products exist.
+                products exist.
             hidden: width of the hidden layers.
             table_learning_rate: Adagrad's learning rate for the embedding tables.
             learning_rate: Adagrad's learning rate for everything else.

@@ -86,13 +86,13 @@ class SequenceDataModule(pl.LightningDataModule):
 
         Args:
             data_dir: folder with one .inter, one .user and one .item file. Left out:
-            MovieLens-100k, downloaded once.
+                MovieLens-100k, downloaded once.
             cache_dir: where the download is kept.
             batch_size: windows per rank and step.
             length: films in a window.
             stride: films between the ends of two windows of the same person, in training.
             num_workers: processes that build batches; 0 builds them in the training process, which
-            is fast enough here.
+                is fast enough here.
         """
         super().__init__()
         if min(batch_size, length, stride) < 1:

@@ -44,12 +44,12 @@ class NextFilmDataModule(FolderColumns):
 
         Args:
             data_dir: folder with one .inter, one .user and one .item file. Left out:
-            MovieLens-100k, downloaded once.
+                MovieLens-100k, downloaded once.
             cache_dir: where the download is kept.
             batch_size: events per rank and step; the others' films are the negatives of each.
             history_length: how many of the person's latest films the model sees.
             num_workers: processes that build batches; 0 builds them in the training process, which
-            is fast enough here.
+                is fast enough here.
         """
         if batch_size < 2 or history_length < 1:
             raise ConfigError(
