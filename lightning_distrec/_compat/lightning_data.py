@@ -60,8 +60,8 @@ def wrapped_sampler(sampler: Any) -> Any:
 def watch_dataloader_hooks(
     trainer: Any, watch: Callable[[str], AbstractContextManager[None]]
 ) -> Patches:
-    """Call the user's train_dataloader and val_dataloader, for a fit, inside of
-    `watch(the hook's name)`."""
+    """Call the user's train_dataloader and val_dataloader, for a fit, inside of `watch(the hook's
+    name)`."""
 
     # Upstream calls them when a loop begins, and each time that it reloads: no hook of a strategy
     # comes before.

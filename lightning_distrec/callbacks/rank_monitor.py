@@ -58,8 +58,7 @@ class RankMonitor(Clocked):
 
     Args:
         straggler_share: a rank is a straggler if its own time, without waits for ranks and without
-            backward, is above
-            the ranks' median by more than this share of a step.
+            backward, is above the ranks' median by more than this share of a step.
         samples_from: as in `Throughput`.
     """
 

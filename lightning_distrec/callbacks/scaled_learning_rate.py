@@ -31,8 +31,7 @@ class ScaledLearningRate(Stoppable):
 
     Args:
         rule: "linear": the factor is ranks / base_ranks, which suits SGD; "sqrt": its square root,
-            which suits Adam
-            and similar optimizers.
+            which suits Adam and similar optimizers.
         base_ranks: the number of ranks that the rates were chosen for; on this number nothing
             changes.
         warmup_steps: a factor above 1 grows linearly from 1 over this number of steps of each

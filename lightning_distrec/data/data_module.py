@@ -64,9 +64,8 @@ class ColumnData(pl.LightningDataModule):
 
         Args:
             train: a path or a list: files, globs or folders of .parquet, .csv, .tsv, .txt, also
-                .gz; local, or URLs
-                (s3://, gs://, ...) that pyarrow or fsspec reads. In a script also a DataFrame or a
-                pyarrow Table.
+                .gz; local, or URLs (s3://, gs://, ...) that pyarrow or fsspec reads.
+                In a script also a DataFrame or a pyarrow Table.
             features: name -> a feature with its kind: hash, vocabulary, bucketize, number, time,
                 age or cross.
             label: a column of numbers, or several.

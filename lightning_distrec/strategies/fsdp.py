@@ -46,25 +46,21 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
 
     Args:
         wrap: blocks, each gathered and freed as one. "auto": submodules of at least
-            `min_num_parameters` that repeat
-            (siblings of one class and shapes, like a transformer's layers) or are single layers; or
-            a list of class names, and of paths in the module. What is in no block is gathered for a
-            whole step.
+            `min_num_parameters` that repeat (siblings of one class and shapes, like a transformer's
+            layers) or are single layers; or a list of class names, and of paths in the module.
+            What is in no block is gathered for a whole step.
         min_num_parameters: minimum number of parameters of a block with wrap="auto".
         replicas: number of copies of the parameters, each sharded over consecutive ranks (HSDP);
-            "nodes": one on each
-            node, so that parameters are gathered within nodes, and gradients are summed between
-            them.
+            "nodes": one on each node, so that parameters are gathered within nodes, and gradients
+            are summed between them.
         reshard_after_forward: whether to free a block's parameters after forward, and gather them
             again for backward.
             "auto": for all blocks but the last.
         activation_checkpointing: layers that recompute their activations in backward instead of
-            keeping them: true for
-            the blocks, or a list of class names and paths.
+            keeping them: true for the blocks, or a list of class names and paths.
         param_dtype: "fp32", "bf16" or "fp16": type in which parameters are gathered. None: the
-            precision's. With
-            precision="32-true", blocks compute in it: they cast their inputs to it, and their
-            outputs back.
+            precision's. With precision="32-true", blocks compute in
+            it: they cast their inputs to it, and their outputs back.
         reduce_dtype: type in which gradients are sent and summed. None: float32, or that of a true
             precision.
         offload: keep parameters, gradients and optimizer state on the host, and update there

@@ -76,26 +76,21 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     Args:
         microbatches: parts of a batch that are in the stages at the same time. A batch that cannot
-            be divided so is
-            divided into fewer.
+            be divided so is divided into fewer.
         schedule: "gpipe": all forwards, then all backwards; training_step computes its loss of the
-            whole batch. "1f1b",
-            and "interleaved_1f1b" with several stages per rank: backwards begin earlier, which
-            needs less memory, and training_step computes its loss of each micro-batch, which must
-            be a mean over examples.
+            whole batch. "1f1b", and "interleaved_1f1b" with several stages per
+            rank: backwards begin earlier, which needs less memory, and training_step computes its
+            loss of each micro-batch, which must be a mean over examples.
         stages: number of stages. None: one per rank, or stages_per_rank of them. Further ranks are
             replicas.
         stages_per_rank: stages that each rank computes, with "interleaved_1f1b".
         chain: path of the nn.Sequential or nn.ModuleList that forward goes through in order, or of
-            a module whose
-            forward calls its layers one after the other ("" for the LightningModule). "auto": the
-            container with the most parameters.
+            a module whose forward calls its layers one after the other ("" for the
+            LightningModule). "auto": the container with the most parameters.
         split: where stages begin. "parameters": so that the largest stage has as few parameters as
-            possible; or a list
-            of the paths of blocks or layers, of all stages but the first.
+            possible; or a list of the paths of blocks or layers, of all stages but the first.
         first_stage: paths outside of the chain whose parameters the first stage has, apart from
-            those that are
-            registered before the chain.
+            those that are registered before the chain.
         last_stage: the same for the last stage, apart from those that are registered after the
             chain.
         run_options: what all strategies take, as checkpoint and stopping: see DistRecStrategy.

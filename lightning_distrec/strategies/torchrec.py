@@ -56,16 +56,16 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
 
     Args:
         embedding_update: how tables are updated. "auto": inside of backward where FBGEMM has the
-            same numbers and
-            nothing must come between, otherwise by the user's optimizer on each rank's shards.
+            same numbers and nothing must come between, otherwise by the user's optimizer on each
+            rank's shards.
             "fused", "sparse", "dense": that, or an error. "fused_lazy": Adam on touched rows only
             (CUDA), which gives other numbers.
         table_optimizer: class_path, init_args and lr_scheduler of an optimizer that updates the
-            tables, together with
-            the module's one. None: the module's.
+            tables, together with the module's one.
+            None: the module's.
         convert_embeddings: which nn.Embedding and nn.EmbeddingBag are sharded too. "auto": those
-            with at least
-            `min_rows` rows that can be; "all"; "none"; or a list of their paths.
+            with at least `min_rows` rows that can be;
+            "all"; "none"; or a list of their paths.
         min_rows: see convert_embeddings.
         sharding_types: sharding types that the planner may choose, for example ["table_wise",
             "row_wise"]; None: all.
@@ -74,12 +74,12 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
         check_ids: what to do about an id outside of its table: "error" on every rank, "warn", or
             "ignore": row 0.
         prefetch: depth, the number of batches in flight. 1: lookups exchange ids when they are
-            called; from 2 on the
-            next batch's ids are exchanged while this one computes. computed_ids: whether also those
-            that the step computes. None: 3, and true.
+            called; from 2 on the next batch's ids are exchanged while this one computes.
+            computed_ids: whether also those that the step computes.
+            None: 3, and true.
         quantized_comms: forward and backward, the types in which rows and their gradients are sent:
-            "fp32", "fp16" or
-            "bf16". 16 bits halve the bytes and give other numbers. None: float32.
+            "fp32", "fp16" or "bf16".
+            16 bits halve the bytes and give other numbers. None: float32.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes.
             "mean" over the batch:
             ranks are weighted by their number of examples, where lookups show it (those of

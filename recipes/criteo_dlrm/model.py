@@ -64,8 +64,8 @@ class ClickModel(pl.LightningModule):
                 added.
             top: widths of the hidden layers after the interaction; a last one of width 1 is added.
             arch: "dlrm", or "deepfm": a factorization machine beside one layer over all embeddings.
-                That layer has the
-                first width of `top`, and the layer over the integers the first of `bottom`.
+                That layer has the first width of `top`, and the layer over the integers the first
+                of `bottom`.
             interaction: of "dlrm": "dot", as in DLRM, or "dcn", as in DCNv2.
             dcn_layers: cross layers of "dcn".
             dcn_rank: rank of their matrices.

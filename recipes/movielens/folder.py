@@ -58,9 +58,8 @@ def read_folder(path: Path) -> Folder:
     """Read and check the three files of a folder.
 
     Raises DataError, with file and line: a file or column is missing, a line has another number of
-    fields than
-    the header, a rating or timestamp is not a finite number, an id appears twice in the catalogue,
-    an interaction names a user or item that the catalogue does not have.
+    fields than the header, a rating or timestamp is not a finite number, an id appears twice in the
+    catalogue, an interaction names a user or item that the catalogue does not have.
     """
     inter_file, user_file, item_file = _find_files(path)
     users = _read_columns(user_file, ("user_id", "age", "gender", "occupation", "zip_code"))

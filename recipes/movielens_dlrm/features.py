@@ -64,8 +64,7 @@ def count_past(groups: np.ndarray, times: np.ndarray, likes: np.ndarray) -> Past
     """Count, for each event, the events and likes of the same group at strictly earlier times.
 
     groups, times, likes: (num_events,), in order of time; likes are 0 or 1. Events at the same time
-    as this one
-    do not count, in whatever order they are listed.
+    as this one do not count, in whatever order they are listed.
     """
     order = np.lexsort((times, groups))
     group, time = groups[order], times[order]

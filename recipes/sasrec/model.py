@@ -40,8 +40,7 @@ class SASRec(NextItemModel):
             hidden: width of the small networks.
             dropout: share of numbers that are dropped in training.
             num_negatives: items drawn per step as negatives for all places of the batch; 0: all
-                items, which suits
-                vocabularies of some ten thousand.
+                items, which suits vocabularies of some ten thousand.
             learning_rate: Adam's.
         """
         if dim % num_heads or dim % 4:

@@ -2,8 +2,8 @@
 ranks.
 
     python -m recipes.two_tower.serve export outputs/two_tower/version_0/checkpoints/best.ckpt index
-    python -m recipes.two_tower.serve query index --user 42
-    python -m recipes.two_tower.serve query index --films "Toy Story (1995); Star Wars (1977)"
+    python -m recipes.two_tower.serve query index --user 42 python -m recipes.two_tower.serve query
+    index --films "Toy Story (1995); Star Wars (1977)"
 
 The index is a folder: films.safetensors has the vectors in the order of the .item file; titles.txt
 their titles; films.faiss the same vectors for faiss, where that is installed; model.ckpt the

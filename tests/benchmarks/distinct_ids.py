@@ -1,8 +1,7 @@
 """Times and bytes of sequences whose repeated ids are sent once, and each time.
 
-`python -m tests.benchmarks.distinct_ids [sharding type ...]`
-Two gloo ranks of this machine take turns, in the same processes: Zipf(1.05) ids over a million
-rows, 50 in a sequence.
+`python -m tests.benchmarks.distinct_ids [sharding type ...]` Two gloo ranks of this machine take
+turns, in the same processes: Zipf(1.05) ids over a million rows, 50 in a sequence.
 """
 
 import statistics

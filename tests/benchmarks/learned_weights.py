@@ -1,8 +1,7 @@
 """What the exchange of weights that learn costs in a step.
 
-`python -m tests.benchmarks.learned_weights`
-Two gloo ranks of this machine take turns, in the same processes, with the exchange, and with ones
-in place of what it
+`python -m tests.benchmarks.learned_weights` Two gloo ranks of this machine take turns, in the same
+processes, with the exchange, and with ones in place of what it
 brings: 8 tables of 100,000 x 64 with a PositionWeightedModuleCollection, 512 examples of 10 ids
 each.
 """

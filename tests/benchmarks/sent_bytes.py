@@ -1,9 +1,9 @@
 """Bytes that a rank sends in a step of the model of docs/performance.md: by torchrec, and by us
 with 64 and 32-bit ids.
 
-`python -m tests.benchmarks.sent_bytes`
-Two gloo ranks of this machine. Those of Trainer.fit are counted by the callback Communication,
-those of the loop by hand at torch.distributed's collectives, by the same functions.
+`python -m tests.benchmarks.sent_bytes` Two gloo ranks of this machine.
+Those of Trainer.fit are counted by the callback Communication, those of the loop by hand at
+torch.distributed's collectives, by the same functions.
 """
 
 import inspect

@@ -1,5 +1,5 @@
-"""What a checkpoint holds, who wrote it, whether it is complete: for
-`lightning-distrec checkpoint inspect`."""
+"""What a checkpoint holds, who wrote it, whether it is complete: for `lightning-distrec checkpoint
+inspect`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -236,8 +236,8 @@ def _measure_exchange(peers_by_rank: list[list[int]], device: torch.device, rank
     # its calls are collective.
     while True:
         bytes_per_peer = max(1, total // max_peers)
-        # The buffers are allocated before the exchange: where one rank has no memory for them,
-        # the others would wait in it.
+        # The buffers are allocated before the exchange: where one rank has no memory for them, the
+        # others would wait in it.
         exchange = ranks.all_or_none(
             "measuring exchanges", partial(_exchange, bytes_per_peer, peers, device, ranks)
         )

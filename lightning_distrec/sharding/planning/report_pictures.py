@@ -245,8 +245,8 @@ def _draw_tables(plan: ShardingPlan) -> Any:
 
 
 def _figure(width: float, height: float) -> Any:
-    # Imported here, because matplotlib is optional. A Figure without pyplot needs
-    # no display, and goes with its last reference.
+    # Imported here, because matplotlib is optional. A Figure without pyplot needs no display, and
+    # goes with its last reference.
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

@@ -393,8 +393,8 @@ class PlanningOptions:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        # Both are parsed for their errors only, so that a wrong value fails
-        # where the strategy is made, and not on the ranks.
+        # Both are parsed for their errors only, so that a wrong value fails where the strategy is
+        # made, and not on the ranks.
         as_bandwidths(self.bandwidths)
         reservation_of(self.reserve, {})
         if self.estimate_pooling < 0:

@@ -49,8 +49,8 @@ class Reservation:
 
     def of_host(self) -> "Reservation":
         """Return the reservation of the host's memory, for ranks that have a GPU."""
-        # Bytes that are reserved of a GPU say nothing about its host, of
-        # whose memory the default share is reserved then.
+        # Bytes that are reserved of a GPU say nothing about its host, of whose memory the default
+        # share is reserved then.
         return Reservation(
             share=DEFAULT.share if self.fixed_bytes else self.share, origin=self.origin
         )

@@ -236,8 +236,8 @@ def _sums_of_no_rows(rows: list[Tensor]) -> list[Tensor]:
 
 
 class UnreachedLoss:
-    """Completes losses that reach no parameter on this rank, as
-    `torch.tensor(0.0, requires_grad=True)`.
+    """Completes losses that reach no parameter on this rank, as `torch.tensor(0.0,
+    requires_grad=True)`.
 
     Backward would make no exchange, and the other ranks would wait. In one process such examples
     add nothing to the

@@ -87,8 +87,8 @@ def _count(
                 if reason := peek_obstacle(loader):
                     notes.append(reason)
                     continue
-                # Closed within `unchanged`: the random generators of the
-                # dataset are restored when this generator is closed.
+                # Closed within `unchanged`: the random generators of the dataset are restored when
+                # this generator is closed.
                 with closing(first_batches(loader, num_batches)) as batches:
                     for batch in batches:
                         counts.look_at(batch, *([] if declare is None else [declare(batch)]))

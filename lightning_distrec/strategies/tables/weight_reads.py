@@ -98,8 +98,8 @@ def _chains_in(
 
 
 def _variables(tree: ast.AST, variables: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the local variables that are children of a module: `table = self.items`,
-    `for table in self.all`.
+    """Return the local variables that are children of a module: `table = self.items`, `for table in
+    self.all`.
 
     Other names may stand for the module itself, as `self` does. variables: those that do not.
     """

@@ -37,9 +37,8 @@ UNUSED = 8
 are no weights."""
 AGREED = COLLECTIONS * 8 * 8
 """Bytes a step that are no ids. With each lookup every rank sends each other one eight numbers:
-that its
-ids are in range, how many examples it has, of which types they are, that nobody asked it to stop,
-that no buffer was written to, that it goes on, and a digest of its param groups with its
+that its ids are in range, how many examples it has, of which types they are, that nobody asked it
+to stop, that no buffer was written to, that it goes on, and a digest of its param groups with its
 negative."""
 
 FEATURES = {"a": (2, 16), "b": (3, 24), "c": (4, 32), "d": (1, 8)}
