@@ -6,6 +6,7 @@ By default gloo takes the interface of the machine's own name, which may be no n
 """
 
 import ctypes
+import errno
 import ipaddress
 import os
 import resource
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import Store
@@ -28,6 +30,8 @@ Cpus = tuple[int, frozenset[int]]
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 OMP_PAUSE_HARD = 2
+BACKLOG = 1024
+"""Connections that wait to be accepted: all ranks may come at once."""
 
 
 def cpus_of_this_process(node: int) -> Cpus:
@@ -136,6 +140,30 @@ def open_files_limit() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
+def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
+    """Return a socket that listens at the address by which other ranks reach this machine.
+
+    It listens on all interfaces only where that address is none of this machine's own (translated,
+    say), or where it is the loopback, which ranks on other nodes do not reach. Raises OSError.
+    """
+    addresses: list[Any] = []
+    with suppress(OSError):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, address in addresses:
+        if one_node or _is_outside(address[0]):
+            try:
+                return socket.create_server(address, family=family, backlog=BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    # None of them is this machine's: others reach it by a translated one, in a container, say.
+    dualstack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dualstack else socket.AF_INET
+    return socket.create_server(
+        ("", port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG
+    )
+
+
 def reserve_open_files(num_ranks: int, backend: str) -> None:
     """Let this process open as many files as the system lets it, and gloo connect ranks when they
     first exchange.
@@ -209,6 +237,13 @@ def find_local_address(host: str) -> str:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
     return ""
+
+
+def find_own_address(host: str) -> str:
+    """Return the address of this machine by which it reaches `host`; `host` itself where that is
+    this machine, as far as its addresses show."""
+    address = find_local_address(host)
+    return address if _is_outside(address) else host
 
 
 def find_interface(address: str) -> str | None:

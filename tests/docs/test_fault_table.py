@@ -51,9 +51,9 @@ TESTS = {
         f"{CLUSTER}/test_dead_ranks.py",
         "test_watchdog_processes_that_are_killed_or_stopped",
     ),
-    "a local user or a port scanner": (
-        "tests/unit/cluster/test_doors.py",
-        "test_half_open_connections_keep",
+    "a port scanner": (
+        "tests/unit/cluster/test_meeting.py",
+        "test_a_port_scanner_keeps_no_rank_out",
     ),
     "killed before the first checkpoint": (
         f"{CHECKPOINTS}/test_restarting.py",

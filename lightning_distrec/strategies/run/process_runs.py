@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 
 from lightning_distrec._compat.torch import abort_process_groups, collective_counts
 from lightning_distrec.cluster.consensus import forget_consensus
-from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
-from lightning_distrec.cluster.rendezvous import MeetingPoint
+from lightning_distrec.cluster.host_resources import listen_at
+from lightning_distrec.cluster.launched import MeetingPoint
 from lightning_distrec.cluster.watchdog import Watchdog
 from lightning_distrec.cluster.watchdog_messages import Settings
 from lightning_distrec.errors import ConfigError, RankError
@@ -78,29 +78,30 @@ class ProcessRuns:
         self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def start_watchdog(
-        self, rank: int, point: MeetingPoint, nodes: list[str], port: int, token: str, waits: Waits
+        self, rank: int, point: MeetingPoint, nodes: list[str], host: str, port: int, waits: Waits
     ) -> int:
         """Watch over the ranks from the moment that this one and rank 0 know of each other. Return
         rank 0's port.
 
-        nodes: the node of each rank by name; empty where that is not known. port: of rank 0's
-        watchdog, 0 on rank 0.
-        token: known to this job only.
+        nodes: the node of each rank by name; empty where that is not known. host, port: of rank 0's
+        watchdog; the port is 0 on rank 0.
         """
-        # It has the port and the token of an earlier rendezvous.
+        # It has the port of an earlier meeting.
         if self.watchdog is not None:
             self.watchdog.send(is_closed=True)
             self.watchdog = None
         if not waits.watchdog_seconds:
             return port
-        listener, host = None, point.host
+        listener = None
         if rank == 0:
             listener = listen_at(host, 0, point.one_node)
             host, port = listener.getsockname()[:2]
-            host = LOOPBACK if host in ("0.0.0.0", "::") else host  # all interfaces
+            host = "127.0.0.1" if host in ("0.0.0.0", "::") else host  # all interfaces
         descriptor = None if listener is None else listener.fileno()
         limits = waits.watchdog_seconds, waits.deadlock_seconds
-        settings = Settings(rank, os.getpid(), nodes, host, port, descriptor, token, *limits)
+        settings = Settings(
+            rank, os.getpid(), nodes, host, port, descriptor, point.identity, *limits
+        )
         self.watchdog = Watchdog(settings, listener)
         # The run began before the rendezvous, when there was no watchdog to report it to.
         self._start_run()
