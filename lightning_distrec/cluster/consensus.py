@@ -89,7 +89,7 @@ class Consensus:
         """Return each rank's values without the flags that `with_flags` appended; the flags are
         taken over."""
         flags_of_ranks = [values[-NUM_FLAGS:] for values in gathered]
-        self.flags.receive(*map(min, *flags_of_ranks))
+        self.flags.receive(*map(min, zip(*flags_of_ranks, strict=True)))
         return [values[:-NUM_FLAGS] for values in gathered]
 
     def all_gather(self, value: Any, activity: str = "") -> list[Any]:
