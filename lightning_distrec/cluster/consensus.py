@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_distrec import errors
 from lightning_distrec._compat.gloo import one_socket_thread
-from lightning_distrec.cluster.watchdog import find_location
+from lightning_distrec.cluster.places import find_location
 
 T = TypeVar("T")
 

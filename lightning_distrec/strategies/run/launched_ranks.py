@@ -303,7 +303,7 @@ def check_trainer(strategy: Any, trainer_nodes: int) -> None:
 def connect_ranks(
     strategy: Any, backend: str, waits: Waits, sets_threads: bool, trainer_nodes: int
 ) -> None:
-    """Collective. Meet the other ranks, make the default process group and start the watchdog,
+    """Collective. Meet the other ranks, make the default process group and start its heartbeat,
     unless that is done.
 
     sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each
@@ -339,7 +339,7 @@ def connect_ranks(
         print(rank_prefixed_message(message, rank), flush=True)
 
     def watch(host: str, port: int) -> int:
-        return PROCESS.start_watchdog(rank, point, list(names), host, port, waits)
+        return PROCESS.start_heartbeat(rank, point, list(names), host, port, waits)
 
     watches = {"watch": watch} if num_ranks > 1 else {}
     if num_ranks > 1:
