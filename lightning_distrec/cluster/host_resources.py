@@ -84,7 +84,7 @@ takes more."""
 STORE_REQUESTS, STORE_REQUESTS_PER_RANK = 25, 14
 """To rank 0's store until training begins, measured over gloo on 2 to 64 ranks: of any rank, and
 more for each rank of the job. These are gloo's, which exchanges the addresses of all ranks for each
-mesh, and rank 0's, which checks each rank's key."""
+mesh."""
 
 
 @dataclass(frozen=True)
@@ -97,25 +97,22 @@ class HostNeeds:
 
     @property
     def sockets(self) -> int:
-        """Those of a rank to others; NCCL's own are few. Rank 0 has one more to each, of the
-        store."""
+        """Those of a rank to others; NCCL's own are few. Rank 0 has two more to each: of
+        its store, and of its heartbeat."""
         return MESHES["nccl" if "nccl" in self.backend else "gloo"] * self.num_ranks
 
     @property
     def open_files(self) -> int:
         """Those of rank 0."""
-        return self.sockets + self.num_ranks + OTHER_FILES
+        return self.sockets + 2 * self.num_ranks + OTHER_FILES
 
     def in_words(self) -> str:
         """Return a sentence."""
         return (
             f"Processes: {format_bytes(self.ranks_on_node * PROCESS_BYTES)} of host memory a node "
-            "before any data; a "
-            f"rank opens up to {self.open_files:,} files, most of them sockets to other ranks "
-            "(`ulimit -n`), a node "
-            f"{self.ranks_on_node * self.sockets:,} sockets; a rank starts with some "
-            f"{self._store_requests:,} requests "
-            "to rank 0's store."
+            f"before any data; a rank opens up to {self.open_files:,} files, most of them sockets "
+            f"to other ranks (`ulimit -n`), a node {self.ranks_on_node * self.sockets:,} sockets; "
+            f"a rank starts with some {self._store_requests:,} requests to rank 0's store."
         )
 
     def as_json(self) -> dict[str, int]:
@@ -179,15 +176,12 @@ def reserve_open_files(num_ranks: int, backend: str) -> None:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < (
-        needed := HostNeeds(num_ranks, 1, backend).open_files
-    ):
+    needed = HostNeeds(num_ranks, 1, backend).open_files
+    if soft != resource.RLIM_INFINITY and soft < needed:
         raise ConfigError(
             f"a rank in a job of {num_ranks} needs {needed} open files, most of them sockets, and "
-            f"may open {soft}. "
-            f"Raise the limit before the job starts: `ulimit -n {needed}`, LimitNOFILE of the "
-            "scheduler's service, or "
-            "docker run --ulimit."
+            f"may open {soft}. Raise the limit before the job starts: `ulimit -n {needed}`, "
+            "LimitNOFILE of the scheduler's service, or docker run --ulimit."
         )
 
 

@@ -47,9 +47,9 @@ TESTS = {
         f"{CLUSTER}/test_dead_ranks.py",
         "test_ranks_that_exchange_different_things",
     ),
-    "a rank's watchdog": (
+    "a rank is stopped": (
         f"{CLUSTER}/test_dead_ranks.py",
-        "test_watchdog_processes_that_are_killed_or_stopped",
+        "test_a_rank_that_was_stopped_is_named_and_ended_once_it_goes_on",
     ),
     "a port scanner": (
         "tests/unit/cluster/test_meeting.py",
