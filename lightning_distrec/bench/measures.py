@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_distrec.callbacks.steps import Clocked
 from lightning_distrec.callbacks.throughput import SampleCounter
-from lightning_distrec.cluster.consensus import all_gather_plain
+from lightning_distrec.cluster.consensus import all_gather_values
 
 
 class Measures(Clocked):
@@ -73,5 +73,5 @@ class Measures(Clocked):
         }
         ranks = [measured]
         if trainer.world_size > 1:
-            ranks = all_gather_plain(measured, dist.new_group(backend="gloo"))
+            ranks = all_gather_values(measured, dist.new_group(backend="gloo"))
         (self._folder / f"{trainer.global_rank}.json").write_text(json.dumps(ranks))

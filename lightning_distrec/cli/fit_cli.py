@@ -297,5 +297,5 @@ def speaks(error: Exception) -> bool:
     from lightning_distrec.strategies.run.process_runs import PROCESS
 
     rank_of_node = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    is_shared = PROCESS.watchdog is not None or isinstance(error, (CommandLineError, RankError))
+    is_shared = PROCESS.heartbeat is not None or isinstance(error, (CommandLineError, RankError))
     return rank_of_node == "0" or not is_shared

@@ -5,6 +5,8 @@ travel over gloo groups of their own, so that they neither queue behind gradient
 wait.
 """
 
+import io
+import pickle
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_distrec import errors
 from lightning_distrec._compat.gloo import one_socket_thread
-from lightning_distrec.cluster.plain_data import from_bytes, to_bytes
-from lightning_distrec.cluster.watchdog import find_location
+from lightning_distrec.cluster.places import find_location
 
 T = TypeVar("T")
 
@@ -86,19 +88,18 @@ class Consensus:
     def take_flags(self, gathered: list[list[int]]) -> list[list[int]]:
         """Return each rank's values without the flags that `with_flags` appended; the flags are
         taken over."""
-        self.flags.receive(
-            *(min(flag) for flag in zip(*(values[-NUM_FLAGS:] for values in gathered), strict=True))
-        )
+        flags_of_ranks = [values[-NUM_FLAGS:] for values in gathered]
+        self.flags.receive(*map(min, zip(*flags_of_ranks, strict=True)))
         return [values[:-NUM_FLAGS] for values in gathered]
 
     def all_gather(self, value: Any, activity: str = "") -> list[Any]:
-        """Collective. Return every rank's `value`, in rank order: plain values, tensors and
-        dataclasses of ours.
+        """Collective. Return every rank's `value`, in rank order; tensors come back in the host's
+        memory, and without a graph.
 
-        Raises RankError on every rank: one rank's value is none of these, or another rank is in
+        Raises RankError on every rank: one rank's value cannot be pickled, or another rank is in
         `all_or_none`.
         """
-        return [value] if self.num_ranks == 1 else all_gather_plain(value, self._group, activity)
+        return [value] if self.num_ranks == 1 else all_gather_values(value, self._group, activity)
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank,
@@ -122,7 +123,8 @@ class Consensus:
         for rank, report in enumerate(reports):
             if report is not None:
                 name, message = report
-                if (kind := getattr(errors, name, None)) is not None:
+                kind = getattr(errors, name, None)
+                if kind is not None:
                     raise kind(f"rank {rank}: {message}")
                 raise errors.RankError(f"rank {rank} failed in {activity}: {name}: {message}")
         return result  # type: ignore[return-value]
@@ -133,19 +135,35 @@ FIRST_BYTES = 64
 LENGTH_BYTES = 8
 
 
-def all_gather_plain(value: Any, group: Any = None, activity: str = "") -> list[Any]:
-    """Collective. Return every rank's `value`, in rank order. Raises as `Consensus.all_gather`.
-    group: of gloo.
+class _Pickler(pickle.Pickler):
+    """Sends tensors from the host's memory, and without a graph."""
 
-    activity: what it is for, alike on all ranks.
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        # A copy: a view would be sent with all of what it is a view of.
+        copy = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return copy.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _to_bytes(value: Any) -> bytes:
+    content = io.BytesIO()
+    _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
+    return content.getvalue()
+
+
+def all_gather_values(value: Any, group: Any = None, activity: str = "") -> list[Any]:
+    """Collective. Return every rank's `value`, in rank order. Raises as `Consensus.all_gather`.
+
+    group: of gloo. activity: what it is for, alike on all ranks.
     """
     try:
-        data = b"+" + to_bytes([activity, value])
-    except TypeError as error:
-        data = b"-" + str(error).encode()
+        data = b"+" + _to_bytes((activity, value))
+    except Exception as error:  # of many kinds, also of the value's own
+        reason = f"a value of type {type(value).__name__} cannot be sent to other ranks: {error}"
+        data = b"-" + reason.encode()
     # Ranks do not know how long the others' values are. All send messages of one size first, and
-    # rests where one needs
-    # that: the lengths that decide it are known to all by then.
+    # rests where one needs that: the lengths that decide it are known to all by then.
     message = len(data).to_bytes(LENGTH_BYTES, "little") + data
     num_ranks, size = dist.get_world_size(group), FIRST_BYTES
     messages = _all_gather_bytes(message[:size], size, num_ranks, group)
@@ -159,33 +177,27 @@ def all_gather_plain(value: Any, group: Any = None, activity: str = "") -> list[
     for rank, content in enumerate(contents):
         if not content.startswith(b"+"):
             raise errors.RankError(f"rank {rank}: {content[1:].decode(errors='replace')}")
-    pairs = [from_bytes(content[1:]) for content in contents]
+    pairs = [pickle.loads(content[1:]) for content in contents]
     if any(other != activity for other, _ in pairs):
         # All ranks come here: each has another activity than some rank.
-        places = all_gather_plain(find_location(traceback.walk_stack(None)), group)
-        lines = [f"rank {rank}: {place}" for rank, place in enumerate(places)]
+        places = all_gather_values(find_location(traceback.walk_stack(None)), group)
+        lines = [f"rank {rank}: {place}\n" for rank, place in enumerate(places)]
         raise errors.RankError(
-            "ranks exchange messages in different places:\n"
-            + "\n".join(lines)
-            + "\nProbably one of them has caught "
-            "an exception that all ranks raise, of a lookup or a collective, and has gone on. Do "
-            "not catch it."
+            f"ranks exchange messages in different places:\n{''.join(lines)}Probably one of them "
+            "has caught an exception that all ranks raise, of a lookup or a collective, and has "
+            "gone on. Do not catch it."
         )
     return [value for _, value in pairs]
 
 
 def _all_gather_bytes(data: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:
-    sent, received = (
-        torch.zeros(size, dtype=torch.uint8),
-        torch.empty(num_ranks * size, dtype=torch.uint8),
-    )
+    sent = torch.zeros(size, dtype=torch.uint8)
+    received = torch.empty(num_ranks * size, dtype=torch.uint8)
     if data:
         # torch warns of read-only bytes, and frombuffer takes no empty buffer.
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     dist.all_gather_into_tensor(received, sent, group=group)
-    return [
-        received[rank * size : (rank + 1) * size].numpy().tobytes() for rank in range(num_ranks)
-    ]
+    return [part.numpy().tobytes() for part in received.split(size)]
 
 
 NUM_FLAGS = 5

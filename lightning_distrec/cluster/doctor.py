@@ -20,11 +20,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.filesize import decimal
 
-from lightning_distrec.cluster.consensus import all_gather_plain
+from lightning_distrec.cluster.consensus import all_gather_values
 from lightning_distrec.cluster.environment import complete_launched, find_launched
 from lightning_distrec.cluster.host_resources import HostNeeds, open_files_limit
-from lightning_distrec.cluster.launched import Launched
-from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
+from lightning_distrec.cluster.launched import Launched, MeetingPoint
+from lightning_distrec.cluster.meeting import meet
 from lightning_distrec.host_memory import host_memory_bytes
 from lightning_distrec.units import format_ranks, quantity, shortened, text_table
 from lightning_distrec.versions import find_installed, problem_with
@@ -132,7 +132,7 @@ def _examine_rank(launched: Launched, folder: Path) -> Rank:
 
 
 def _gather(value: Any) -> list[Any]:
-    return all_gather_plain(value) if dist.is_initialized() else [value]
+    return all_gather_values(value) if dist.is_initialized() else [value]
 
 
 def _sees_folder(folder: Path, launched: Launched) -> bool:

@@ -6,6 +6,7 @@ By default gloo takes the interface of the machine's own name, which may be no n
 """
 
 import ctypes
+import errno
 import ipaddress
 import os
 import resource
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import Store
@@ -28,6 +30,8 @@ Cpus = tuple[int, frozenset[int]]
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 OMP_PAUSE_HARD = 2
+BACKLOG = 1024
+"""Connections that wait to be accepted: all ranks may come at once."""
 
 
 def cpus_of_this_process(node: int) -> Cpus:
@@ -80,7 +84,7 @@ takes more."""
 STORE_REQUESTS, STORE_REQUESTS_PER_RANK = 25, 14
 """To rank 0's store until training begins, measured over gloo on 2 to 64 ranks: of any rank, and
 more for each rank of the job. These are gloo's, which exchanges the addresses of all ranks for each
-mesh, and rank 0's, which checks each rank's key."""
+mesh."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +97,22 @@ class HostNeeds:
 
     @property
     def sockets(self) -> int:
-        """Those of a rank to others; NCCL's own are few. Rank 0 has one more to each, of the
-        store."""
+        """Those of a rank to others; NCCL's own are few. Rank 0 has two more to each: of
+        its store, and of its heartbeat."""
         return MESHES["nccl" if "nccl" in self.backend else "gloo"] * self.num_ranks
 
     @property
     def open_files(self) -> int:
         """Those of rank 0."""
-        return self.sockets + self.num_ranks + OTHER_FILES
+        return self.sockets + 2 * self.num_ranks + OTHER_FILES
 
     def in_words(self) -> str:
         """Return a sentence."""
         return (
             f"Processes: {format_bytes(self.ranks_on_node * PROCESS_BYTES)} of host memory a node "
-            "before any data; a "
-            f"rank opens up to {self.open_files:,} files, most of them sockets to other ranks "
-            "(`ulimit -n`), a node "
-            f"{self.ranks_on_node * self.sockets:,} sockets; a rank starts with some "
-            f"{self._store_requests:,} requests "
-            "to rank 0's store."
+            f"before any data; a rank opens up to {self.open_files:,} files, most of them sockets "
+            f"to other ranks (`ulimit -n`), a node {self.ranks_on_node * self.sockets:,} sockets; "
+            f"a rank starts with some {self._store_requests:,} requests to rank 0's store."
         )
 
     def as_json(self) -> dict[str, int]:
@@ -136,6 +137,30 @@ def open_files_limit() -> int:
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
+def listen_at(host: str, port: int, one_node: bool) -> socket.socket:
+    """Return a socket that listens at the address by which other ranks reach this machine.
+
+    It listens on all interfaces only where that address is none of this machine's own (translated,
+    say), or where it is the loopback, which ranks on other nodes do not reach. Raises OSError.
+    """
+    addresses: list[Any] = []
+    with suppress(OSError):
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, address in addresses:
+        if one_node or _is_outside(address[0]):
+            try:
+                return socket.create_server(address, family=family, backlog=BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    # None of them is this machine's: others reach it by a translated one, in a container, say.
+    dualstack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dualstack else socket.AF_INET
+    return socket.create_server(
+        ("", port), family=family, dualstack_ipv6=dualstack, backlog=BACKLOG
+    )
+
+
 def reserve_open_files(num_ranks: int, backend: str) -> None:
     """Let this process open as many files as the system lets it, and gloo connect ranks when they
     first exchange.
@@ -151,15 +176,12 @@ def reserve_open_files(num_ranks: int, backend: str) -> None:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < (
-        needed := HostNeeds(num_ranks, 1, backend).open_files
-    ):
+    needed = HostNeeds(num_ranks, 1, backend).open_files
+    if soft != resource.RLIM_INFINITY and soft < needed:
         raise ConfigError(
             f"a rank in a job of {num_ranks} needs {needed} open files, most of them sockets, and "
-            f"may open {soft}. "
-            f"Raise the limit before the job starts: `ulimit -n {needed}`, LimitNOFILE of the "
-            "scheduler's service, or "
-            "docker run --ulimit."
+            f"may open {soft}. Raise the limit before the job starts: `ulimit -n {needed}`, "
+            "LimitNOFILE of the scheduler's service, or docker run --ulimit."
         )
 
 
@@ -209,6 +231,13 @@ def find_local_address(host: str) -> str:
                 probe.connect(address)
                 return str(probe.getsockname()[0])
     return ""
+
+
+def find_own_address(host: str) -> str:
+    """Return the address of this machine by which it reaches `host`; `host` itself where that is
+    this machine, as far as its addresses show."""
+    address = find_local_address(host)
+    return address if _is_outside(address) else host
 
 
 def find_interface(address: str) -> str | None:

@@ -8,16 +8,16 @@ processes there are.
 import json
 import os
 import re
+import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.units import format_ranks
 
@@ -27,6 +27,27 @@ SCHEDULED_PORT = 29500
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 PLACE = "place"
+NAME = "lightning_distrec/job"
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where ranks meet."""
+
+    host: str
+    """Name or address of rank 0's node, as the others reach it."""
+    ports: tuple[int, ...]
+    """Ports to try, in this order; the same on all ranks."""
+    identity: str
+    """The job's name: a text that no other job, step or attempt has."""
+    is_hosted: bool = False
+    """Whether a store of the launcher listens there, as torchrun's does; otherwise rank 0 does."""
+    one_node: bool = False
+    """Whether all ranks are on one node: then rank 0 listens at `host` only, even a loopback."""
+    find_loss: Callable[[], str] = str
+    """Returns which process of this job has ended, as far as this one sees; "" if none has."""
+    hint: str = ""
+    """Why there may be nobody else, and what to do: told where nobody else has arrived."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +120,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Launched | None:
         point=MeetingPoint(
             environ["MASTER_ADDR"],
             (parse_number(environ, "MASTER_PORT"),),
-            # Nodes count attempts each for themselves: see introduction.py; without a shared store
+            # Nodes count attempts each for themselves: see meeting.py; without a shared store
             # each has a port.
             f"torchrun {run}" if is_hosted else f"torchrun {run} at {environ['MASTER_PORT']}",
             is_hosted=is_hosted,
@@ -108,6 +129,19 @@ def read_torchrun(environ: Mapping[str, str]) -> Launched | None:
         job="" if run == "none" else "torchrun-" + re.sub(r"\W", "_", run),
         attempt=int(attempt) if attempt.isdecimal() else 0,
     )
+
+
+def name_in_store(point: MeetingPoint, rank: int) -> str:
+    """Return a name that a job without an id keeps over restarts; "" on other ranks than 0.
+
+    torchrun on several nodes calls all jobs "none" that are started without --rdzv-id; its agent's
+    store stays.
+    """
+    if rank:
+        return ""
+    store = PrefixStore(NAME, TCPStore(point.host, point.ports[0], is_master=False))
+    # Where "" is expected, only an absent key is set: a restarted rank 0 gets the first one's name.
+    return store.compare_set(NAME, "", f"torchrun-{secrets.token_hex(8)}").decode()
 
 
 def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:

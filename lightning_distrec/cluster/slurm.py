@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_distrec.cluster.job_key import KEY_VARIABLE
-from lightning_distrec.cluster.launched import Launched, parse_number
-from lightning_distrec.cluster.rendezvous import MeetingPoint
+from lightning_distrec.cluster.launched import Launched, MeetingPoint, parse_number
 from lightning_distrec.errors import ConfigError
 
 NO_STEPS = ("4294967290", "4294967291", "4294967292", "4294967293", "4294967294", "4294967295")
@@ -348,8 +346,6 @@ def batch_script(job: BatchJob) -> str:
     return f"""{header}
 
 set -euo pipefail
-# By this secret the ranks know each other.
-export {KEY_VARIABLE}=${{{KEY_VARIABLE}:-$(od -An -N16 -tx8 /dev/urandom | tr -d ' ')}}
 {setup}
 # With the same ranks as the job: problems show before the training starts.
 {program} doctor

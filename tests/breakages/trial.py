@@ -77,8 +77,7 @@ def apply(breakage: Breakage, root: Path) -> tuple[Path, str]:
 
 
 def undo(file: Path, initial: str, root: Path) -> None:
-    """Put the file's text back, and end what the broken product has left running: a watchdog,
-    say."""
+    """Put the file's text back, and end what the broken product has left running."""
     file.write_text(initial)
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -90,7 +90,6 @@ def test_ranks_are_started_by_hand_in_each_way_of_the_page(row: str) -> None:
     job = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "LIGHTNING_DISTREC_KEY": "any secret",
     }
     if "RANK" not in variables:
         job["LAUNCHED_OPTIONS"] = json.dumps({"num_nodes": 2, "devices": 2})
@@ -106,6 +105,4 @@ def test_ranks_are_started_by_hand_in_each_way_of_the_page(row: str) -> None:
 def test_the_page_has_no_other_way_to_start_ranks_by_hand() -> None:
     table = PAGE.read_text().partition("## Start ranks by hand")[2].partition("<!--")[0]
     rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    assert rows == ["`MASTER_ADDR`, `MASTER_PORT`", *WAYS, "`LIGHTNING_DISTREC_KEY`"], (
-        "each way sets the first and the last"
-    )
+    assert rows == ["`MASTER_ADDR`, `MASTER_PORT`", *WAYS], "each way sets the first and the last"

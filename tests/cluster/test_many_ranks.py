@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_distrec.cluster.heartbeat import GRACE_SECONDS
 from lightning_distrec.errors import RankError
 from tests.benchmarks.ranks import ROWS, TABLES, Small
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks, words_of_ranks
@@ -53,6 +54,10 @@ class GetsSignal(Callback):
         rank, _ = rank_and_num_ranks()
         if batch_idx == KILLED_AT and (rank == LOST or self.sent == signal.SIGTERM):
             Path(os.environ["MANY_RANKS"], "sent").write_text(repr(time.time()))
+            if self.sent == signal.SIGSTOP and os.fork() == 0:
+                time.sleep(SILENCE_SECONDS + GRACE_SECONDS + 1)
+                os.kill(os.getppid(), signal.SIGKILL)  # as a launcher does
+                os._exit(0)
             os.kill(os.getpid(), self.sent)
 
 
@@ -147,7 +152,7 @@ def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_
 def test_many_ranks_name_a_stopped_one(tmp_path: Path) -> None:
     # They wait in gloo, for a connection that is open still, and are ended there.
     _check_named(
-        _fail(tmp_path, signal.SIGSTOP), f"Terminating this rank: rank {LOST} has been stopped for"
+        _fail(tmp_path, signal.SIGSTOP), f"Terminating this rank: rank {LOST} has been silent for"
     )
     assert time.time() - float((tmp_path / "sent").read_text()) < NAMED_SECONDS + SILENCE_SECONDS
 

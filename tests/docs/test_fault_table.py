@@ -47,13 +47,13 @@ TESTS = {
         f"{CLUSTER}/test_dead_ranks.py",
         "test_ranks_that_exchange_different_things",
     ),
-    "a rank's watchdog": (
+    "a rank is stopped": (
         f"{CLUSTER}/test_dead_ranks.py",
-        "test_watchdog_processes_that_are_killed_or_stopped",
+        "test_a_rank_that_was_stopped_is_named_and_ended_once_it_goes_on",
     ),
-    "a local user or a port scanner": (
-        "tests/unit/cluster/test_doors.py",
-        "test_half_open_connections_keep",
+    "a port scanner": (
+        "tests/unit/cluster/test_meeting.py",
+        "test_a_port_scanner_keeps_no_rank_out",
     ),
     "killed before the first checkpoint": (
         f"{CHECKPOINTS}/test_restarting.py",

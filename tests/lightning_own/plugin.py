@@ -20,7 +20,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
-from lightning_distrec.cluster.job_key import KEY_VARIABLE
 from lightning_distrec.strategies.run.launched_ranks import LAUNCHER_PID
 from lightning_distrec.strategies.run.process_runs import PROCESS
 
@@ -104,6 +103,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Any:
     # set on purpose for as long as a launching process lives
-    for name in (KEY_VARIABLE, LAUNCHER_PID):
-        os.environ.pop(name, None)
+    os.environ.pop(LAUNCHER_PID, None)
     return (yield)

@@ -3,11 +3,13 @@
 RANK=1 ... python -m tests.support.faulty_script KIND [OPTIONS of the strategy as JSON]
 """
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec.cluster.heartbeat import GRACE_SECONDS
 from lightning_distrec.strategies.run import process_runs
 from tests.support.launched_script import Clicks, Numbered
 
@@ -34,7 +37,29 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_but_a_worker() -> None:
+    """Be killed, while a fork lives on, as workers of dataloaders do: with copies of all sockets."""
+    if os.fork() == 0:
+        for name in os.listdir("/proc/self/fd"):
+            # What tells the test that this process is gone is a pipe.
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    os.close(int(name))
+        time.sleep(STOPPED_SECONDS + GRACE_SECONDS)
+        os._exit(0)
+    _kill()
+
+
+STOPPED_SECONDS = 12
+"""How long a rank is stopped: the others have ended by then."""
+
+
 def _stop() -> None:
+    """Be stopped, and go on later: nobody else ends this process in a test, as a launcher does."""
+    if os.fork() == 0:
+        time.sleep(STOPPED_SECONDS)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -80,22 +105,11 @@ def hang_at_exit() -> None:
         process_runs.PROCESS.leave()
 
 
-def _unwatch() -> None:
-    """Let the process that watches over this rank be killed, or be stopped on rank 0, and wait for
-    another one."""
-    watchdog: Any = process_runs.PROCESS.watchdog
-    monitor, deadline = watchdog._process, time.monotonic() + 60
-    monitor.send_signal(signal.SIGSTOP if watchdog._settings.rank == 0 else signal.SIGKILL)
-    while watchdog._process is monitor:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 FAULTS = {
-    "unwatch": _unwatch,
     "hold": _hold,
     "wait": _wait,
     "kill": _kill,
+    "kill_but_a_worker": _kill_but_a_worker,
     "stop": _stop,
     "raise": _raise,
     "collective": _collective,
@@ -120,7 +134,7 @@ class Faulty(Clicks):
             self.trainer.strategy.run.undo.callback(_hang)
 
     def _fail(self, place: str) -> None:
-        if place != self._place or (self.global_rank != FAULTY and self._kind != "unwatch"):
+        if place != self._place or self.global_rank != FAULTY:
             return
         if self._kind == "save":
             self.trainer.save_checkpoint(Path(os.environ["FAULTY_FOLDER"], "alone.ckpt"))
@@ -150,8 +164,8 @@ def fail_at_start(place: str) -> None:
     """Let this rank be killed while the ranks meet: at the first contact, or around
     init_process_group."""
     if place == "at the first contact":
-        start = process_runs.PROCESS.start_watchdog
-        process_runs.PROCESS.start_watchdog = lambda *args: (start(*args), _kill())  # type: ignore[assignment, return-value]
+        start = process_runs.PROCESS.start_heartbeat
+        process_runs.PROCESS.start_heartbeat = lambda *args: (start(*args), _kill())  # type: ignore[assignment, return-value]
     elif place == "before the process group":
         dist.init_process_group = lambda *_, **__: _kill()
     elif place == "after the process group":

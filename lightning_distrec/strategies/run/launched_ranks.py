@@ -2,7 +2,6 @@
 notebook."""
 
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -48,8 +47,8 @@ from lightning_distrec.cluster.host_resources import (
     reserve_open_files,
     use_threads,
 )
-from lightning_distrec.cluster.job_key import KEY_VARIABLE
-from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
+from lightning_distrec.cluster.launched import MeetingPoint
+from lightning_distrec.cluster.meeting import meet
 from lightning_distrec.errors import CheckpointError, ConfigError, RankError
 from lightning_distrec.gpu import device_id, refuse_shared_devices
 from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
@@ -69,7 +68,7 @@ CHANGE = (
 )
 LAUNCHER_PID = "LIGHTNING_DISTREC_LAUNCHER_PID"
 """Set by the process that starts ranks, for them: rank 0 of a script, or a notebook."""
-RANK_VARIABLES = ("MASTER_PORT", KEY_VARIABLE, LAUNCHER_PID, THREADS_VARIABLE)
+RANK_VARIABLES = ("MASTER_PORT", LAUNCHER_PID, THREADS_VARIABLE)
 
 
 def refuse_other_namespace(instance: object) -> None:
@@ -245,8 +244,6 @@ def _prepare_and_launch(
             and strategy.num_processes > 1
             and not environment.creates_processes_externally
         ):
-            # passed to the ranks that it starts
-            os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(32))
             os.environ[LAUNCHER_PID] = str(os.getpid())
         if (
             trainer is not None
@@ -306,7 +303,7 @@ def check_trainer(strategy: Any, trainer_nodes: int) -> None:
 def connect_ranks(
     strategy: Any, backend: str, waits: Waits, sets_threads: bool, trainer_nodes: int
 ) -> None:
-    """Collective. Meet the other ranks, make the default process group and start the watchdog,
+    """Collective. Meet the other ranks, make the default process group and start its heartbeat,
     unless that is done.
 
     sets_threads: whether torch's number of threads follows the CPUs that the launcher gives each
@@ -320,9 +317,8 @@ def connect_ranks(
         if num_before != num_ranks:
             raise ConfigError(
                 f"this Trainer has {quantity(num_ranks, 'rank')}, and this process is one of "
-                f"{num_before}, of an "
-                "earlier Trainer. Use one number of ranks in a program; in a notebook, restart "
-                "the kernel."
+                f"{num_before}, of an earlier Trainer. Use one number of ranks in a program; in a "
+                "notebook, restart the kernel."
             )
         _find_place(strategy, default_store(), trainer_nodes)
         return
@@ -342,8 +338,8 @@ def connect_ranks(
     def log_on_rank(message: str) -> None:
         print(rank_prefixed_message(message, rank), flush=True)
 
-    def watch(port: int, token: str) -> int:
-        return PROCESS.start_watchdog(rank, point, list(names), port, token, waits)
+    def watch(host: str, port: int) -> int:
+        return PROCESS.start_heartbeat(rank, point, list(names), host, port, waits)
 
     watches = {"watch": watch} if num_ranks > 1 else {}
     if num_ranks > 1:
@@ -379,8 +375,7 @@ def connect_ranks(
     over = f" over {os.environ[GLOO]}" if num_nodes > 1 and os.environ.get(GLOO) else ""
     rank_zero_info(
         f"{quantity(num_ranks, 'rank')} on {quantity(num_nodes, 'node')}, started by {launcher}, "
-        "exchange by "
-        f"{backend}{over}."
+        f"exchange by {backend}{over}."
     )
 
 
@@ -400,12 +395,11 @@ def _meeting_point(environment: ClusterEnvironment) -> MeetingPoint:
     if is_lightning and local_rank is not None and LAUNCHER_PID not in os.environ:
         hint = (
             f" (the environment has LOCAL_RANK={local_rank}, so that Lightning starts no ranks; "
-            "where no launcher has "
-            "set it, unset it)"
+            "where no launcher has set it, unset it)"
         )
-    return MeetingPoint(
-        environment.main_address, (environment.main_port,), type(environment).__name__, hint=hint
-    )
+    # Two jobs of one user may get one port by mistake; their launching processes differ.
+    identity = f"{type(environment).__name__} {os.environ.get(LAUNCHER_PID, '')}"
+    return MeetingPoint(environment.main_address, (environment.main_port,), identity, hint=hint)
 
 
 def _find_loss(strategy: Any) -> str:

@@ -1,4 +1,4 @@
-"""The runs of this process, under the watchdog, and what follows the last of them: leaving the
+"""The runs of this process, with their heartbeat, and what follows the last of them: leaving the
 process group at exit.
 
 A gloo thread that drops its last Python object while the interpreter is finalizing aborts the
@@ -8,7 +8,6 @@ collect garbage, wait for the other ranks for a bounded time, destroy the group.
 
 import atexit
 import gc
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,10 +24,10 @@ from lightning.pytorch.utilities.rank_zero import rank_prefixed_message, rank_ze
 
 from lightning_distrec._compat.torch import abort_process_groups, collective_counts
 from lightning_distrec.cluster.consensus import forget_consensus
-from lightning_distrec.cluster.introduction import LOOPBACK, listen_at
-from lightning_distrec.cluster.rendezvous import MeetingPoint
-from lightning_distrec.cluster.watchdog import Watchdog
-from lightning_distrec.cluster.watchdog_messages import Settings
+from lightning_distrec.cluster.heartbeat import Heartbeat, start_heartbeat
+from lightning_distrec.cluster.host_resources import listen_at
+from lightning_distrec.cluster.launched import MeetingPoint
+from lightning_distrec.cluster.verdicts import Judge
 from lightning_distrec.errors import ConfigError, RankError
 from lightning_distrec.strategies.run.calls_outside import (
     CallsOutside,
@@ -69,7 +68,7 @@ class ProcessRuns:
     process group."""
 
     def __init__(self) -> None:
-        self.watchdog: Watchdog | None = None
+        self.heartbeat: Heartbeat | None = None
         self.calls_outside = CallsOutside()
         self.has_failed = False
         """Whether a run has failed: other ranks may be gone, so that the exit must not wait for
@@ -77,40 +76,36 @@ class ProcessRuns:
         self._trainer: Trainer | None = None
         self._releases: list[weakref.WeakMethod[Callable[[], None]]] = []
 
-    def start_watchdog(
-        self, rank: int, point: MeetingPoint, nodes: list[str], port: int, token: str, waits: Waits
+    def start_heartbeat(
+        self, rank: int, point: MeetingPoint, nodes: list[str], host: str, port: int, waits: Waits
     ) -> int:
         """Watch over the ranks from the moment that this one and rank 0 know of each other. Return
-        rank 0's port.
+        the port at which rank 0 listens for that.
 
-        nodes: the node of each rank by name; empty where that is not known. port: of rank 0's
-        watchdog, 0 on rank 0.
-        token: known to this job only.
+        nodes: the node of each rank by name; empty where that is not known. host, port: of rank 0;
+        the port is 0 on rank 0.
         """
-        # It has the port and the token of an earlier rendezvous.
-        if self.watchdog is not None:
-            self.watchdog.send(is_closed=True)
-            self.watchdog = None
+        # It is connected to rank 0 of an earlier meeting.
+        if self.heartbeat is not None:
+            self.heartbeat.report(is_closed=True)
+            self.heartbeat = None
         if not waits.watchdog_seconds:
             return port
-        listener, host = None, point.host
+        listener = None
         if rank == 0:
             listener = listen_at(host, 0, point.one_node)
-            host, port = listener.getsockname()[:2]
-            host = LOOPBACK if host in ("0.0.0.0", "::") else host  # all interfaces
-        descriptor = None if listener is None else listener.fileno()
-        limits = waits.watchdog_seconds, waits.deadlock_seconds
-        settings = Settings(rank, os.getpid(), nodes, host, port, descriptor, token, *limits)
-        self.watchdog = Watchdog(settings, listener)
-        # The run began before the rendezvous, when there was no watchdog to report it to.
+            port = listener.getsockname()[1]
+        judge = Judge(nodes, waits.watchdog_seconds, waits.deadlock_seconds)
+        self.heartbeat = start_heartbeat(rank, judge, point.identity, (host, port), listener)
+        # The run began before the meeting, when there was no heartbeat to report it to.
         self._start_run()
         return port
 
     def note_writing(self, is_writing: bool) -> None:
         """Note whether this rank writes a checkpoint in the background: it is not ended for
         another's failure then."""
-        if self.watchdog is not None:
-            self.watchdog.send(is_writing=is_writing)
+        if self.heartbeat is not None:
+            self.heartbeat.is_writing = is_writing
 
     @contextmanager
     def run(
@@ -126,38 +121,38 @@ class ProcessRuns:
         self._start_run()
         try:
             yield
-            if self.watchdog is not None and dist.is_initialized():
-                self._meet_at_end(self.watchdog, timeout_seconds)
+            if self.heartbeat is not None and dist.is_initialized():
+                self._meet_at_end(self.heartbeat, timeout_seconds)
         # Also for KeyboardInterrupt and SystemExit: the other ranks wait for this one all the same.
         except BaseException as failure:
             report_causes_only()
-            if self.watchdog is None:
+            if self.heartbeat is None:
                 raise
             # No failure: a signal has stopped all ranks, which end by themselves.
             if isinstance(failure, SystemExit) and all_leave():
-                self.watchdog.end_run()
+                self.heartbeat.end_run()
                 raise
-            reason = self.watchdog.explain(failure)
+            reason = self.heartbeat.explain(failure)
             if reason is not None:
                 raise reason from failure
             raise
         finally:
             self._trainer = None
-        if self.watchdog is not None:
-            self.watchdog.end_run()
+        if self.heartbeat is not None:
+            self.heartbeat.end_run()
 
     @contextmanager
     def leaving(self, has_failed: bool) -> Iterator[None]:
         """Around what may wait for other ranks after a run. has_failed: the run has; the wait is
         limited then."""
-        watchdog = self.watchdog if has_failed else None
-        if watchdog is not None:
-            watchdog.send(is_leaving=True)
+        heartbeat = self.heartbeat if has_failed else None
+        if heartbeat is not None:
+            heartbeat.report(is_leaving=True)
         try:
             yield
         finally:
-            if watchdog is not None:
-                watchdog.send(is_leaving=False)
+            if heartbeat is not None:
+                heartbeat.report(is_leaving=False)
 
     def leave_at_exit(self, release: Callable[[], None]) -> None:
         """Register the destruction of the process group at exit.
@@ -173,8 +168,6 @@ class ProcessRuns:
         """Destroy the process group, once all ranks are here or some seconds have passed."""
         # sys.last_value: set by the interpreter when an exception reached the top of the script.
         has_failed = self.has_failed or hasattr(sys, "last_value")
-        if self.watchdog is not None:
-            self.watchdog.end_stopped()
         with self.leaving(has_failed):
             if (
                 has_failed
@@ -199,7 +192,7 @@ class ProcessRuns:
                 else:
                     destroy_after_all(FAREWELL_SECONDS)
 
-    def _meet_at_end(self, watchdog: Watchdog, timeout_seconds: float) -> None:
+    def _meet_at_end(self, heartbeat: Heartbeat, timeout_seconds: float) -> None:
         """Collective. Wait for the other ranks to end the run, up to the timeout. Raises RankError:
         one has failed.
 
@@ -207,24 +200,25 @@ class ProcessRuns:
         well.
         """
         try:
-            wait_for_all(watchdog.begin_end(), timeout_seconds, watchdog.look_for_failures)
+            wait_for_all(heartbeat.begin_end(), timeout_seconds, heartbeat.look_for_failures)
         except RankError:
             raise
         # rank 0, whose process holds the store, has seen all ranks and ended, or died
         except RuntimeError as failure:
-            verdict = watchdog.ask().get("verdict")
-            if verdict:
-                raise RankError(f"{verdict}.") from failure
+            reason = heartbeat.ask().running
+            if reason:
+                raise RankError(f"{reason}.") from failure
 
     def _start_run(self) -> None:
-        if self.watchdog is not None and self._trainer is not None:
-            reference = weakref.ref(self._trainer)  # the watchdog stays, and a trainer holds shards
+        if self.heartbeat is not None and self._trainer is not None:
+            # The heartbeat stays, and a trainer holds shards.
+            reference = weakref.ref(self._trainer)
 
             def progress() -> str:
                 trainer = reference()
                 return "" if trainer is None else describe_progress(trainer)
 
-            self.watchdog.start_run(progress)
+            self.heartbeat.start_run(progress)
 
 
 PROCESS = ProcessRuns()

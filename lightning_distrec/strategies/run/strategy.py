@@ -31,8 +31,7 @@ from lightning_distrec._compat.lightning_logging import (
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.cluster.environment import LaunchedRanks, local_world_size, publish_ranks
 from lightning_distrec.cluster.host_resources import THREADS_VARIABLE
-from lightning_distrec.cluster.launched import Launched
-from lightning_distrec.cluster.rendezvous import name_in_store
+from lightning_distrec.cluster.launched import Launched, name_in_store
 from lightning_distrec.errors import ConfigError, DistRecError, ShardingError
 from lightning_distrec.module_shards import holds_shards
 from lightning_distrec.option_values import as_options, parse_timeout
@@ -250,11 +249,10 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     def exchange(self, value: Any) -> list[Any]:
         """Collective. Return what each rank has passed, in rank order: numbers, texts, lists,
-        dicts, tensors.
+        dicts; tensors, which come back in the host's memory.
 
         Once the ranks have met: in `setup` of modules and datamodules, where loaders are made, in
-        hooks. Nothing is pickled. Raises RankError on every rank: one rank's value is of another
-        type.
+        hooks. Raises RankError on every rank: one rank's value cannot be pickled.
         """
         return self.session.consensus.all_gather(value)
 

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.checkpoint.checksums import read_archive
 from lightning_distrec.cluster.environment import LaunchedRanks
-from lightning_distrec.cluster.launched import Launched
-from lightning_distrec.cluster.rendezvous import MeetingPoint
+from lightning_distrec.cluster.launched import Launched, MeetingPoint
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints import resuming
 from lightning_distrec.strategies.checkpoints.resuming import FOLDER

@@ -32,7 +32,7 @@ with pytest.raises(CheckpointError, match="with their optimizers' state"):
 second = trainer(1)
 second.fit(module, DataLoader(ids, 8), DataLoader(ids, 8))
 assert second.callback_metrics["error"] < found["metrics"]["error"]
-assert not {"MASTER_PORT", "LIGHTNING_DISTREC_KEY", "LIGHTNING_DISTREC_LAUNCHER_PID"} & os.environ.keys()
+assert not {"MASTER_PORT", "LIGHTNING_DISTREC_LAUNCHER_PID"} & os.environ.keys()
 torch.randn(1_000_000).exp().sum()
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 with pytest.raises(ConfigError, match="inherit its process group"):

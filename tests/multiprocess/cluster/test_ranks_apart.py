@@ -4,6 +4,7 @@ of mixing up."""
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_distrec.cluster.consensus import Consensus, RankFlags
@@ -43,3 +44,28 @@ def test_all_ranks_raise_one_error_that_says_where_each_is(activities: tuple[str
     assert (lines[0] == lines[1].replace("rank 1", "rank 0")) == bool(activities[0])
     assert "Do not catch it" in first
     assert gathered == [0, 1]
+
+
+def _gather() -> tuple[str, list[Any]]:
+    rank, num_ranks = rank_and_num_ranks()
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    consensus = Consensus(20, RankFlags())
+    refused = ""
+    try:
+        consensus.all_gather(consensus if rank else "x" * 1000)
+    except RankError as error:
+        refused = str(error)
+    parameter = torch.nn.Parameter(torch.arange(6.0, dtype=torch.bfloat16).reshape(3, 2))
+    return refused, consensus.all_gather({"rows": parameter.T[rank], (rank, None): torch.Size([2])})
+
+
+def test_values_of_any_length_come_back_and_what_cannot_be_sent_is_an_error_on_all_ranks() -> None:
+    for refused, gathered in run_on_ranks(_gather, 2):
+        assert refused.startswith("rank 1: a value of type Consensus cannot be sent to other ranks")
+        assert [set(values) for values in gathered] == [{"rows", (rank, None)} for rank in range(2)]
+        for rank, values in enumerate(gathered):
+            rows = values["rows"]
+            assert rows.dtype == torch.bfloat16
+            assert rows.tolist() == [rank, rank + 2, rank + 4]
+            assert not rows.requires_grad
+            assert rows.untyped_storage().nbytes() == 6, "not all of what it was a view of"

@@ -106,7 +106,7 @@ def _reuse(name: str) -> dict[str, Any]:
     said["fabric"] = _words(lambda: Fabric(strategy=strategy, devices=1))
     said |= {
         "early": early,
-        "types": _words(lambda: strategy.exchange(object() if strategy.global_rank else None)),
+        "types": _words(lambda: strategy.exchange((lambda: 0) if strategy.global_rank else None)),
     }
     return {"losses": losses, "said": said, "exchanged": exchanged}
 
@@ -158,8 +158,8 @@ def test_trainers_share_a_strategy_or_are_told_why_not(
         assert [value["rank"] for value in results[name]["exchanged"]] == [0, 1]
         assert torch.equal(results[name]["exchanged"][1 - rank][0][1], torch.arange(2))
         assert "the ranks have not met yet" in said["early"]
-        assert said["types"] == (
-            "RankError: rank 1: a value of type object cannot be sent to other ranks"
+        assert said["types"].startswith(
+            "RankError: rank 1: a value of type function cannot be sent to other ranks: "
         )
 
 

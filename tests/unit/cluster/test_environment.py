@@ -7,13 +7,13 @@ import pytest
 from lightning_distrec.cluster.environment import check_numbers, check_variables
 from lightning_distrec.cluster.launched import (
     Launched,
+    MeetingPoint,
     Place,
     find_nodes,
     read_open_mpi,
     read_torchrun,
     read_variables,
 )
-from lightning_distrec.cluster.rendezvous import MeetingPoint
 from lightning_distrec.errors import ConfigError
 
 TWO_NODES = Launched("srun", 1, 8, 1, 4, 0, 2, MeetingPoint("a", (1,), "b"))

@@ -1,7 +1,6 @@
 """Ranks find those of their own job, and say whom they wait for. Real sockets and stores; ranks are
 threads here."""
 
-import json
 import socket
 import threading
 import time
@@ -13,14 +12,12 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from lightning_distrec.cluster import introduction, rendezvous
-from lightning_distrec.cluster.introduction import listen_at
-from lightning_distrec.cluster.job_key import KEY_VARIABLE
-from lightning_distrec.cluster.rendezvous import MeetingPoint, meet
+from lightning_distrec.cluster import meeting
+from lightning_distrec.cluster.host_resources import listen_at
+from lightning_distrec.cluster.launched import MeetingPoint
+from lightning_distrec.cluster.meeting import meet
 from lightning_distrec.errors import RendezvousError
 from tests.support.ports import free_ports
-
-SetKey = Callable[[str], None]
 
 
 @pytest.fixture
@@ -31,8 +28,8 @@ def point() -> MeetingPoint:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "LOG_AFTER_SECONDS", 0.3)
-    monkeypatch.setattr(introduction, "TRY_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "LOG_AFTER_SECONDS", 0.3)
+    monkeypatch.setattr(meeting, "TRY_SECONDS", 0.5)
 
 
 def _run(*calls: Callable[[], Any]) -> list[Any]:
@@ -179,76 +176,6 @@ def test_one_rank_needs_nobody(point: MeetingPoint) -> None:
     assert _run(_rank(point, 0, 1, [])) == ["job 1.0"]
 
 
-# -- strangers: those who reach the ports, and do not have the key
-
-
-@pytest.fixture
-def set_key(monkeypatch: pytest.MonkeyPatch) -> SetKey:
-    """Set the key of the ranks that start from now on."""
-    return lambda key: monkeypatch.setenv(KEY_VARIABLE, key)
-
-
-def _first_line(host: str, port: int, answer: bytes = b"\n") -> bytes:
-    with socket.create_connection((host, port), 2) as connection:
-        connection.sendall(answer)
-        return b"".join(connection.makefile("rb").readlines())
-
-
-def test_a_stranger_learns_neither_the_job_nor_where_its_store_is(
-    point: MeetingPoint, set_key: Callable[[str], None]
-) -> None:
-    set_key("a secret")
-    lines: list[str] = []
-    learned: list[bytes] = []
-
-    def ask() -> None:
-        while not learned:
-            with suppress(OSError):
-                learned.append(_first_line(point.host, point.ports[0]))
-        proof = json.dumps({"nonce": "mine", "proof": "0" * 64}).encode() + b"\n"
-        learned.extend(_first_line(point.host, point.ports[0], proof) for _ in range(2))
-
-    def late() -> str:
-        while len(learned) < 3:
-            time.sleep(0.01)
-        return _rank(point, 1, 2, lines)()
-
-    assert _run(_rank(point, 0, 2, lines), late, ask)[:2] == ["job 1.0"] * 2
-    keys = [sorted(json.loads(line)) for lines in learned for line in lines.splitlines()]
-    hello = ["job", "nonce", "offer"]
-    assert keys == [hello, hello, [], hello, []], (
-        "an empty answer to a wrong proof, and none to none"
-    )
-    assert all(b"job 1.0" not in lines and b"secret" not in lines for lines in learned)
-    refused = (
-        "refused a process at 127.0.0.1, which asked for the ranks of this job without its key."
-    )
-    assert lines == [refused], "once for each address"
-
-
-def test_a_rank_with_another_key_is_refused_and_says_what_to_set(
-    point: MeetingPoint, set_key: Callable[[str], None]
-) -> None:
-    set_key("a secret")
-    outcomes: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: outcomes.extend(_run(_rank(point, 0, 2, [], seconds=2)))
-    )
-    thread.start()
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        with suppress(OSError):
-            _first_line(point.host, point.ports[0])
-            break
-    set_key("another secret")
-    (refused,) = _run(_rank(point, 1, 2, [], seconds=3))
-    thread.join()
-    assert str(refused).startswith(
-        f"rank 0 at 127.0.0.1 does not have the key that this rank has from {KEY_VARIABLE}. Set"
-    )
-    assert "waiting for rank 1" in str(outcomes[0])
-
-
 def _other_than(earlier_attempt: str, job_store: PrefixStore) -> str:
     """Return the identity of the attempt after another, once it is there."""
     while not job_store.check(["latest"]) or job_store.get("latest").decode() == earlier_attempt:
@@ -273,61 +200,27 @@ def test_attempts_in_a_launchers_store_do_not_meet_what_is_left_of_earlier_ones(
     assert _other_than(earlier_attempt, PrefixStore(hosted.identity, agent)) != earlier_attempt
 
 
-@pytest.mark.parametrize(
-    "late_seconds", [0, 1], ids=["together", "the other rank after the refusal"]
-)
-def test_who_takes_a_ranks_place_in_a_launchers_store_is_refused_on_all(
-    point: MeetingPoint, set_key: Callable[[str], None], late_seconds: float
-) -> None:
-    set_key("a secret")
-    agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
-    hosted = replace(point, ports=point.ports[:1], is_hosted=True)
-    job_store = PrefixStore(hosted.identity, agent)
-
-    def take_its_place() -> None:
-        latest = _other_than("", job_store)
-        place = PrefixStore(latest, agent)
-        place.set("arrived/1", json.dumps({"num_ranks": 3, "nonce": "x", "proof": "0" * 64}))
-        # set after the list of arrivals, which the stranger would begin anew
-        place.wait(["challenge"])
-        place.append("arrivals", "1 ")
-
-    def last() -> Any:
-        time.sleep(late_seconds)
-        return _rank(hosted, 2, 3, [])()
-
-    thread = threading.Thread(target=take_its_place)
-    thread.start()
-    outcomes = _run(_rank(hosted, 0, 3, []), last)
-    thread.join()
-    expected = (
-        f"rank 1 does not have the key of this job, which rank 0 has from {KEY_VARIABLE}. "
-        f"Set {KEY_VARIABLE}"
-    )
-    assert all(str(outcome).startswith(expected) for outcome in outcomes), outcomes
+def test_two_processes_of_one_number_are_refused(point: MeetingPoint) -> None:
+    outcomes = _run(*(_rank(point, rank, 3, [], seconds=2) for rank in (0, 1, 1)))
+    assert "two processes are rank 1 (RANK): start one of each." in map(str, outcomes[1:])
+    assert "2 of 3 ranks arrived at 127.0.0.1; waiting for rank 2" in str(outcomes[0])
 
 
-def test_who_takes_rank_0s_place_in_a_launchers_store_is_refused(
-    point: MeetingPoint, set_key: Callable[[str], None]
-) -> None:
-    set_key("a secret")
-    agent = TCPStore("127.0.0.1", point.ports[0], is_master=True, wait_for_workers=False)
-    hosted = replace(point, ports=point.ports[:1], is_hosted=True)
-    PrefixStore(hosted.identity, agent).set("latest", "a stranger's")
-    place = PrefixStore("a stranger's", agent)
-    place.set("challenge", json.dumps({"nonce": "x", "offer": "variable", "watch": 0}))
-    place.set("complete/1/proof", "0" * 64)
-    place.set("complete", "")
+def test_a_port_scanner_keeps_no_rank_out(point: MeetingPoint) -> None:
+    lines: list[str] = []
 
-    def answer() -> None:
-        place.wait(["hello/1"])
-        place.set(f"hello/1/{place.get('hello/1').decode()}", "")
+    def scan_then_arrive() -> str:
+        strangers = []
+        while len(strangers) < 300:
+            with suppress(ConnectionRefusedError):
+                strangers.append(socket.create_connection((point.host, point.ports[0])))
+                strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" * (len(strangers) % 2))
+        outcome = _rank(point, 1, 2, lines)()
+        for stranger in strangers:
+            stranger.close()
+        return outcome
 
-    thread = threading.Thread(target=answer)
-    thread.start()
-    (outcome,) = _run(_rank(hosted, 1, 2, []))
-    thread.join()
-    assert str(outcome).startswith("whoever answers for rank 0 does not have the key of this job")
+    assert _run(_rank(point, 0, 2, lines), scan_then_arrive) == ["job 1.0"] * 2
 
 
 def test_on_one_node_nothing_listens_beyond_the_address_that_ranks_use(point: MeetingPoint) -> None:

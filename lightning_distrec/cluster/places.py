@@ -1,0 +1,133 @@
+"""Where a rank's main thread is, and whether it waits for other ranks, as far as Python sees."""
+
+import linecache
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch.distributed import DistError
+
+from lightning_distrec.errors import RankError
+
+NETWORK_ERROR = re.compile(
+    "gloo|nccl|closed by peer|pair closure|connection reset|connection refused|broken pipe"
+    "|timed out|failed to recv"
+)
+"""Words in the plain RuntimeErrors that torch raises when another rank is gone or late."""
+NOT_USER_CODE = (
+    "<",
+    "site-packages",
+    "dist-packages",
+    str(Path(os.__file__).parent),
+    # This package, which an editable install keeps outside of site-packages.
+    str(Path(__file__).parents[1]),
+)
+# Files in which a thread waits for other ranks, or starts what does: `backward`. Not those of
+# checkpoints, where it waits for a disk.
+EXCHANGES = re.compile(
+    r"/(torch/(distributed/(?!checkpoint)|nn/parallel/dist|autograd/(?!prof))|torchrec/distributed/)"
+)
+# Waits known by what lines end with: those for a GPU take a whole processor, as work does.
+ARGUMENTS = r"\(([^()]|\([^()]*\))*\)[])}:,]*$"
+WAIT = re.compile(r"\.wait" + ARGUMENTS)
+WAIT_FOR_GPU = re.compile(r"\.(item|cpu|tolist|to|nonzero|\w*synchronize)" + ARGUMENTS)
+PAGES_PER_PLACE = 1000
+"""A thread that has taken this many pages of memory is at another place: it copies."""
+
+
+def is_waiting(thread: int) -> bool:
+    """Whether a thread, the main one, waits for other ranks, or for a GPU that may."""
+    frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
+    frame = frames.pop(thread, None)
+    if frame is None:
+        return False
+    own = []
+    # On GPUs it runs on threads that torch starts: hooks compute there, and what is compiled on
+    # first use.
+    if frame.f_code.co_name == "_engine_run_backward":
+        stacks = [[*traceback.walk_stack(other)] for other in frames.values()]
+        own = [
+            stack[0][0] for stack in stacks if stack[-1][0].f_code.co_filename != threading.__file__
+        ]
+    return all(map(is_wait, own or [frame]))
+
+
+def find_place(thread: int) -> int:
+    """Return a number that stays while a thread stays in one call, and computes and copies
+    nothing."""
+    stack = traceback.walk_stack(sys._current_frames().get(thread))  # noqa: SLF001
+    calls = [(id(frame.f_code), frame.f_lasti) for frame, _ in stack]
+    return hash((*count_work(thread), *calls))
+
+
+def is_wait(frame: FrameType) -> bool:
+    """Whether a thread in a frame waits in a call of C that waits for ranks or GPUs, or may."""
+    # What calls an operation of torch by its name, such as a collective's wait_tensor.
+    while frame.f_back is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
+        frame = frame.f_back
+    # A frame has no line while it is entered.
+    if frame.f_lineno is None:
+        return False
+    # Waits of exchanges call into C; others, of threads and processes, are functions of Python with
+    # other lines.
+    file = frame.f_code.co_filename
+    line = linecache.getline(file, frame.f_lineno).rstrip()
+    waits_for_gpu = torch.cuda.is_initialized() and WAIT_FOR_GPU.search(line)
+    return bool(WAIT.search(line) or waits_for_gpu or EXCHANGES.search(file))
+
+
+def count_work(thread: int) -> tuple[int, int]:
+    """Return counts that grow while a process computes on GPUs, or a thread copies; without GPUs,
+    while it computes."""
+    if not torch.cuda.is_initialized():
+        return int(time.clock_gettime(time.pthread_getcpuclockid(thread))), 0
+    # Waits for a GPU take a processor, too. What computes there takes memory there.
+    stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
+    allocated = sum(counts["allocation.all.allocated"] for counts in stats)
+    # Source: man 5 proc, from minflt to cmajflt.
+    path = f"/proc/self/task/{threading.main_thread().native_id}/stat"
+    fields = Path(path).read_text().rpartition(")")[2].split()
+    return allocated, sum(map(int, fields[7:11])) // PAGES_PER_PLACE
+
+
+def locate_thread(thread: int) -> str:
+    """Return where a thread is now, as `find_location` does."""
+    frames = sys._current_frames()  # noqa: SLF001
+    return find_location(traceback.walk_stack(frames[thread])) if thread in frames else ""
+
+
+def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return where a thread is: the innermost line of the user's code, and what it has called
+    there.
+
+    frames: with their lines, innermost first, as `traceback.walk_stack` returns them.
+    """
+    codes = [(frame.f_code, line) for frame, line in frames]
+    files = [code.co_filename for code, _ in codes]
+    outside = [
+        place
+        for place, file in zip(codes, files, strict=True)
+        if not any(part in file for part in NOT_USER_CODE)
+    ]
+    (user, line), (innermost, _) = (outside or codes)[0], codes[0]
+    location = f"{os.path.basename(user.co_filename)}:{line} in {user.co_name}"
+    return location if user is innermost else f"{location} ({innermost.co_name})"
+
+
+def is_network_failure(failure: BaseException) -> bool:
+    """Whether another rank may have caused an exception. torch and gloo have no classes for that,
+    only texts."""
+    # It is a RuntimeError with its reason already, whose text may hold some of these words.
+    if isinstance(failure, RankError):
+        return False
+    if isinstance(failure, DistError | ConnectionError):
+        return True
+    is_runtime_error = isinstance(failure, RuntimeError)
+    return is_runtime_error and NETWORK_ERROR.search(str(failure).lower()) is not None
