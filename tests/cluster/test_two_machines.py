@@ -79,7 +79,7 @@ def test_a_machine_that_is_cut_off_is_named(
     finally:
         for rank in ranks:
             rank.kill()
-    assert "rank 1 has been silent for 3 s: its machine or the network to it is down" in output[0]
+    assert "rank 1 has been silent for 3 s: it is stopped, or in one call" in output[0]
     assert "rank 0 has been silent for 3 s" in output[1]
     assert all(rank.returncode for rank in ranks)
 
