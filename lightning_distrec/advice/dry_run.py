@@ -11,6 +11,7 @@ from typing import Any
 from lightning_distrec.advice.dry_job import (
     DryJob,
     DryModule,
+    bytes_of_tables,
     describe_misfit,
     make_decisions,
     make_facts,
@@ -186,9 +187,7 @@ def find_largest_batch(
     )
 
 
-def find_min_nodes(
-    dry: DryModule, job: DryJob, decisions: Decisions, misfit: str, seconds: float
-) -> Edge:
+def find_min_nodes(dry: DryModule, job: DryJob, misfit: str, seconds: float) -> Edge:
     """Return the minimum number of nodes that fit, each with as many ranks as the job's."""
 
     def obstacle_to(num_nodes: int) -> str:
@@ -201,24 +200,19 @@ def find_min_nodes(
         return ""
 
     upper = max(job.num_nodes, MAX_RANKS // job.ranks_on_node)
-    lower = min(upper, _min_nodes_by_memory(dry, job, decisions))
+    lower = min(upper, _min_nodes_by_memory(dry, job))
     return EdgeSearch(obstacle_to, {job.num_nodes: misfit}, SEARCH_SECONDS, seconds).smallest(
         lower, upper
     )
 
 
-def _min_nodes_by_memory(dry: DryModule, job: DryJob, decisions: Decisions) -> int:
-    """Return a number of nodes below which the tables' rows and updates do not fit, however they
-    are sharded."""
-    needed = 0.0
-    for table in decisions.tables:
-        weight, update = table.parameter, dry.updates[table.full_name]
-        needed += weight.numel() * (weight.element_size() + update.bytes_per_element)
-        needed += weight.shape[0] * update.bytes_per_row
+def _min_nodes_by_memory(dry: DryModule, job: DryJob) -> int:
+    """Return a number of nodes below which rows and updates do not fit, however sharded."""
     # Of one node, all its ranks and its host: no sharding can use more of it.
     facts = make_facts(dry, replace(job, num_nodes=1))
     usable = facts.memory.less(facts.reservation)
-    return max(1, math.ceil(needed / (sum(usable.device_bytes) + sum(usable.host_bytes))))
+    usable_bytes = sum(usable.device_bytes) + sum(usable.host_bytes)
+    return max(1, math.ceil(bytes_of_tables(dry) / usable_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,7 +301,7 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
             f"the minimum number of nodes was not searched for: {fixed} fixes the ranks"
         )
         return result
-    return replace(result, min_nodes=find_min_nodes(dry, job, decisions, misfit, seconds))
+    return replace(result, min_nodes=find_min_nodes(dry, job, misfit, seconds))
 
 
 def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]:

@@ -916,7 +916,7 @@ BREAKAGES = (
     Breakage(
         "advised-ddp",
         "lightning_distrec/advice",
-        r"if ddp\.total <= usable:",
+        r"if fits\(ddp, job\):",
         "if True:",
         "A module that is too large for a rank is advised to use ddp_tuned.",
         ("unit/advice/test_advice.py",),

@@ -94,13 +94,7 @@ MAY_IMPORT = {
         "strategies/checkpoints",
         "strategies/fully_sharded",
     },
-    "strategies/estimates": BELOW_STRATEGIES
-    | {
-        "strategies/run",
-        "strategies/data_parallel",
-        "strategies/fully_sharded",
-        "strategies/stages",
-    },
+    "strategies/estimates": {"optimizers", "sharding"},
     "strategies/tables": BELOW_STRATEGIES
     | {"strategies/data_parallel", "strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,

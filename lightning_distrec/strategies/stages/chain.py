@@ -1,7 +1,7 @@
 """How a chain of blocks is split into stages, which ranks and parameters each stage has, and what
 cannot be split.
 
-Used in set-up, by `placement.py`, and by `advise`, which estimates stages without any ranks.
+Used in set-up, by `placement.py`, and by `advise`, which has no ranks.
 """
 
 import inspect
@@ -105,22 +105,6 @@ class StageOptions:
         Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.
         """
         return (num_ranks - 1) / (self.stages_per_rank * num_parts + num_ranks - 1)
-
-    def forwards_in_flight(self, rank: int, num_ranks: int, num_parts: int) -> int:
-        """Return how many forwards of a micro-batch in a stage a rank keeps at once for their
-        backwards.
-
-        Source: the warm-ups of torch's schedules, torch/distributed/pipelining/schedules.py.
-        """
-        all_forwards = self.stages_per_rank * num_parts
-        later_ranks = num_ranks - rank - 1
-        # 1F1B of fewer micro-batches than ranks is computed as GPipe.
-        if self.schedule == "gpipe" or (self.schedule == "1f1b" and num_parts < num_ranks):
-            return all_forwards
-        if self.schedule == "1f1b":
-            return later_ranks + 1
-        warm_up = (self.stages_per_rank - 1) * num_ranks + 2 * later_ranks
-        return min(all_forwards, warm_up + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
