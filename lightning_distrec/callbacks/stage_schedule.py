@@ -14,14 +14,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_distrec.callbacks.steps import Stoppable, all_gather
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, require
 from lightning_distrec.spans import STAGE_BACKWARD, STAGE_FORWARD, STAGE_LOSS, Span, subscribe
 
 KINDS = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_LOSS)
-COLORS = ("#4c9be8", "#f0a04b", "#8bc48a")
-# Pixels: the picture's width, the height of a rank's row, and the margins for ranks' names and the
-# title.
-WIDTH, ROW, MARGIN, TOP = 960, 34, 70, 46
+KIND_NAMES = ("forward", "backward", "loss")
+PICTURES = (".svg", ".png", ".pdf")
+MIN_SHARE_FOR_NUMBER = 0.015
+"""Share of a step's time from which on a bar has the number of its micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,18 @@ class StageSchedule(Stoppable):
     Its spans are the host's: on a GPU they end when work is queued. One step has an exchange more.
 
     Args:
-        path: the picture, a file that ends in .svg. Missing folders are created.
+        path: the picture, a file that ends in .svg, .png or .pdf. Missing folders are created.
+            Needs matplotlib.
         step: the batch that is drawn, counted from 0 within a fit; the first ones are slower than
         others.
     """
 
     def __init__(self, path: str = "stage_schedule.svg", step: int = 10) -> None:
-        if step < 0 or Path(path).suffix != ".svg":
+        require("matplotlib", "StageSchedule")
+        if step < 0 or Path(path).suffix not in PICTURES:
             raise ConfigError(
-                f"StageSchedule: path={path!r} must end in .svg, and step={step} be at least 0."
+                f"StageSchedule: path={path!r} must end in one of {', '.join(PICTURES)}, and "
+                f"step={step} be at least 0."
             )
         self._path, self._step = Path(path), step
         self._seen, self._zero = 0, 0.0
@@ -109,7 +112,7 @@ class StageSchedule(Stoppable):
                 f"; ranks idle {self.bubble:.1%} of the time, ideal {self.ideal_bubble:.1%}"
             )
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(draw_schedule(work, title))
+            draw_schedule(work, title).savefig(self._path)
             rank_zero_info(f"StageSchedule: {title}. Drawn in {self._path}.")
 
     @override
@@ -172,53 +175,36 @@ def idle_share(work: list[Work], num_ranks: int) -> float:
     return 1.0 - sum(item.end - item.begin for item in work) / (seconds * num_ranks)
 
 
-def draw_schedule(work: list[Work], title: str) -> str:
-    """Return an SVG: a row for each rank, from left to right what it computes."""
+def draw_schedule(work: list[Work], title: str) -> Any:
+    """Return a figure: a row for each rank, from left to right what it computes."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
     begin, end = min(item.begin for item in work), max(item.end for item in work)
-    scale = (WIDTH - MARGIN - 10) / (end - begin)
-    rows = 1 + max(item.rank for item in work)
+    num_ranks = 1 + max(item.rank for item in work)
     num_stages = 1 + max(item.stage for item in work)
-    height = TOP + rows * ROW + 40
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-size="12" '
-        'font-family="Arial">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/><text x="10" y="20" '
-        f'font-size="13">{title}</text>',
-    ]
-    for rank, y in enumerate(range(TOP, TOP + rows * ROW, ROW)):
-        parts.append(f'<text x="10" y="{y + 19}">rank {rank}</text>')
-        parts.append(
-            f'<rect x="{MARGIN}" y="{y}" width="{WIDTH - MARGIN - 10}" '
-            f'height="{ROW - 6}" fill="#e9edf1"/>'
-        )
+    figure = Figure(figsize=(10, 1.6 + 0.4 * num_ranks), layout="constrained")
+    axes = figure.subplots()
+    labels = dict(enumerate(KIND_NAMES))
     for item in work:
+        left, width = 1000 * (item.begin - begin), 1000 * (item.end - item.begin)
         # A rank with several stages draws its later ones paler: stage s is on rank s modulo ranks.
-        x, width = MARGIN + (item.begin - begin) * scale, (item.end - item.begin) * scale
-        y, opacity = (
-            TOP + item.rank * ROW,
-            1.0 - 0.5 * (item.stage // rows) / max(1, num_stages // rows),
+        paler = 0.5 * (item.stage // num_ranks) / max(1, num_stages // num_ranks)
+        axes.barh(
+            item.rank,
+            width,
+            left=left,
+            color=f"C{item.kind}",
+            alpha=1.0 - paler,
+            edgecolor="white",
+            label=labels.pop(item.kind, ""),  # each kind once in the legend
+            gid=f"{KIND_NAMES[item.kind]}-stage-{item.stage}-micro-batch-{item.microbatch}",
         )
-        name = f"{KINDS[item.kind]}, stage {item.stage}, micro-batch {item.microbatch}"
-        parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" height="{ROW - 6}" '
-            f'fill="{COLORS[item.kind]}" '
-            f'fill-opacity="{opacity:.2f}" stroke="white" stroke-width="0.5">'
-            f"<title>{name}: {1000 * (item.end - item.begin):.2f} ms</title></rect>"
-        )
-        # Narrower bars have no place for a number. All have a title, which browsers show at the
-        # pointer.
-        if width > 14:
-            parts.append(
-                f'<text x="{x + width / 2:.2f}" y="{y + 18}" '
-                f'text-anchor="middle">{item.microbatch}</text>'
-            )
-    y = TOP + rows * ROW + 8
-    for i, (kind, color) in enumerate(zip(("forward", "backward", "loss"), COLORS, strict=True)):
-        x = MARGIN + 110 * i
-        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{color}"/>')
-        parts.append(f'<text x="{x + 20}" y="{y + 12}">{kind}</text>')
-    parts.append(
-        f'<text x="{WIDTH - 10}" y="{y + 12}" '
-        f'text-anchor="end">{1000 * (end - begin):.1f} ms</text></svg>'
-    )
-    return "\n".join(parts) + "\n"
+        # Narrower bars have no place for a number.
+        if width > MIN_SHARE_FOR_NUMBER * 1000 * (end - begin):
+            axes.text(left + width / 2, item.rank, str(item.microbatch), ha="center", va="center")
+    axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title, loc="left", fontsize="small")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure

@@ -1,7 +1,6 @@
 """Callbacks for embedding tables: write their plan, log how mapped ids fill them, and keep their
 rows at a norm."""
 
-import importlib.util
 import io
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec.callbacks.steps import LogTimes, log
-from lightning_distrec.errors import ConfigError, missing_package
+from lightning_distrec.errors import ConfigError, require
 
 
 class PlanLogger(Callback):
@@ -24,7 +23,7 @@ class PlanLogger(Callback):
 
     Loggers that accept images (TensorBoard, Weights & Biases) get the figures; without such a
     logger they are files next to the page. Rank 0 writes, which delays the first step by a few
-    seconds. Figures need matplotlib; without it the page has its tables only.
+    seconds. Figures need matplotlib.
 
     Args:
         path: the folder; None: that of the first logger, or the Trainer's default_root_dir.
@@ -36,7 +35,7 @@ class PlanLogger(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise ConfigError on every rank if the folder is not a local one."""
+        """Raise ConfigError: the folder is not a local one; MissingPackageError: no matplotlib."""
         folder = self._path or next(
             (logger.save_dir for logger in trainer.loggers if logger.save_dir), None
         )
@@ -45,12 +44,7 @@ class PlanLogger(Callback):
             raise ConfigError(
                 f"PlanLogger: '{folder}' is not a local folder. Set PlanLogger(path=...)."
             )
-        if importlib.util.find_spec("matplotlib") is None:
-            rank_zero_warn(
-                missing_package(
-                    "matplotlib", "PlanLogger, for figures in plan.html and the loggers,"
-                )
-            )
+        require("matplotlib", "PlanLogger")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -35,12 +35,13 @@ from lightning_distrec.cli.lightning_cli import (
     full_precision_name,
     is_on_gpu,
 )
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, require
 from lightning_distrec.option_values import check_choice
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.planning.plan_file import save_plan
 from lightning_distrec.sharding.planning.report_page import write_page
+from lightning_distrec.sharding.planning.report_pictures import draw_plan
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings, is_size
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
@@ -168,6 +169,8 @@ def _find_batch_size(*parts: Any) -> int | None:
 def plan_ahead(options: Namespace) -> DryRun:
     """Return the dry run that the command line asks for, and write the files that it names."""
     # All options are checked before the module is built, which may take long.
+    if options.html is not None:
+        require("matplotlib", "plan --html")
     bandwidths = _parse_bandwidths(options.bandwidth or [])
     check_options(options, "plan", nodes=1, devices=1, batch_size=1, from_data=1)
     host_bytes, memory = (
@@ -219,7 +222,7 @@ def plan_ahead(options: Namespace) -> DryRun:
     outcome = dry_run(dry, job, quick=options.quick)
     outcome = replace(outcome, assumed=[*notes, *assumed, *outcome.assumed])
     if outcome.plan is not None and options.html is not None:
-        write_page(options.html, outcome.plan)
+        write_page(options.html, outcome.plan, draw_plan(outcome.plan))
     if outcome.plan is not None and options.save_plan is not None:
         Path(options.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
         save_plan(options.save_plan, outcome.plan)
