@@ -20,7 +20,7 @@ BUDGETS = {
     "callbacks": 16462,
     "checkpoint": 19718,
     "checkpoint/tools": 4014,
-    "cli": 10045,
+    "cli": 9741,
     "cluster": 22251,
     "data": 18283,
     "ground": 10743,
