@@ -20,6 +20,12 @@ from lightning_distrec.optimizers.translation import (
     keeps_state_of_frozen,
     state_numbers,
 )
+from lightning_distrec.pipeline.chain import (
+    StageOptions,
+    refuse_optimizers,
+    refuse_run,
+    split_chain,
+)
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
 from lightning_distrec.strategies.estimates.module_sizes import TRUE_ITEMSIZE
@@ -30,12 +36,6 @@ from lightning_distrec.strategies.fully_sharded.shard_blocks import (
     refuse_module,
 )
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
-from lightning_distrec.strategies.stages.chain import (
-    StageOptions,
-    refuse_optimizers,
-    refuse_run,
-    split_chain,
-)
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import describe_error, shortened
 

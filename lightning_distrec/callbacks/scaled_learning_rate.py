@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec.callbacks.steps import LogTimes, Stoppable, log
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError
+from lightning_distrec.observe.steps import LogTimes, Stoppable, log
 from lightning_distrec.option_values import check_choice
 
 Rule = Literal["linear", "sqrt"]

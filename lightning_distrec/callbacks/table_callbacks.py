@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_distrec.callbacks.steps import LogTimes, log
 from lightning_distrec.errors import ConfigError, require
+from lightning_distrec.observe.steps import LogTimes, log
 
 
 class PlanLogger(Callback):

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from lightning_distrec.bench.results import (
+from lightning_distrec.cli.command_line import (
+    EXIT_NEGATIVE,
+    EXIT_OK,
+    check_options,
+    console,
+    exit_on_sigterm,
+)
+from lightning_distrec.cluster.slurm import BatchJob, batch_script
+from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.observe.bench.results import (
     NO_MATPLOTLIB,
     BenchOptions,
     Case,
@@ -19,15 +28,6 @@ from lightning_distrec.bench.results import (
     print_results,
     run_rounds,
 )
-from lightning_distrec.cli.command_line import (
-    EXIT_NEGATIVE,
-    EXIT_OK,
-    check_options,
-    console,
-    exit_on_sigterm,
-)
-from lightning_distrec.cluster.slurm import BatchJob, batch_script
-from lightning_distrec.errors import ConfigError, did_you_mean
 from lightning_distrec.registration import STRATEGIES
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def parse_devices(text: str) -> list[int]:
 def run_doctor(options: Namespace) -> int:
     """Run the command and return its exit code."""
     # These load torch, which `slurm` need not wait for.
-    from lightning_distrec.cluster.doctor import as_json, examine, find_problems, print_diagnosis
     from lightning_distrec.cluster.environment import find_launched
+    from lightning_distrec.observe.doctor import as_json, examine, find_problems, print_diagnosis
 
     findings = examine(Path(options.folder).absolute(), options.timeout, _log)
     problems = find_problems(findings)

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distrec.advice.parameter_sizes import Job
 from lightning_distrec.advice.strategy_advice import advise
+from lightning_distrec.pipeline.absent_tensors import AbsentTensor
 from lightning_distrec.sharding.weights.shard_access import without_guards
-from lightning_distrec.strategies.stages.absent_tensors import AbsentTensor
 from tests.support.advised_models import KINDS, batches
 from tests.support.embedding_models import loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
