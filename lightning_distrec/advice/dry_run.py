@@ -111,16 +111,17 @@ class EdgeSearch:
     def _search(self, following: Following, best: Any, worst: Any) -> Edge:
         stopped = ""
         while True:
-            possible = best(
-                (n for n, obstacle in self._obstacles.items() if not obstacle), default=None
-            )
-            # A misfit on the far side of a number that fits says nothing: plans are heuristic.
-            misfits = (n for n, obstacle in self._obstacles.items() if obstacle)
-            impossible = worst(
-                (n for n in misfits if possible is None or best(n, possible) == n), default=None
-            )
+            fitting = [n for n, obstacle in self._obstacles.items() if not obstacle]
+            misfits = [n for n, obstacle in self._obstacles.items() if obstacle]
+            possible = best(fitting, default=None)
+            if possible is not None:
+                # A misfit on the far side of a number that fits says nothing: plans are heuristic.
+                misfits = [n for n in misfits if best(n, possible) == n]
+            impossible = worst(misfits, default=None)
             number = following(possible, impossible)
-            if number is None or (stopped := self._try(number)):
+            if number is not None:
+                stopped = self._try(number)
+            if number is None or stopped:
                 reason = self._obstacles.get(impossible, "")
                 return Edge(
                     possible=possible,
@@ -177,7 +178,8 @@ def find_largest_batch(
             planned = plan_or_follow(decisions, None, settings, facts)
         except InfeasiblePlanError as error:
             return str(error)
-        if not (obstacle := describe_misfit(planned, "the plan in the file")):
+        obstacle = describe_misfit(planned, "the plan in the file")
+        if not obstacle:
             latest.append(planned)
         return obstacle
 
@@ -289,13 +291,9 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     result = replace(
         result, largest_batch=find_largest_batch(dry, decisions, facts, plan, misfit, seconds)
     )
-    fixed = (
-        "plan_file"
-        if plan_file is not None
-        else "sharding_groups"
-        if job.groups.size is not None
-        else ""
-    )
+    fixed = "sharding_groups" if job.groups.size is not None else ""
+    if plan_file is not None:
+        fixed = "plan_file"
     if fixed:
         result.assumed.append(
             f"the minimum number of nodes was not searched for: {fixed} fixes the ranks"
@@ -307,7 +305,8 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
 def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]:
     planning, assumed = dry.settings.planning, []
     request = bandwidth_request(planning.bandwidths, os.environ)
-    if missing := [name for name in request.to_measure if name not in job.bandwidths]:
+    missing = [name for name in request.to_measure if name not in job.bandwidths]
+    if missing:
         assumed.append(
             f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used"
         )

@@ -90,7 +90,8 @@ def _folder_of(trainer: Trainer) -> str:
     """Return the folder that loggers write to."""
     # Not Trainer.log_dir: it broadcasts, and this runs on one rank only.
     for logger in trainer.loggers:
-        if folder := logger.log_dir or logger.save_dir:
+        folder = logger.log_dir or logger.save_dir
+        if folder:
             return str(folder)
     return str(trainer.default_root_dir)
 
@@ -186,7 +187,8 @@ class NormalizeRows(Callback):
                 )
             # By attributes, since callbacks know no strategies: under ddp_tuned there is nothing to
             # refuse.
-            if refuse := getattr(trainer.strategy, "refuse_to_scale", None):
+            refuse = getattr(trainer.strategy, "refuse_to_scale", None)
+            if refuse:
                 refuse(name, self._max_norm)
 
     @override

@@ -161,8 +161,8 @@ def _find_batch_size(*parts: Any) -> int | None:
     """Return the argument `batch_size` of the first part of the YAML that has one."""
     for part in parts:
         arguments: Any = part.get("init_args") if isinstance(part, Namespace) else None
-        if arguments is not None and is_size(size := arguments.get("batch_size")):
-            return int(size)
+        if arguments is not None and is_size(arguments.get("batch_size")):
+            return int(arguments["batch_size"])
     return None
 
 
@@ -257,7 +257,8 @@ def _build_on_meta(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> 
         cause = error
         while isinstance(cause.__cause__, Exception) and not locate_error(cause):
             cause = cause.__cause__
-        if not (place := locate_error(cause)):
+        place = locate_error(cause)
+        if not place:
             raise
         raise ConfigError(
             "plan: the module cannot be built on the meta device, where it takes no memory: "

@@ -16,14 +16,12 @@ from lightning_distrec.cli.command_line import (
     exit_on_sigterm,
 )
 from lightning_distrec.cluster.slurm import BatchJob, batch_script
-from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.errors import ConfigError, did_you_mean, require
 from lightning_distrec.observe.bench.results import (
-    NO_MATPLOTLIB,
     BenchOptions,
     Case,
     Result,
     as_json,
-    can_draw,
     draw,
     print_results,
     run_rounds,
@@ -58,10 +56,7 @@ def run_bench(options: Namespace) -> int:
     (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
     if all(result.failure for result in results):
         return EXIT_NEGATIVE
-    if can_draw():
-        draw(results, folder / "results.png")
-    else:
-        print(f"lightning-distrec: {NO_MATPLOTLIB}", file=sys.stderr)
+    draw(results, folder / "results.png")
     return EXIT_OK
 
 
@@ -72,6 +67,7 @@ def bench(options: Namespace, launched: "Launched | None" = None) -> list[Result
     benches.
     """
     check_options(options, "bench", steps=1, warmup=0, rounds=1, synthetic=1, synthetic_ids=1)
+    require("matplotlib", "bench, for results.png")
     for config in options.config:
         if not Path(config).is_file():
             raise ConfigError(f"--config {config}: there is no such file.")

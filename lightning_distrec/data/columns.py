@@ -323,7 +323,8 @@ class Columns:
             )
         except pa.ArrowException as error:
             raise DataError(f"rows: {error}") from error
-        if missing := [column for column in self._readers if column not in table.column_names]:
+        missing = [column for column in self._readers if column not in table.column_names]
+        if missing:
             raise DataError(
                 f"there is no column '{missing[0]}', but {', '.join(table.column_names)}."
             )

@@ -404,7 +404,8 @@ class GAUC(Metric):
 
     def _means(self) -> tuple[Tensor, Tensor]:
         if self.bins and self.num_users:
-            if beyond := int(self.beyond):
+            beyond = int(self.beyond)
+            if beyond:
                 raise DataError(
                     f"GAUC: {beyond} examples have a user that is not in 0 to "
                     f"{self.num_users - 1}, or a prediction "

@@ -426,7 +426,8 @@ class Communication(Stoppable):
 def find_nodes(trainer: Trainer) -> Sequence[int]:
     """Return the node of each rank, as our strategies and torchrun know it; one for all where it is
     not known."""
-    if (session := getattr(trainer.strategy, "session", None)) is not None:
+    session = getattr(trainer.strategy, "session", None)
+    if session is not None:
         return session.nodes.node_of_rank  # type: ignore[no-any-return]
     local_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     is_known = local_size.isdecimal() and int(local_size)

@@ -94,7 +94,8 @@ class DataReport(Callback):
 
     def _show(self, trainer: Trainer) -> None:
         assert self._reports is not None
-        if (rows := self._reports.take()) is None:
+        rows = self._reports.take()
+        if rows is None:
             return
         self.rows, self._reports = rows, None
         for row in rows:

@@ -198,12 +198,11 @@ class RankMonitor(Clocked):
 
     def _log(self, trainer: Trainer, records: list[RankRecord]) -> None:
         log(trainer, rank_numbers(records))
-        slow = [
-            records[place].rank
-            for place in stragglers([record.latest for record in records], self._share)
-        ]
+        latest = [record.latest for record in records]
+        slow = {records[place].rank for place in stragglers(latest, self._share)}
         # Once a fit for each rank: a slow host stays slow, and would fill the log.
-        if new := sorted(set(slow) - self._named):
+        new = sorted(slow - self._named)
+        if new:
             self._named |= set(new)
             places = ", ".join(sorted({record.place for record in records if record.rank in new}))
             rank_zero_warn(

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -196,20 +197,21 @@ def stragglers(totals: Sequence[Totals], share: float) -> list[int]:
 
 def rank_numbers(records: Sequence[RankRecord]) -> dict[str, float]:
     """Return name -> number for loggers, from the ranks' latest records."""
-    rows = [
-        record.latest.times() | {f"{k}_bytes": float(v) for k, v in record.memory.items()}
-        for record in records
-    ]
-    for row, record in zip(rows, records, strict=True):
-        row |= {} if record.gpu_use is None else {"gpu_use_percent": float(record.gpu_use)}
+    rows = []
+    for record in records:
+        row = record.latest.times()
+        for kind, num_bytes in record.memory.items():
+            row[f"{kind}_bytes"] = float(num_bytes)
+        if record.gpu_use is not None:
+            row["gpu_use_percent"] = float(record.gpu_use)
+        rows.append(row)
     numbers: dict[str, float] = {}
     for name in rows[0]:
         # The device of another rank may not have passed a step yet.
         values = [row[name] for row in rows if name in row]
         numbers |= {f"ranks/{name}_max": max(values), f"ranks/{name}_mean": mean(values)}
-    return numbers | {
-        "ranks/slowest_rank": float(_slowest([record.latest for record in records], records))
-    }
+    slowest = _slowest([record.latest for record in records], records)
+    return numbers | {"ranks/slowest_rank": float(slowest)}
 
 
 def _slowest(totals: Sequence[Totals], records: Sequence[RankRecord]) -> int:
@@ -227,12 +229,14 @@ def summarize_ranks(
     """
     fits = [record.fit for record in records]
     seconds = max(fit.seconds for fit in fits)
-    spans = dict.fromkeys(name for fit in fits for name in fit.seconds_by_span)
-    span_ms = {
-        name: mean(fit.ms(fit.seconds_by_span.get(name, 0.0)) for fit in fits) for name in spans
-    }
+    span_ms: dict[str, float] = {}
+    for fit in fits:
+        for name, span_seconds in fit.seconds_by_span.items():
+            span_ms[name] = span_ms.get(name, 0.0) + fit.ms(span_seconds) / len(fits)
     step = mean(fit.ms(fit.seconds) for fit in fits)
-    nodes = sorted({record.node for record in records})
+    by_node: dict[int, list[RankRecord]] = {}
+    for record in sorted(records, key=lambda record: record.node):
+        by_node.setdefault(record.node, []).append(record)
     losses = [fit.loss_sum / fit.losses for fit in fits if fit.losses]
     return {
         "ranks": len(records) + len(missing),
@@ -248,18 +252,24 @@ def summarize_ranks(
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
         "slowest_rank": _slowest(fits, records),
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
-        "by_node": [
-            _sum_up_node([record for record in records if record.node == node]) for node in nodes
-        ],
-        "by_rank": [
-            {
-                name: getattr(record, name)
-                for name in ("rank", "host", "node", "local_rank", "device", "gpu_use")
-            }
-            | {"steps": record.fit.steps, "samples": record.fit.samples}
-            | {**record.fit.times(), "memory_bytes": record.memory}
-            for record in records
-        ],
+        "by_node": [_sum_up_node(node_records) for node_records in by_node.values()],
+        "by_rank": [_sum_up_rank(record) for record in records],
+    }
+
+
+def _sum_up_rank(record: RankRecord) -> dict[str, Any]:
+    """Return what a rank has trained and taken, as plain values."""
+    return {
+        "rank": record.rank,
+        "host": record.host,
+        "node": record.node,
+        "local_rank": record.local_rank,
+        "device": record.device,
+        "gpu_use": record.gpu_use,
+        "steps": record.fit.steps,
+        "samples": record.fit.samples,
+        **record.fit.times(),
+        "memory_bytes": record.memory,
     }
 
 
@@ -267,16 +277,16 @@ def _sum_up_node(records: Sequence[RankRecord]) -> dict[str, Any]:
     """Return what a node's ranks have trained and taken, as plain values."""
     fits = [record.fit for record in records]
     seconds = max(fit.seconds for fit in fits)
+    memory: Counter[str] = Counter()
+    for record in records:
+        memory.update(record.memory)
     return {
         "node": records[0].node,
         "host": records[0].host,
         "ranks": [record.rank for record in records],
         "samples_per_second": sum(fit.samples for fit in fits) / seconds if seconds else 0.0,
         "own_ms": mean(fit.times()["own_ms"] for fit in fits),
-        "memory_bytes": {
-            name: sum(record.memory.get(name, 0) for record in records)
-            for name in records[0].memory
-        },
+        "memory_bytes": dict(memory),
     }
 
 
@@ -286,23 +296,22 @@ def print_summary(summary: dict[str, Any]) -> None:
     sent = sum(summary["bytes_sent_per_step"].values())
     loss, share = summary["mean_loss"], summary["data_wait_share"]
     lines = [
-        f"{summary['samples_per_second']:,.0f} samples/s, {summary['step_ms']:.1f} ms per step",
-        *([] if share is None else [f"ranks waited for data {share:.1%} of the time"]),
-        *([] if loss is None else [f"mean loss of all steps and ranks: {loss:.5g}"]),
-        *([f"ms per step, mean of ranks: {span_texts}"] if span_texts else []),
-        *([f"{format_bytes(sent)} sent per rank and step"] if sent else []),
-        f"most time of its own: rank {summary['slowest_rank']}"
-        + (
-            f"; stragglers: rank {format_ranks(summary['stragglers'])}"
-            if summary["stragglers"]
-            else ""
-        ),
-        *(
-            [f"no record of rank {format_ranks(missing)}"]
-            if (missing := summary["ranks_without_record"])
-            else []
-        ),
+        f"{summary['samples_per_second']:,.0f} samples/s, {summary['step_ms']:.1f} ms per step"
     ]
+    if share is not None:
+        lines.append(f"ranks waited for data {share:.1%} of the time")
+    if loss is not None:
+        lines.append(f"mean loss of all steps and ranks: {loss:.5g}")
+    if span_texts:
+        lines.append(f"ms per step, mean of ranks: {span_texts}")
+    if sent:
+        lines.append(f"{format_bytes(sent)} sent per rank and step")
+    own = f"most time of its own: rank {summary['slowest_rank']}"
+    if summary["stragglers"]:
+        own += f"; stragglers: rank {format_ranks(summary['stragglers'])}"
+    lines.append(own)
+    if summary["ranks_without_record"]:
+        lines.append(f"no record of rank {format_ranks(summary['ranks_without_record'])}")
     for node in summary["by_node"] if len(summary["by_node"]) > 1 else ():
         memory = format_bytes(node["memory_bytes"]["process"])
         speed = f"{node['samples_per_second']:,.0f} samples/s, {node['own_ms']:.1f} ms of their own"

@@ -162,7 +162,8 @@ class Throughput(Clocked):
             f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms
             for name, total in totals.items()
         }
-        if (samples_per_second := self._samples_per_second()) is not None:
+        samples_per_second = self._samples_per_second()
+        if samples_per_second is not None:
             numbers[SAMPLES_PER_SECOND] = samples_per_second
         return {STEP_MS: seconds * per_step_ms} | numbers
 
@@ -198,7 +199,8 @@ class Throughput(Clocked):
         if not self.clock.running:
             return
         self._steps.append((self.clock.end(), samples))
-        if (samples_per_second := self._samples_per_second()) is not None:
+        samples_per_second = self._samples_per_second()
+        if samples_per_second is not None:
             # Not by self.log(prog_bar=True), which would make a tensor on the device and wait for
             # it.
             show_in_progress_bar(trainer, "samples/s", format_count(samples_per_second))
@@ -209,6 +211,8 @@ class Throughput(Clocked):
 def format_count(number: float) -> str:
     """Return a number with three significant digits: 950, 12.3k, 1.23M."""
     number, unit = scaled(number, ["", "k", "M", "G"])
+    digits = 2
     # The bounds are where rounding would add a digit: 99.95 is 100.
-    digits = 0 if number >= 99.95 else 1 if number >= 9.995 else 2
+    for bound in (9.995, 99.95):
+        digits -= number >= bound
     return f"{number:.{digits}f}{unit}"

@@ -230,7 +230,7 @@ def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> St
     _refuse_shared(module, chain)
     is_last_by_name = _outer_parameters(module, chain, options)
     if isinstance(options.split, str):
-        costs = [sum(p.numel() for p in block.parameters()) for block in chain.blocks]
+        costs = [num_parameters(block) for block in chain.blocks]
         parameters = dict(module.named_parameters())
         for name, is_last in is_last_by_name.items():
             # Layers around the chain count with the first or the last block, whose stage computes
@@ -251,6 +251,11 @@ def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> St
     return StageLayout(chain, begins, stage_by_name)
 
 
+def num_parameters(module: nn.Module) -> int:
+    """Return the number of elements of all parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def find_chain(module: nn.Module, path: str) -> Chain:
     """Return the chain at a path; "auto": the one with the most parameters. Raises ConfigError:
     there is none."""
@@ -262,9 +267,7 @@ def find_chain(module: nn.Module, path: str) -> Chain:
     if path == "auto":
         if not containers:
             raise ConfigError(f"pipeline_parallel: the module has no chain of blocks. {HINT}")
-        path = max(
-            containers, key=lambda name: sum(p.numel() for p in containers[name].parameters())
-        )
+        path = max(containers, key=lambda name: num_parameters(containers[name]))
     if path in containers:
         caller, blocks = None, list(containers[path])
         paths = [f"{path}.{number}" for number in range(len(blocks))]
@@ -387,16 +390,21 @@ def _refuse_shared(module: nn.Module, chain: Chain) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_by_id.setdefault(id(parameter), []).append(name)
     for names in names_by_id.values():
-        places = {
-            next((path for path in chain.paths if _is_below(name, path)), name.rpartition(".")[0])
-            for name in names
-        }
+        places = {_place_of(name, chain) for name in names}
         if len(places) > 1:
             raise UnsupportedError(
                 f"{' and '.join(map(repr, names))} are one parameter, in places that different "
                 "stages may have. Untie "
                 "them, or use strategy='fsdp_tuned'."
             )
+
+
+def _place_of(name: str, chain: Chain) -> str:
+    """Return the block that a parameter is in, or its module where it is in none."""
+    for path in chain.paths:
+        if _is_below(name, path):
+            return path
+    return name.rpartition(".")[0]
 
 
 def refuse_run(trainer: Trainer, module: LightningModule) -> None:
@@ -423,7 +431,8 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
             raise UnsupportedError(
                 f"{kind} averages all weights on every rank. Use strategy='fsdp_tuned'."
             )
-    if sparse := list(sparse_weights(module).values()):
+    sparse = list(sparse_weights(module).values())
+    if sparse:
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which micro-batches do not add up. Set "
             "sparse=False for it, or use "

@@ -258,7 +258,8 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
 
     @override
     def gather_parameter(self, name: str, parameter: Tensor) -> Tensor:
-        if (layout := layout_of(self.module)) is None:
+        layout = layout_of(self.module)
+        if layout is None:
             return parameter
         state = chunked_state({name: parameter}, layout, self.ranks)
         return self.session.checkpoints.full_state(state, everywhere=True)[name]  # type: ignore[no-any-return]

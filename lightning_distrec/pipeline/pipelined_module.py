@@ -176,7 +176,8 @@ class PipelinedModule:
         if is_first:
             refusal = self._refusal(call, joined(outputs), message) if self._has_last else ""
             # On all ranks, as only the last one can compare.
-            if refusal := self._ranks.messages.all_gather(refusal)[-1]:
+            refusal = self._ranks.messages.all_gather(refusal)[-1]
+            if refusal:
                 raise UnsupportedError(refusal)
         return outcome.result, message
 
@@ -292,13 +293,11 @@ class PipelinedModule:
         # exchange.
         if number == 0 or call.name not in self._entered:
             # Of bytes: sums of floats differ between kinds of devices, in their last digits.
-            parts = [
-                tensor.detach().to_dense().reshape(-1).view(torch.uint8)
-                for tensor in tensors_in(call.batch)
-            ]
-            sums = [
-                int(total) for total in on_host([part.sum(dtype=torch.int64) for part in parts])
-            ]
+            totals = []
+            for tensor in tensors_in(call.batch):
+                part = tensor.detach().to_dense().reshape(-1).view(torch.uint8)
+                totals.append(part.sum(dtype=torch.int64))
+            sums = [int(total) for total in on_host(totals)]
             per_rank_sums = self._ranks.messages.all_gather(sums)
             if any(rank_sums != per_rank_sums[0] for rank_sums in per_rank_sums):
                 raise DataError(

@@ -140,7 +140,8 @@ def chunked_state(
     first replica."""
     chunked = dict(state)
     for name, stage in layout.stage_by_name.items():
-        if isinstance(value := state.get(name), Tensor):
+        value = state.get(name)
+        if isinstance(value, Tensor):
             # One rank gives each chunk: the others have the shape alone, or are replicas with equal
             # values.
             is_saved = stage in ranks.stages and not ranks.replica

@@ -128,14 +128,10 @@ class LoggedValues:
         ]
         # In its __dict__: a Metric's update and compute are wrapped on the instance, and are no
         # state.
-        states = [
-            {
-                name: copy.deepcopy(value)
-                for name, value in vars(metric).items()
-                if not callable(value)
-            }
-            for metric in metrics
-        ]
+        states = []
+        for metric in metrics:
+            values = {name: value for name, value in vars(metric).items() if not callable(value)}
+            states.append({name: copy.deepcopy(value) for name, value in values.items()})
         try:
             yield
         finally:
@@ -149,11 +145,13 @@ class LoggedValues:
         Raises UnsupportedError: they have logged different names, or a call has an argument that is
         no plain value.
         """
-        if len({tuple(call["name"] for call in calls) for calls in per_part_calls}) > 1:
-            raise UnsupportedError(
-                "training_step logs different names in different micro-batches. Log the same, or "
-                "use schedule='gpipe'."
-            )
+        names = [call["name"] for call in per_part_calls[0]]
+        for calls in per_part_calls:
+            if [call["name"] for call in calls] != names:
+                raise UnsupportedError(
+                    "training_step logs different names in different micro-batches. Log the same, "
+                    "or use schedule='gpipe'."
+                )
         return [self._mean_call(calls) for calls in zip(*per_part_calls, strict=True)]
 
     def _mean_call(self, calls: Sequence[LogCall]) -> LogCall:

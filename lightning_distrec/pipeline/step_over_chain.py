@@ -187,7 +187,9 @@ def batch_size_of(batch: Any) -> int:
     """Return the number of examples in a batch: the length of its first tensor. 0: it has no
     tensor."""
     first = next(iter(tensors_in(batch)), None)
-    return 0 if first is None else len(first) if first.dim() else 1
+    if first is None:
+        return 0
+    return len(first) if first.dim() else 1
 
 
 def split_batch(batch: Any, num: int) -> list[Any]:

@@ -127,7 +127,8 @@ def _with_dense_weights(module: LightningModule, state: Mapping[str, Any]) -> Li
     lookups = dict(lookups_of(module))
     names = {f"{path}.weight" for path in lookups}
     needed = module.state_dict().keys()
-    if missing := sorted(needed - state.keys()):
+    missing = sorted(needed - state.keys())
+    if missing:
         raise CheckpointError(
             f"the checkpoint lacks '{missing[0]}' ({len(missing)} of {len(needed)} weights)."
         )
@@ -160,7 +161,8 @@ def _write(
 ) -> Served:
     from safetensors.torch import load_file, save_file
 
-    sources = {name: lazy for name, value in tables.items() if (lazy := as_lazy(value)) is not None}
+    lazy_tables = {name: as_lazy(value) for name, value in tables.items()}
+    sources = {name: lazy for name, lazy in lazy_tables.items() if lazy is not None}
     floats = folder / (TABLES if bits is None else ".floats.safetensors")
     write_safetensors(floats, sources, on_progress)
     # Before lookups are quantized: what quantization changes is part of the differences.

@@ -5,7 +5,6 @@ Under a launcher each of its ranks runs this, and starts its rank of every run.
 """
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
@@ -24,7 +23,6 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_distrec.errors import missing_package
 from lightning_distrec.units import format_bytes, quantity, text_table
 
 
@@ -177,24 +175,23 @@ def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
     if len(ranks) != devices:
         return MeasuredRun(failure=f"{len(ranks)} of {devices} ranks wrote measurements")
     # Data may end on one rank before the others: steps that all have made count.
-    seconds = [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=False)]
+    per_step = zip(*[rank["seconds"] for rank in ranks], strict=False)
+    seconds = [max(times) for times in per_step]
     if not seconds:
         return MeasuredRun(failure=f"the data ended before {steps} steps were measured")
-    samples = [
-        sum(counts)
-        for counts in zip(*(rank["samples"] for rank in ranks), strict=False)
-        if None not in counts
-    ]
-    per_second = (
-        sum(samples) / len(seconds) / statistics.median(seconds)
-        if len(samples) == len(seconds)
-        else None
-    )
+    samples: list[Any] = []
+    for rank in ranks:
+        samples += rank["samples"][: len(seconds)]
+    step_seconds = statistics.median(seconds)
+    per_second = None
+    if None not in samples:
+        per_second = sum(samples) / len(seconds) / step_seconds
+    problems = [rank["problem"] for rank in ranks if rank["problem"]]
     return MeasuredRun(
-        step_seconds=statistics.median(seconds),
+        step_seconds=step_seconds,
         samples_per_second=per_second,
         peak_bytes=max(rank["peak_bytes"] for rank in ranks),
-        problem=next((rank["problem"] for rank in ranks if rank["problem"]), ""),
+        problem=problems[0] if problems else "",
     )
 
 
@@ -308,28 +305,24 @@ def _speed(result: Result) -> float:
 
 def as_json(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return all results as plain values."""
-    return [
-        {
+    values = []
+    for result in results:
+        entry: dict[str, Any] = {
             "strategy": result.case.strategy,
             "devices": result.case.devices,
             "failure": result.failure or None,
-            **(
-                {}
-                if result.failure
-                else {
-                    "step_ms": 1000 * result.step_seconds,
-                    "step_ms_by_round": [1000 * run.step_seconds for run in result.runs],
-                    "samples_per_second": result.samples_per_second,
-                    "peak_bytes": result.peak_bytes,
-                    "efficiency": efficiency(result, results),
-                }
-            ),
         }
-        for result in results
-    ]
+        if not result.failure:
+            entry |= {
+                "step_ms": 1000 * result.step_seconds,
+                "step_ms_by_round": [1000 * run.step_seconds for run in result.runs],
+                "samples_per_second": result.samples_per_second,
+                "peak_bytes": result.peak_bytes,
+                "efficiency": efficiency(result, results),
+            }
+        values.append(entry)
+    return values
 
-
-NO_MATPLOTLIB = missing_package("matplotlib", "results.png")
 
 FEW_STEPS = 20
 """With fewer, one slow step moves the median."""
@@ -375,21 +368,23 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
 def doubts(results: Sequence[Result], steps: int) -> list[str]:
     """Return why the figures may mislead: too few steps, or an efficiency that no machine has."""
     lines = []
-    if problems := {run.problem for result in results for run in result.runs if run.problem}:
-        lines.append(
-            f"{sorted(problems)[0]} Here: --samples-from.".replace("samples per", "Samples per", 1)
-        )
+    problems: set[str] = set()
+    for result in results:
+        problems |= {run.problem for run in result.runs if run.problem}
+    if problems:
+        problem = min(problems).replace("samples per", "Samples per", 1)
+        lines.append(f"{problem} Here: --samples-from.")
     if steps < FEW_STEPS:
         lines.append(
             f"A median of {quantity(steps, 'step')} says little: --steps {FEW_STEPS} or more."
         )
     # Another strategy may well be faster than one device.
     names = Counter(result.case.strategy for result in results if not result.failure)
-    beyond = [
-        f"{result.case.strategy} on {result.case.devices} ({share:.0%})"
-        for result in (result for result in results if names[result.case.strategy] > 1)
-        if (share := efficiency(result, results)) is not None and share > MAX_EFFICIENCY
-    ]
+    beyond = []
+    for result in results:
+        share = efficiency(result, results)
+        if names[result.case.strategy] > 1 and share is not None and share > MAX_EFFICIENCY:
+            beyond.append(f"{result.case.strategy} on {result.case.devices} ({share:.0%})")
     if beyond:
         lines.append(
             f"Efficiency above {MAX_EFFICIENCY:.0%}: {', '.join(beyond)}. Something slowed down "
@@ -399,41 +394,27 @@ def doubts(results: Sequence[Result], steps: int) -> list[str]:
     return lines
 
 
-def can_draw() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def draw(results: Sequence[Result], file: Path) -> None:
     """Draw samples per second, peak memory and efficiency into a file, as a bar for each case."""
     # matplotlib is optional. A Figure without pyplot needs no display, and leaves no figure open.
     from matplotlib.figure import Figure
 
     measured = [result for result in reversed(results) if not result.failure]
-    figure = Figure(figsize=(12, 1.2 + 0.3 * len(measured)), layout="constrained")
-    panels: list[tuple[str, Callable[[Result], Any]]] = [
-        ("samples per second", lambda result: result.samples_per_second),
-        ("peak memory per rank, MiB", lambda result: result.peak_bytes / 2**20),
-        (
-            "efficiency, %",
-            lambda result: None if (e := efficiency(result, results)) is None else 100 * e,
-        ),
-    ]
+    shares = [efficiency(result, results) for result in measured]
+    panels = {
+        "samples per second": [result.samples_per_second or 0.0 for result in measured],
+        "peak memory per rank, MiB": [result.peak_bytes / 2**20 for result in measured],
+        "efficiency, %": [100 * (share or 0.0) for share in shares],
+    }
     labels = [f"{result.case.strategy} on {result.case.devices}" for result in measured]
-    colours = [
-        f"C{sorted({r.case.devices for r in results}).index(result.case.devices)}"
-        for result in measured
-    ]
-    for axes, (title, number) in zip(
-        figure.subplots(1, len(panels), sharey=True), panels, strict=True
-    ):
-        bars = axes.barh(labels, [number(result) or 0 for result in measured], color=colours)
-        axes.bar_label(
-            bars,
-            [f"{value:,.0f}" if (value := number(r)) else "" for r in measured],
-            padding=2,
-            fontsize=8,
-        )
+    numbers_of_devices = sorted({result.case.devices for result in results})
+    colours = [f"C{numbers_of_devices.index(result.case.devices)}" for result in measured]
+    figure = Figure(figsize=(12, 1.2 + 0.3 * len(measured)), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), sharey=True)
+    for axes, (title, numbers) in zip(all_axes, panels.items(), strict=True):
+        bars = axes.barh(labels, numbers, color=colours)
+        texts = [f"{number:,.0f}" if number else "" for number in numbers]
+        axes.bar_label(bars, texts, padding=2, fontsize=8)
         axes.margins(x=0.15)
         axes.set_title(title)
     figure.savefig(file)

@@ -1,7 +1,6 @@
 """`lightning-distrec bench`: how runs are started, what comes of their numbers, and what is
 refused."""
 
-import importlib.util
 import json
 import time
 from dataclasses import replace
@@ -15,7 +14,6 @@ from lightning_distrec.cli import job_commands as command
 from lightning_distrec.cli import main as cli
 from lightning_distrec.observe.bench import results
 from lightning_distrec.observe.bench.results import (
-    NO_MATPLOTLIB,
     BenchOptions,
     Case,
     MeasuredRun,
@@ -238,21 +236,20 @@ def test_what_cannot_be_is_reported_before_anything_runs(
     assert message in capsys.readouterr().err
 
 
-def test_without_matplotlib_all_but_the_picture_is_there(
+def test_without_matplotlib_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("")
-    monkeypatch.setattr(command, "run_rounds", lambda *_: made())
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
-    )
-    assert cli.main(["bench", "--config", "a.yaml"]) == 0
-    assert NO_MATPLOTLIB in capsys.readouterr().err
-    assert [path.name for path in Path("bench").iterdir()] == ["results.json"]
     monkeypatch.setattr(command, "run_rounds", lambda *_: made()[2:])
     assert cli.main(["bench", "--config", "a.yaml"]) == 1, "nothing could be measured"
+    assert [path.name for path in Path("bench").iterdir()] == ["results.json"]
+    monkeypatch.setattr(command, "run_rounds", None)
+    monkeypatch.setattr("lightning_distrec.errors.find_spec", lambda name: None)
+    assert cli.main(["bench", "--config", "a.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "bench, for results.png needs the package matplotlib, which is not installed" in error
+    assert "lightning-distrec[plots]" in error
 
 
 def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
