@@ -11,16 +11,17 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_distrec.callbacks.communication import Communication
-    from lightning_distrec.callbacks.data_report import DataReport
     from lightning_distrec.callbacks.prediction_writer import PredictionWriter
-    from lightning_distrec.callbacks.rank_monitor import RankMonitor
     from lightning_distrec.callbacks.scaled_learning_rate import ScaledLearningRate
-    from lightning_distrec.callbacks.stage_schedule import StageSchedule
     from lightning_distrec.callbacks.table_callbacks import DynamicIds, NormalizeRows, PlanLogger
-    from lightning_distrec.callbacks.throughput import Throughput
     from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
     from lightning_distrec.cluster.environment import LaunchedRanks
+    from lightning_distrec.observe.communication import Communication
+    from lightning_distrec.observe.data_report import DataReport
+    from lightning_distrec.observe.rank_monitor import RankMonitor
+    from lightning_distrec.observe.throughput import Throughput
+    from lightning_distrec.pipeline.pipeline_parallel import PipelineParallelStrategy
+    from lightning_distrec.pipeline.stage_schedule import StageSchedule
     from lightning_distrec.prefetch.prefetcher import PrefetchOptions
     from lightning_distrec.sharding.meta_tables import meta_tables
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from lightning_distrec.strategies.ddp import TunedDDPStrategy
     from lightning_distrec.strategies.fsdp import TunedFSDPStrategy
     from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-    from lightning_distrec.strategies.pipeline import PipelineParallelStrategy
     from lightning_distrec.strategies.run.stopping import StopOptions
     from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 
@@ -72,25 +72,25 @@ _HOMES = {
     "Bandwidths": "lightning_distrec.sharding.planning.bandwidths",
     "PowerSGDOptions": "lightning_distrec.strategies.data_parallel.gradient_exchange",
     "CheckpointOptions": "lightning_distrec.checkpoint.checkpoint_options",
-    "Communication": "lightning_distrec.callbacks.communication",
-    "DataReport": "lightning_distrec.callbacks.data_report",
+    "Communication": "lightning_distrec.observe.communication",
+    "DataReport": "lightning_distrec.observe.data_report",
     "DynamicIds": "lightning_distrec.callbacks.table_callbacks",
     "FSDPOptions": "lightning_distrec.strategies.fully_sharded.fsdp_options",
     "LaunchedRanks": "lightning_distrec.cluster.environment",
     "NormalizeRows": "lightning_distrec.callbacks.table_callbacks",
-    "PipelineParallelStrategy": "lightning_distrec.strategies.pipeline",
+    "PipelineParallelStrategy": "lightning_distrec.pipeline.pipeline_parallel",
     "PlanLogger": "lightning_distrec.callbacks.table_callbacks",
     "PlanningOptions": "lightning_distrec.sharding.planning.table_options",
     "PredictionWriter": "lightning_distrec.callbacks.prediction_writer",
     "PrefetchOptions": "lightning_distrec.prefetch.prefetcher",
     "QuantizedComms": "lightning_distrec.sharding.sharders",
-    "RankMonitor": "lightning_distrec.callbacks.rank_monitor",
+    "RankMonitor": "lightning_distrec.observe.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",
     "ShardingGroupOptions": "lightning_distrec.sharding.sharding_groups",
-    "StageSchedule": "lightning_distrec.callbacks.stage_schedule",
+    "StageSchedule": "lightning_distrec.pipeline.stage_schedule",
     "StopOptions": "lightning_distrec.strategies.run.stopping",
     "TableOptions": "lightning_distrec.sharding.planning.table_options",
-    "Throughput": "lightning_distrec.callbacks.throughput",
+    "Throughput": "lightning_distrec.observe.throughput",
     "TorchRecShardedStrategy": "lightning_distrec.strategies.torchrec",
     "TunedDDPStrategy": "lightning_distrec.strategies.ddp",
     "TunedFSDPStrategy": "lightning_distrec.strategies.fsdp",

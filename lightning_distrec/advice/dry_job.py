@@ -9,13 +9,13 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
+from lightning_distrec.advice.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.optimizers.torchrec_optimizers import see_through
 from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, TableUpdate
@@ -23,25 +23,16 @@ from lightning_distrec.prefetch.loaders import first_batches, loaders_in, peek_o
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import Bandwidth, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
-from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR, IdCounts
-from lightning_distrec.sharding.planning.report_text import start_in_words
+from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology, reservation_of
-from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS
 from lightning_distrec.sharding.sharders import HOST_KERNELS
 from lightning_distrec.sharding.sharding_groups import (
     NodeLayout,
     ShardingGroupOptions,
     checked_size,
 )
-from lightning_distrec.strategies.estimates.estimate import TablesShare
-from lightning_distrec.strategies.estimates.module_sizes import (
-    Job,
-    configured_optimizers,
-    dense_bytes,
-    meta_copy,
-)
-from lightning_distrec.strategies.estimates.step_profile import StepProfile
+from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, names_of_bandwidths
 from lightning_distrec.strategies.tables.decisions import (
     Decisions,
@@ -50,7 +41,6 @@ from lightning_distrec.strategies.tables.decisions import (
     select_tables,
     updates_in_fit,
 )
-from lightning_distrec.strategies.tables.plan_of_run import new_plan
 from lightning_distrec.strategies.tables.replicas import why_kept
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.units import describe_error, format_bytes, shortened
@@ -369,85 +359,11 @@ def describe_misfit(plan: ShardingPlan, plan_name: str) -> str:
     )
 
 
-def planned_share(
-    module: LightningModule,
-    job: Job,
-    trainer: Any,
-    device_type: str,
-    settings: TableSettings,
-    profile: StepProfile,
-) -> TablesShare:
-    """Return what the fullest rank holds and what the busiest sends. Raises DistRecError: there is
-    no plan.
-
-    Arguments as `advise`. Ids per example are those of the profile, where they were counted.
-    """
-    device = torch.device(device_type)
-    settings = replace(
-        settings, batch_size_per_rank=profile.batch_size or settings.batch_size_per_rank
-    )
-    dry_job = DryJob(
-        num_nodes=job.num_nodes,
-        ranks_on_node=job.num_ranks // job.num_nodes,
-        device=device,
-        memory_bytes=job.memory_bytes,
-        memory_origin="advise",
-    )
-    # With the job's precision, which has Lightning's full name; the YAML may have a short one.
-    like_trainer = SimpleNamespace(
-        callbacks=trainer.callbacks,
-        accumulate_grad_batches=trainer.accumulate_grad_batches,
-        gradient_clip_val=trainer.gradient_clip_val,
-        precision=job.precision,
-    )
-    dry = dry_module(module, like_trainer, settings, device)
-    decisions = make_decisions(dry, dry_job)
-    counted = {
-        name: _counted(dry, name, constraints, profile)
-        for name, constraints in decisions.constraints.items()
-    }
-    return _share(
-        new_plan(replace(decisions, constraints=counted), settings, make_facts(dry, dry_job))
-    )
-
-
-def _counted(
-    dry: DryModule, name: str, constraints: TableConstraints, profile: StepProfile
-) -> TableConstraints:
-    table = next(table for table in dry.selection.tables if table.full_name == name)
-    lookups, examples = profile.lookups.get(table.collection), profile.batch_size
-    if lookups is None or not examples:
-        return constraints
-    # A collection's profile counts what is sent for ids: one length per example too, which is no
-    # id.
-    lengths = 0 if table.plain is not None else examples
-    features = table.config.feature_names
-    factors = tuple(
-        max(MIN_FACTOR, (lookups[feature] - lengths) / examples) for feature in features
-    )
-    return replace(constraints, pooling_factors=factors)
-
-
-def _share(plan: ShardingPlan) -> TablesShare:
-    # They may be two ranks. Memory is limited by the first, a step's time by the second.
-    fullest, busiest = int(plan.memory.tables.argmax()), int(plan.traffic.sent().argmax())
-    gradients = 0
-    for table in plan.tables.values():
-        if table.update == "dense":
-            on_fullest = np.asarray(table.ranks) == fullest
-            gradients += (
-                int((table.shard_rows * table.shard_columns)[on_fullest].sum())
-                * table.element_bytes
-            )
-    # With updates, table_bytes has gradients too, where a step keeps them as large as the table.
-    rows, held = (int(plan.table_bytes(updates=updates)[fullest]) for updates in (False, True))
-    return TablesShare(
-        memory={
-            "parameters": float(rows),
-            "gradients": float(gradients),
-            "optimizer state": float(max(0, held - rows - gradients)),
-            "exchange": float(plan.memory.tables[fullest] - held),
-        },
-        sent={kind: float(plan.traffic.sent(kind)[busiest]) for kind in (IDS, ROWS, ROW_GRADIENTS)},
-        start=start_in_words(plan),
-    )
+def bytes_of_tables(dry: DryModule) -> float:
+    """Return the bytes of all tables, with the optimizer state and gradients that are kept."""
+    total = 0.0
+    for table in dry.selection.tables:
+        weight, update = table.parameter, dry.updates[table.full_name]
+        total += weight.numel() * (weight.element_size() + update.bytes_per_element)
+        total += weight.shape[0] * update.bytes_per_row
+    return total

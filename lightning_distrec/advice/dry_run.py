@@ -11,6 +11,7 @@ from typing import Any
 from lightning_distrec.advice.dry_job import (
     DryJob,
     DryModule,
+    bytes_of_tables,
     describe_misfit,
     make_decisions,
     make_facts,
@@ -110,16 +111,17 @@ class EdgeSearch:
     def _search(self, following: Following, best: Any, worst: Any) -> Edge:
         stopped = ""
         while True:
-            possible = best(
-                (n for n, obstacle in self._obstacles.items() if not obstacle), default=None
-            )
-            # A misfit on the far side of a number that fits says nothing: plans are heuristic.
-            misfits = (n for n, obstacle in self._obstacles.items() if obstacle)
-            impossible = worst(
-                (n for n in misfits if possible is None or best(n, possible) == n), default=None
-            )
+            fitting = [n for n, obstacle in self._obstacles.items() if not obstacle]
+            misfits = [n for n, obstacle in self._obstacles.items() if obstacle]
+            possible = best(fitting, default=None)
+            if possible is not None:
+                # A misfit on the far side of a number that fits says nothing: plans are heuristic.
+                misfits = [n for n in misfits if best(n, possible) == n]
+            impossible = worst(misfits, default=None)
             number = following(possible, impossible)
-            if number is None or (stopped := self._try(number)):
+            if number is not None:
+                stopped = self._try(number)
+            if number is None or stopped:
                 reason = self._obstacles.get(impossible, "")
                 return Edge(
                     possible=possible,
@@ -176,7 +178,8 @@ def find_largest_batch(
             planned = plan_or_follow(decisions, None, settings, facts)
         except InfeasiblePlanError as error:
             return str(error)
-        if not (obstacle := describe_misfit(planned, "the plan in the file")):
+        obstacle = describe_misfit(planned, "the plan in the file")
+        if not obstacle:
             latest.append(planned)
         return obstacle
 
@@ -186,9 +189,7 @@ def find_largest_batch(
     )
 
 
-def find_min_nodes(
-    dry: DryModule, job: DryJob, decisions: Decisions, misfit: str, seconds: float
-) -> Edge:
+def find_min_nodes(dry: DryModule, job: DryJob, misfit: str, seconds: float) -> Edge:
     """Return the minimum number of nodes that fit, each with as many ranks as the job's."""
 
     def obstacle_to(num_nodes: int) -> str:
@@ -201,24 +202,19 @@ def find_min_nodes(
         return ""
 
     upper = max(job.num_nodes, MAX_RANKS // job.ranks_on_node)
-    lower = min(upper, _min_nodes_by_memory(dry, job, decisions))
+    lower = min(upper, _min_nodes_by_memory(dry, job))
     return EdgeSearch(obstacle_to, {job.num_nodes: misfit}, SEARCH_SECONDS, seconds).smallest(
         lower, upper
     )
 
 
-def _min_nodes_by_memory(dry: DryModule, job: DryJob, decisions: Decisions) -> int:
-    """Return a number of nodes below which the tables' rows and updates do not fit, however they
-    are sharded."""
-    needed = 0.0
-    for table in decisions.tables:
-        weight, update = table.parameter, dry.updates[table.full_name]
-        needed += weight.numel() * (weight.element_size() + update.bytes_per_element)
-        needed += weight.shape[0] * update.bytes_per_row
+def _min_nodes_by_memory(dry: DryModule, job: DryJob) -> int:
+    """Return a number of nodes below which rows and updates do not fit, however sharded."""
     # Of one node, all its ranks and its host: no sharding can use more of it.
     facts = make_facts(dry, replace(job, num_nodes=1))
     usable = facts.memory.less(facts.reservation)
-    return max(1, math.ceil(needed / (sum(usable.device_bytes) + sum(usable.host_bytes))))
+    usable_bytes = sum(usable.device_bytes) + sum(usable.host_bytes)
+    return max(1, math.ceil(bytes_of_tables(dry) / usable_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,25 +291,22 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     result = replace(
         result, largest_batch=find_largest_batch(dry, decisions, facts, plan, misfit, seconds)
     )
-    fixed = (
-        "plan_file"
-        if plan_file is not None
-        else "sharding_groups"
-        if job.groups.size is not None
-        else ""
-    )
+    fixed = "sharding_groups" if job.groups.size is not None else ""
+    if plan_file is not None:
+        fixed = "plan_file"
     if fixed:
         result.assumed.append(
             f"the minimum number of nodes was not searched for: {fixed} fixes the ranks"
         )
         return result
-    return replace(result, min_nodes=find_min_nodes(dry, job, decisions, misfit, seconds))
+    return replace(result, min_nodes=find_min_nodes(dry, job, misfit, seconds))
 
 
 def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]:
     planning, assumed = dry.settings.planning, []
     request = bandwidth_request(planning.bandwidths, os.environ)
-    if missing := [name for name in request.to_measure if name not in job.bandwidths]:
+    missing = [name for name in request.to_measure if name not in job.bandwidths]
+    if missing:
         assumed.append(
             f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used"
         )

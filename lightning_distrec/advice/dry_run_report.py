@@ -39,7 +39,8 @@ def print_dry_run(result: DryRun, console: Console) -> None:
         console.print(_ranks(result.plan))
         console.print(f"{start_in_words(result.plan)}.")
         console.print(_host_needs(result).in_words())
-        if replicas := replicas_in_words(result.plan):
+        replicas = replicas_in_words(result.plan)
+        if replicas:
             console.print(f"{replicas}.")
     if result.largest_batch is not None:
         name = (
@@ -139,11 +140,9 @@ def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
     }
     if cost.known:
         # To a nanosecond: what is below is noise of floating point.
-        columns["milliseconds"] = [round(float(value), 6) for value in cost.milliseconds_by_rank]
-        columns["milliseconds_by_part"] = {
-            part: [round(float(value), 6) for value in cost.milliseconds[:, number]]
-            for number, part in enumerate(TIME_PARTS)
-        }
+        columns["milliseconds"] = cost.milliseconds_by_rank.round(6).tolist()
+        by_part = cost.milliseconds.round(6)
+        columns["milliseconds_by_part"] = dict(zip(TIME_PARTS, by_part.T.tolist(), strict=True))
     return columns
 
 

@@ -1,98 +1,57 @@
-"""Chooses a strategy for a module on a number of ranks with a memory each, and says why."""
+"""Chooses a strategy for a module by its sizes, on ranks with a memory each, and says why.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from types import SimpleNamespace
-from typing import Any, TypeVar
+The questions are those of docs/how_to/choose_strategy.md, in the same order.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from rich.console import Console
 
-from lightning_distrec.advice.dry_job import planned_share
-from lightning_distrec.advice.stages_estimate import PIPELINE, estimate_stages
-from lightning_distrec.cluster.host_resources import HostNeeds
-from lightning_distrec.errors import DistRecError, InfeasiblePlanError
-from lightning_distrec.option_values import as_options
-from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.strategies.data_parallel.gradient_exchange import PowerSGDOptions
-from lightning_distrec.strategies.estimates.dense_options import MAX_MEMORY_SHARE, DenseOptions
-from lightning_distrec.strategies.estimates.estimate import (
-    DDP,
+from lightning_distrec.advice.parameter_sizes import (
     FSDP,
+    PIPELINE,
     TORCHREC,
-    TORCHREC_FSDP,
-    Estimate,
-    TablesShare,
-    estimate_strategies,
-)
-from lightning_distrec.strategies.estimates.module_sizes import (
     Job,
+    MeasuredStep,
     ModuleSizes,
-    TableSize,
+    gathered_bytes,
     measure_module,
+    sharded_bytes,
 )
-from lightning_distrec.strategies.estimates.step_profile import StepProfile
-from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
-from lightning_distrec.strategies.stages.chain import StageOptions
-from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
-from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
+from lightning_distrec.cluster.host_resources import HostNeeds
+from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.units import format_bytes, quantity, text_table
 
-T = TypeVar("T")
+DDP = "ddp_tuned"
+TORCHREC_FSDP = "torchrec_sharded with dense: fsdp"
+
+MAX_MEMORY_SHARE = 0.8
+"""Share of a rank's memory that is used; the rest is for libraries, buckets and batches."""
+MIN_TABLES_SHARE = 0.5
+"""Share of the module's memory above which its tables decide."""
+MIN_ROWS = Conversion().min_rows
+"""Rows from which on a table is large."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenOptions:
-    """Those of one strategy; the others have their defaults."""
+class Need:
+    """What one strategy needs of a rank's memory."""
 
-    dense: DenseOptions = field(default_factory=DenseOptions)
-    stages: StageOptions = field(default_factory=StageOptions)
-    note: str = ""
-    """Whose options these are."""
+    strategy: str
+    model_bytes: float = 0.0
+    """Parameters, gradients, optimizer state and buffers."""
+    gathered_bytes: float = 0.0
+    """What is gathered of sharded layers at once."""
+    activation_bytes: float = 0.0
+    refused: str = ""
+    """Why the strategy refuses the module."""
 
-
-def read_options(strategy: Any) -> ChosenOptions:
-    """Return the options in `trainer.strategy` of a parsed YAML: a name, or an object with
-    class_path and init_args.
-
-    Raises ConfigError: a value cannot be.
-    """
-    # A Namespace of jsonargparse: no strategy is constructed, so that its options are only checked
-    # where read.
-    kind = str(getattr(strategy, "class_path", "")).rpartition(".")[2]
-    arguments = dict(vars(getattr(strategy, "init_args", None) or SimpleNamespace()))
-    note = f"options of {kind} are those of the YAML"
-    if kind == "TunedDDPStrategy":
-        powersgd = arguments.get("powersgd")
-        dense = DenseOptions(
-            comm_dtype=arguments.get("comm_dtype", "fp32"),
-            powersgd=None
-            if powersgd is None
-            else as_options("powersgd", PowerSGDOptions, _plain(powersgd)),
-            ddp_checkpointing=arguments.get("activation_checkpointing", False),
-        )
-        return ChosenOptions(dense=dense, note=note)
-    if kind == "TunedFSDPStrategy":
-        return ChosenOptions(dense=DenseOptions(fsdp=_made(FSDPOptions, arguments)), note=note)
-    if kind == "PipelineParallelStrategy":
-        # YAML gives lists, or null; StageOptions has tuples.
-        ends = {name: tuple(arguments.get(name) or ()) for name in ("first_stage", "last_stage")}
-        return ChosenOptions(stages=_made(StageOptions, arguments | ends), note=note)
-    return ChosenOptions()
-
-
-def _plain(value: Any) -> Any:
-    # What jsonargparse has parsed to a dataclass is a Namespace, whose fields are its attributes.
-    return value if isinstance(value, (Mapping, PowerSGDOptions)) else vars(value)
-
-
-def _made(options: type[T], arguments: Mapping[str, Any]) -> T:
-    names = [option.name for option in fields(options)]  # type: ignore[arg-type]
-    return options(**{name: arguments[name] for name in names if name in arguments})
-
-
-MIN_TABLES_SHARE = 0.5
-"""Share of the module's memory above which its tables decide."""
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.model_bytes + self.gathered_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -112,317 +71,237 @@ class Advice:
     """What each strategy needs, which one to take, and why."""
 
     job: Job
-    estimates: list[Estimate]
+    sizes: ModuleSizes
+    needs: dict[str, Need]
+    """Of each strategy, by its name."""
     strategy: str
     reason: str
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
     """What was assumed, and what was left out."""
     link: Link | None = None
-    compressed: dict[str, float] = field(default_factory=dict)
-    """Option of ddp_tuned -> bytes that a rank then sends per step, in place of those of its
-    estimate."""
 
-    def fits(self, estimate: Estimate) -> bool:
-        """Return whether a strategy leaves enough of a rank's memory free."""
-        return not estimate.refused and estimate.total <= MAX_MEMORY_SHARE * self.job.memory_bytes
+    @property
+    def gradient_bytes_sent(self) -> float:
+        """What a rank of ddp_tuned sends in a step: a ring sends each gradient nearly twice."""
+        gradients = sum(size.gradients for size in self.sizes.parameters)
+        return 2 * (self.job.num_ranks - 1) / self.job.num_ranks * gradients
 
 
 def advise(
-    module: LightningModule,
-    job: Job,
-    settings: Any,
-    device_type: str,
-    profile: StepProfile | None = None,
-    table_settings: TableSettings | None = None,
-    options: ChosenOptions | None = None,
-    link: Link | None = None,
+    module: LightningModule, job: Job, step: MeasuredStep | None = None, link: Link | None = None
 ) -> Advice:
-    """Return which strategy to take for this module, which stays as it is; no memory beyond its own
-    is needed.
+    """Return which strategy to take for this module, which stays as it is.
 
-    settings: the Trainer, or an object with its `callbacks`, `accumulate_grad_batches` and
-    `gradient_clip_val`.
-    profile: None: no batch was run. table_settings, options: of torchrec_sharded and of others;
-    None: the defaults.
+    step: None: no batch was run, and activations are left out.
     """
-    profile, options = profile or StepProfile(), options or ChosenOptions()
-    conversion = Conversion()
-    sizes = measure_module(module, conversion, options.dense)
-    planned = None
-    if sizes.tables:
-        table_settings = table_settings or TorchRecShardedStrategy().table_settings
-        try:
-            planned = planned_share(module, job, settings, device_type, table_settings, profile)
-        except InfeasiblePlanError as error:
-            planned = TablesShare(refused=str(error).split(". ")[0])
-        except DistRecError as error:
-            sizes.refused[TORCHREC] = str(error)
-    estimates = estimate_strategies(sizes, job, profile, planned, options.dense)
-    stages, stages_notes = estimate_stages(module, sizes, job, settings, profile, options.stages)
-    estimates.append(stages)
-    recomputing = _recompute_under_ddp(module, sizes, job, profile, options.dense)
-    strategy, reason = _choose(sizes, estimates, recomputing, job, conversion.min_rows)
-    compressed = {}
-    if link is not None and options.dense.powersgd is None and options.dense.comm_dtype == "fp32":
-        for option, change in COMPRESSIONS.items():
-            (replicated, *_) = estimate_strategies(
-                sizes, job, profile, planned, replace(options.dense, **change)
-            )
-            compressed[option] = replicated.sent_total or 0.0
-    start = planned.start if planned is not None else ""
-    notes = [
-        *_notes(sizes, job, profile),
-        *filter(None, [start]),
-        *stages_notes,
-        *filter(None, [options.note]),
-    ]
+    step = step or MeasuredStep()
+    sizes = measure_module(module, job)
+    needs = needs_of(sizes, job, step.activation_bytes or 0)
+    strategy, reason = _choose(sizes, needs, job)
     return Advice(
         job=job,
-        estimates=estimates,
+        sizes=sizes,
+        needs=needs,
         strategy=strategy,
         reason=reason,
-        notes=notes,
+        notes=_notes(sizes, job, step),
         link=link,
-        compressed=compressed,
     )
 
 
-COMPRESSIONS: dict[str, dict[str, Any]] = {
-    "comm_dtype: bf16": {"comm_dtype": "bf16"},
-    "powersgd: {matrix_rank: 4}": {"powersgd": PowerSGDOptions(matrix_rank=4)},
-}
+def needs_of(sizes: ModuleSizes, job: Job, activations: int) -> dict[str, Need]:
+    """Return name of a strategy -> what it needs of a rank's memory."""
+    every, layers, num_ranks = sizes.parameters, sizes.layers, job.num_ranks
+    # Tables are shared out evenly: `plan` knows which rank gets which.
+    tables_share = sizes.updated_tables / num_ranks
+    model_and_gathered: dict[str, tuple[float, float]] = {
+        DDP: (sum(size.total for size in every), 0.0),
+        FSDP: (sharded_bytes(every, num_ranks), gathered_bytes(every, num_ranks)),
+        PIPELINE: (sizes.fullest_stage, 0.0),
+    }
+    if sizes.tables or TORCHREC in sizes.refused:
+        replicated = sum(size.total for size in layers)
+        sharded = sharded_bytes(layers, num_ranks)
+        model_and_gathered[TORCHREC] = (tables_share + replicated, 0.0)
+        model_and_gathered[TORCHREC_FSDP] = (
+            tables_share + sharded,
+            gathered_bytes(layers, num_ranks),
+        )
+    refused = dict(sizes.refused)
+    if TORCHREC in refused:
+        refused[TORCHREC_FSDP] = refused[TORCHREC]
+    elif FSDP in refused:
+        refused[TORCHREC_FSDP] = refused[FSDP]
+    needs = {}
+    for strategy, (model, gathered) in model_and_gathered.items():
+        if strategy in refused:
+            needs[strategy] = Need(strategy=strategy, refused=refused[strategy])
+            continue
+        # A stage has its blocks' activations alone; those of other ranks are of whole batches.
+        ranks_of_batch = num_ranks if strategy == PIPELINE else 1
+        needs[strategy] = Need(
+            strategy=strategy,
+            model_bytes=model + sizes.buffers,
+            gathered_bytes=gathered,
+            activation_bytes=activations / ranks_of_batch,
+        )
+    return needs
 
 
-def _recompute_under_ddp(
-    module: LightningModule,
-    sizes: ModuleSizes,
-    job: Job,
-    profile: StepProfile,
-    options: DenseOptions,
-) -> str:
-    """Return the option with which ddp_tuned fits, and its memory, in words; "" where it is not
-    known to suffice."""
-    if options.ddp_checkpointing or profile.saved is None:
-        return ""
-    changed = replace(options, ddp_checkpointing=True)
-    try:
-        changed_sizes = replace(sizes, recomputed={DDP: list(changed.ddp_layers(module))})
-    except DistRecError:  # no layer repeats
-        return ""
-    total = estimate_strategies(changed_sizes, job, profile, None, changed)[0].total
-    fits = total <= MAX_MEMORY_SHARE * job.memory_bytes
-    return f"with activation_checkpointing: true it needs {format_bytes(total)}" if fits else ""
+def fits(need: Need, job: Job) -> bool:
+    """Return whether a strategy leaves enough of a rank's memory free."""
+    return not need.refused and need.total <= MAX_MEMORY_SHARE * job.memory_bytes
 
 
-def _choose(
-    sizes: ModuleSizes, estimates: list[Estimate], recomputing: str, job: Job, min_rows: int
-) -> tuple[str, str]:
-    """Return the strategy to take, and the reason as a clause that follows "because".
-
-    recomputing: how ddp_tuned fits where layers compute their activations again; "": it does not,
-    or is not known to.
-    """
-    candidates = {estimate.strategy: estimate for estimate in estimates}
+def _fits_recomputed(need: Need, job: Job) -> bool:
+    """Return whether all but activations fits."""
+    remaining = need.total - need.activation_bytes
     usable = MAX_MEMORY_SHARE * job.memory_bytes
-    memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
-    large = [table for table in sizes.tables if table.weight.rows >= min_rows]
-    share = _share_of_tables(sizes)
+    return not need.refused and need.activation_bytes > 0 and remaining <= usable
+
+
+def _choose(sizes: ModuleSizes, needs: dict[str, Need], job: Job) -> tuple[str, str]:
+    """Return the strategy to take, and the reason as a clause that follows "because"."""
     # Large tables first: DDP would reduce the gradient of every row and FSDP gather every row,
     # while lookups send those in use.
-    torchrec, ddp, fsdp = candidates.get(TORCHREC), candidates[DDP], candidates[FSDP]
-    # Tables that no plan fits are torchrec_sharded's as well: it needs more ranks, and others need
-    # even more.
-    if (
-        torchrec is not None
-        and TORCHREC not in sizes.refused
-        and large
-        and share > MIN_TABLES_SHARE
-    ):
-        tables_reason = _describe_tables(sizes.tables, large[0], share)
-        if torchrec.refused:
-            return TORCHREC, f"{tables_reason}, although {torchrec.refused}: use more ranks"
-        if torchrec.total <= usable:
-            return TORCHREC, tables_reason
-        hybrid = candidates[TORCHREC_FSDP]
-        if hybrid.total <= usable and not fsdp.refused:
-            return TORCHREC_FSDP, (
-                f"{tables_reason}; with the other layers replicated, a rank needs "
-                f"{format_bytes(torchrec.total)}, more "
-                f"than {memory}, and with them sharded too, {format_bytes(hybrid.total)}"
-            )
-        return TORCHREC, (
-            f"{tables_reason}, although a rank needs more than {memory}: use more ranks"
-        )
+    if TORCHREC not in sizes.refused and sizes.share_of_tables > MIN_TABLES_SHARE:
+        reason = _describe_tables(sizes)
+        if reason:
+            return _choose_for_tables(needs, job, reason)
+    memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
+    ddp, fsdp, stages = needs[DDP], needs[FSDP], needs[PIPELINE]
     # What fits is replicated: that sends no more than FSDP does, and no layer waits for its
     # parameters.
-    if ddp.total <= usable:
-        return DDP, (
-            f"the replicated module needs {format_bytes(ddp.total)}, which is within {memory}"
-        )
-    replicated = f"the replicated module needs {format_bytes(ddp.total)}, more than {memory}"
+    replicated = f"the replicated module needs {format_bytes(ddp.total)}"
+    if fits(ddp, job):
+        return DDP, f"{replicated}, which is within {memory}"
+    replicated += f", more than {memory}"
     # Recomputing takes time of a rank alone, while FSDP's gathers take the links'.
-    if recomputing and not ddp.refused:
-        return DDP, f"{replicated}; {recomputing}"
+    if _fits_recomputed(ddp, job):
+        return DDP, f"{replicated}; {_recompute(ddp)}"
     if fsdp.refused:
         sharded = f", but fsdp_tuned refuses it: {fsdp.refused}"
     else:
-        sharded = (
-            f"; sharded over {quantity(job.num_ranks, 'rank')} it needs {format_bytes(fsdp.total)}"
-        )
-        if fsdp.total <= usable:
-            return FSDP, replicated + sharded
-    # Last, since ranks of a pipeline idle, and since it takes a module that is mainly a chain of
-    # blocks.
-    stages = candidates[PIPELINE]
-    if not stages.refused and stages.total <= usable:
-        return PIPELINE, (
-            f"{replicated}{sharded}; the fullest stage needs {format_bytes(stages.total)}"
-        )
+        ranks = quantity(job.num_ranks, "rank")
+        sharded = f"; sharded over {ranks} it needs {format_bytes(fsdp.total)}"
+    if fits(fsdp, job):
+        return FSDP, replicated + sharded
+    # Last, since ranks of a pipeline idle, and since it takes a chain of blocks.
+    if fits(stages, job):
+        fullest = f"; the fullest stage needs {format_bytes(stages.total)}"
+        return PIPELINE, replicated + sharded + fullest
     if fsdp.refused:
-        return DDP, f"{replicated}{sharded}{_without_activations(ddp, usable)}"
-    remedy = _without_activations(fsdp, usable).removeprefix("; ") or "use more ranks"
-    if not any(parameter.is_sharded for parameter in sizes.parameters):
+        return DDP, replicated + sharded
+    remedy = "use more ranks"
+    if _fits_recomputed(fsdp, job):
+        remedy = _recompute(fsdp)
+    elif not any(size.is_sharded for size in sizes.parameters):
         remedy = (
-            "none of its layers is a block that fsdp_tuned shards; name classes of layers, "
-            "as in wrap=['Linear']"
+            "none of its layers is a block that fsdp_tuned shards; name classes of layers, as in "
+            "wrap=['Linear']"
         )
     return FSDP, f"{replicated}{sharded}, which is too much as well: {remedy}"
 
 
-def _without_activations(estimate: Estimate, usable: float) -> str:
-    """Return what to do where only activations are too much; "" where other things are too."""
-    activations = estimate.memory.get("activations", 0.0)
-    # Recomputing helps where all else fits; otherwise the advice would not be enough.
-    if not activations or estimate.total - activations > usable:
+def _choose_for_tables(needs: dict[str, Need], job: Job, reason: str) -> tuple[str, str]:
+    """Return the same where tables decide. reason: why they do."""
+    memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
+    tables, both = needs[TORCHREC], needs[TORCHREC_FSDP]
+    if fits(tables, job):
+        return TORCHREC, reason
+    if fits(both, job):
+        return TORCHREC_FSDP, (
+            f"{reason}; with the other layers replicated, a rank needs "
+            f"{format_bytes(tables.total)}, more than {memory}, and with them sharded too, "
+            f"{format_bytes(both.total)}"
+        )
+    return TORCHREC, (
+        f"{reason}, although a rank needs {format_bytes(tables.total)}, more than {memory}: use "
+        "more ranks; `lightning-distrec plan` says how many"
+    )
+
+
+def _recompute(need: Need) -> str:
+    return (
+        f"activations are {format_bytes(need.activation_bytes)} of it: compute them again in "
+        "backward (activation_checkpointing)"
+    )
+
+
+def _describe_tables(sizes: ModuleSizes) -> str:
+    """Return why tables decide; "" where none of them is large."""
+    large = [table for table in sizes.tables if table.parameter.shape[0] >= MIN_ROWS]
+    if not large:
         return ""
-    return (
-        f"; activations are {format_bytes(activations)} of it: compute them again in backward "
-        "(activation_checkpointing: true)"
-    )
+    name = f"{large[0].full_name} of {large[0].parameter.shape[0]:,} rows"
+    memory = f"{sizes.share_of_tables:.0%} of the memory of parameters and optimizer state"
+    sharded = "which is sharded over the ranks"
+    if len(sizes.tables) == 1:
+        return f"table {name} takes {memory}, {sharded}"
+    return f"{quantity(len(sizes.tables), 'table')}, including {name}, take {memory}, {sharded}"
 
 
-def _describe_tables(tables: list[TableSize], large: TableSize, share: float) -> str:
-    memory = f"{share:.0%} of the memory of parameters and optimizer state"
-    if len(tables) == 1:
-        return (
-            f"table {large.name} of {large.weight.rows:,} rows takes {memory}, which is "
-            "sharded over the ranks"
-        )
-    return (
-        f"{quantity(len(tables), 'table')}, including {large.name} of {large.weight.rows:,} rows, "
-        f"take {memory}, which "
-        "is sharded over the ranks"
-    )
-
-
-def _share_of_tables(sizes: ModuleSizes) -> float:
-    """Return which share of parameters and optimizer state belongs to tables."""
-    tables = {table.weight.name for table in sizes.tables}
-    total = sum((p.numel + p.state_numel) * p.itemsize for p in sizes.parameters)
-    table_bytes = sum(
-        (p.numel + p.state_numel) * p.itemsize for p in sizes.parameters if p.name in tables
-    )
-    return table_bytes / total if total else 0.0
-
-
-def _notes(sizes: ModuleSizes, job: Job, profile: StepProfile) -> list[str]:
-    notes = [*sizes.notes, *profile.notes]
-    if profile.activation_bytes is None and not profile.notes:
-        notes.append("activations are left out: no batch was run")
-    elif profile.activation_bytes is not None:
+def _notes(sizes: ModuleSizes, job: Job, step: MeasuredStep) -> list[str]:
+    notes = list(sizes.notes)
+    if step.activation_bytes is None:
+        notes.append(f"activations are left out: {step.problem}")
+    else:
         notes.append(
-            "activations are what the forward of one batch saves for backward; in stages, and "
-            "where layers compute "
-            "again, what remains of it"
+            "activations are what the forward of one batch saves for backward; stages have equal "
+            "shares of it"
         )
-        if job.precision.endswith("-true") and job.precision != "32-true":
+        if job.precision in ("16-true", "bf16-true", "64-true"):
             notes.append(f"activations were measured in 32 bits, not in {job.precision}")
-    sparse = [parameter.name for parameter in sizes.parameters if parameter.has_sparse_gradient]
-    if sparse:
-        notes.append(
-            f"the sparse gradient of {sparse[0]} is left out of memory, and of what ddp_tuned sends"
-        )
     if sizes.tables:
         notes.append(
-            "tables are planned, with the defaults of torchrec_sharded: memory is the fullest "
-            "rank's, bytes are those "
-            "of the rank that sends the most"
+            "tables are shared out evenly, as torchrec_sharded updates them by its defaults; "
+            "`lightning-distrec plan` places them, and counts what is exchanged"
         )
-        samples = None if profile.batch_size is None else quantity(profile.batch_size, "sample")
-        if samples is None:
-            notes.append("what lookups send is unknown without a batch")
-        elif any(table.path in profile.lookups for table in sizes.tables):
-            notes.append(f"lookups are those of one batch of {samples}")
-        else:
-            notes.append(f"{samples} are assumed to look up one id of every feature each")
     return notes
-
-
-MEMORY_COLUMNS = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "gathered",
-    "exchange",
-    "activations",
-    "recomputed",
-)
 
 
 def print_advice(advice: Advice, console: Console) -> None:
     """Print what each strategy needs, what was assumed, and which strategy to take."""
-    job = advice.job
+    job, needs = advice.job, advice.needs.values()
     ranks = f"{quantity(job.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
-    uses = [
-        use
-        for use in MEMORY_COLUMNS
-        if use != "recomputed" or any(use in e.memory for e in advice.estimates)
-    ]
+    memory = f"{format_bytes(job.memory_bytes)} each, precision {job.precision}"
     text = text_table(
-        ("strategy", *uses, "total", "", "sent per step"),
+        ("strategy", "model", "gathered", "activations", "total", ""),
         ["strategy", ""],
-        title=f"{ranks}, {format_bytes(job.memory_bytes)} each, precision {job.precision}: memory "
-        "per rank",
-        caption="Estimated, not measured: " + "; ".join(advice.notes) + "."
-        if advice.notes
-        else None,
+        title=f"{ranks}, {memory}: memory per rank",
+        caption=f"Estimated, not measured: {'; '.join(advice.notes)}.",
     )
-    for estimate in advice.estimates:
-        name = (
-            f"> {estimate.strategy}"
-            if estimate.strategy == advice.strategy
-            else f"  {estimate.strategy}"
-        )
-        if estimate.refused:
-            text.add_row(name, *([""] * (len(uses) + 1)), "refused", "")
+    for need in needs:
+        mark = ">" if need.strategy == advice.strategy else " "
+        name = f"{mark} {need.strategy}"
+        if need.refused:
+            text.add_row(name, "", "", "", "", "refused")
             continue
-        memory = [
-            format_bytes(estimate.memory[use]) if use in estimate.memory else "-" for use in uses
-        ]
-        sent = "-" if estimate.sent_total is None else format_bytes(estimate.sent_total)
-        sent += (
-            f", {advice.link.in_words(estimate.sent_total)}"
-            if advice.link and estimate.sent_total
-            else ""
-        )
-        text.add_row(name, *memory, format_bytes(estimate.total), _fit(advice, estimate), sent)
+        parts = (need.model_bytes, need.gathered_bytes, need.activation_bytes, need.total)
+        text.add_row(name, *map(format_bytes, parts), _fit(need, job))
     console.print(text)
-    for estimate in advice.estimates:
-        if estimate.refused:
-            console.print(f"{estimate.strategy} refuses the module: {estimate.refused}")
+    for need in needs:
+        if need.refused:
+            console.print(f"{need.strategy} refuses the module: {need.refused}")
+    for part, size in _module_bytes(advice.sizes).items():
+        words = ", ".join(f"{format_bytes(value)} of {name}" for name, value in size.items())
+        console.print(f"{part.capitalize()}: {words}.")
     if job.num_ranks > 1:
         console.print(_host_needs(job).in_words())
     console.print(f"strategy: {advice.strategy}, because {advice.reason}.")
-    if advice.link is not None and advice.compressed and advice.strategy == DDP:
-        times = ", ".join(
-            f"{advice.link.in_words(sent)} with {option}"
-            for option, sent in advice.compressed.items()
-        )
+    if advice.link is not None and advice.strategy == DDP:
+        milliseconds = advice.link.in_words(advice.gradient_bytes_sent)
         console.print(
-            f"Gradients over {advice.link.name}, while backward computes: {times}. Compress them "
-            "where a step waits "
-            "for them; that changes the numbers."
+            f"Gradients over {advice.link.name}, while backward computes: {milliseconds}; half of "
+            "it with comm_dtype: bf16. Compress them where a step waits for them; that changes "
+            "the numbers."
         )
+
+
+def _fit(need: Need, job: Job) -> str:
+    if need.total > job.memory_bytes:
+        return "DOES NOT FIT"
+    return "fits" if fits(need, job) else f"tight, above {MAX_MEMORY_SHARE:.0%}"
 
 
 def _host_needs(job: Job) -> HostNeeds:
@@ -430,15 +309,33 @@ def _host_needs(job: Job) -> HostNeeds:
     return HostNeeds(job.num_ranks, job.num_ranks // job.num_nodes)
 
 
-def _fit(advice: Advice, estimate: Estimate) -> str:
-    if estimate.total > advice.job.memory_bytes:
-        return "DOES NOT FIT"
-    return "fits" if advice.fits(estimate) else f"tight, above {MAX_MEMORY_SHARE:.0%}"
+def _module_bytes(sizes: ModuleSizes) -> dict[str, dict[str, int]]:
+    """Return tables and other layers -> what they have where they are not sharded."""
+    by_part = {}
+    tables = [size for size in sizes.parameters if size.is_table]
+    for part, parameters in (("tables", tables), ("other layers", sizes.layers)):
+        by_part[part] = {
+            "parameters": sum(size.parameters for size in parameters),
+            "gradients": sum(size.gradients for size in parameters),
+            "optimizer state": sum(size.optimizer_state for size in parameters),
+        }
+    return by_part
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
     """Return all of an advice as plain values."""
     job = advice.job
+    strategies = []
+    for need in advice.needs.values():
+        strategies.append({
+            "strategy": need.strategy,
+            "refused": need.refused or None,
+            "model_bytes": round(need.model_bytes),
+            "gathered_bytes": round(need.gathered_bytes),
+            "activation_bytes": round(need.activation_bytes),
+            "total_bytes": round(need.total),
+            "fits": fits(need, job),
+        })
     return {
         "strategy": advice.strategy,
         "reason": advice.reason,
@@ -447,23 +344,9 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "memory_bytes_per_rank": job.memory_bytes,
         "precision": job.precision,
         **_host_needs(job).as_json(),
-        "strategies": [
-            {
-                "strategy": estimate.strategy,
-                "refused": estimate.refused or None,
-                "memory_bytes": {use: round(number) for use, number in estimate.memory.items()},
-                "total_bytes": round(estimate.total),
-                "fits": advice.fits(estimate),
-                # `and` keeps None: unknown is not the same as nothing.
-                "sent_bytes_per_step": estimate.sent
-                and {kind: round(number) for kind, number in estimate.sent.items()},
-                "idle_share": estimate.idle and round(estimate.idle, 4),
-            }
-            for estimate in advice.estimates
-        ],
-        "bytes_per_second": advice.link and advice.link.bytes_per_second,
-        "compressed_bytes_per_step": {
-            option: round(sent) for option, sent in advice.compressed.items()
-        },
+        "module_bytes": _module_bytes(advice.sizes),
+        "strategies": strategies,
+        "bytes_per_second": None if advice.link is None else advice.link.bytes_per_second,
+        "gradient_bytes_sent": round(advice.gradient_bytes_sent),
         "assumed": advice.notes,
     }

@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_distrec.callbacks.throughput import value_at
 from lightning_distrec.errors import ConfigError, DataError, require
+from lightning_distrec.observe.throughput import value_at
 
 INDEX, LOADER, PREDICTION = "index", "dataloader", "prediction"
 BUFFERED_ROWS = 65_536

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_distrec.callbacks.steps import LogTimes, Stoppable, log
 from lightning_distrec.errors import ConfigError, OptimizerError, UnsupportedError
+from lightning_distrec.observe.steps import LogTimes, Stoppable, log
 from lightning_distrec.option_values import check_choice
 
 Rule = Literal["linear", "sqrt"]
@@ -59,7 +59,7 @@ class ScaledLearningRate(Stoppable):
     def rates(self) -> list[list[float]]:
         """The rates that the last step of each optimizer used, by param group; empty before its
         first."""
-        return [[float(rate) for rate in scaled.used] for scaled in self._scaled]
+        return [list(map(float, scaled.used)) for scaled in self._scaled]
 
     def factor_at(self, step: int) -> float:
         """Return the factor of an optimizer's step, counted from 0."""
@@ -205,7 +205,8 @@ class ScaledSteps:
 
     def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.steps += 1
-        if (number := self._restore()) is not None:
+        number = self._restore()
+        if number is not None:
             raise OptimizerError(
                 f"ScaledLearningRate: the learning rate of param group {number} of "
                 f"{type(optimizer).__name__} was set "

@@ -1,7 +1,6 @@
 """Callbacks for embedding tables: write their plan, log how mapped ids fill them, and keep their
 rows at a norm."""
 
-import importlib.util
 import io
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_distrec.callbacks.steps import LogTimes, log
-from lightning_distrec.errors import ConfigError, missing_package
+from lightning_distrec.errors import ConfigError, require
+from lightning_distrec.observe.steps import LogTimes, log
 
 
 class PlanLogger(Callback):
@@ -24,7 +23,7 @@ class PlanLogger(Callback):
 
     Loggers that accept images (TensorBoard, Weights & Biases) get the figures; without such a
     logger they are files next to the page. Rank 0 writes, which delays the first step by a few
-    seconds. Figures need matplotlib; without it the page has its tables only.
+    seconds. Figures need matplotlib.
 
     Args:
         path: the folder; None: that of the first logger, or the Trainer's default_root_dir.
@@ -36,7 +35,7 @@ class PlanLogger(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise ConfigError on every rank if the folder is not a local one."""
+        """Raise ConfigError: the folder is not a local one; MissingPackageError: no matplotlib."""
         folder = self._path or next(
             (logger.save_dir for logger in trainer.loggers if logger.save_dir), None
         )
@@ -45,12 +44,7 @@ class PlanLogger(Callback):
             raise ConfigError(
                 f"PlanLogger: '{folder}' is not a local folder. Set PlanLogger(path=...)."
             )
-        if importlib.util.find_spec("matplotlib") is None:
-            rank_zero_warn(
-                missing_package(
-                    "matplotlib", "PlanLogger, for figures in plan.html and the loggers,"
-                )
-            )
+        require("matplotlib", "PlanLogger")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,7 +90,8 @@ def _folder_of(trainer: Trainer) -> str:
     """Return the folder that loggers write to."""
     # Not Trainer.log_dir: it broadcasts, and this runs on one rank only.
     for logger in trainer.loggers:
-        if folder := logger.log_dir or logger.save_dir:
+        folder = logger.log_dir or logger.save_dir
+        if folder:
             return str(folder)
     return str(trainer.default_root_dir)
 
@@ -192,7 +187,8 @@ class NormalizeRows(Callback):
                 )
             # By attributes, since callbacks know no strategies: under ddp_tuned there is nothing to
             # refuse.
-            if refuse := getattr(trainer.strategy, "refuse_to_scale", None):
+            refuse = getattr(trainer.strategy, "refuse_to_scale", None)
+            if refuse:
                 refuse(name, self._max_norm)
 
     @override

@@ -24,15 +24,8 @@ from lightning_distrec.advice.dry_job import (
     with_counts,
 )
 from lightning_distrec.advice.dry_run import DryRun, dry_run
-from lightning_distrec.advice.strategy_advice import (
-    Advice,
-    ChosenOptions,
-    Link,
-    advise,
-    print_advice,
-    read_options,
-)
-from lightning_distrec.callbacks.throughput import SampleCounter
+from lightning_distrec.advice.parameter_sizes import Job, MeasuredStep, measure_step
+from lightning_distrec.advice.strategy_advice import Advice, Link, advise, print_advice
 from lightning_distrec.cli.command_line import EXIT_NEGATIVE, EXIT_OK, check_options, console
 from lightning_distrec.cli.lightning_cli import (
     MetaRecipeBuilder,
@@ -42,16 +35,14 @@ from lightning_distrec.cli.lightning_cli import (
     full_precision_name,
     is_on_gpu,
 )
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, require
 from lightning_distrec.option_values import check_choice
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.planning.plan_file import save_plan
 from lightning_distrec.sharding.planning.report_page import write_page
+from lightning_distrec.sharding.planning.report_pictures import draw_plan
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
-from lightning_distrec.strategies.estimates.dense_options import watched_layers
-from lightning_distrec.strategies.estimates.module_sizes import Job
-from lightning_distrec.strategies.estimates.step_profile import StepProfile, profile_step
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings, is_size
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import describe_error, parse_bandwidth, parse_bytes, quantity
@@ -70,62 +61,52 @@ def run_advise(options: Namespace) -> int:
 def advise_on(options: Namespace) -> Advice:
     """Return the advice for the job that the options describe. Raises ConfigError."""
     check_options(options, "advise", nodes=1, devices=1)
-    memory = options.device_memory
-    if memory is not None:
-        memory = parse_bytes(memory, f"--device-memory {memory!r}")
+    memory = _parse_memory(options, "device_memory")
     hide_upstream_deprecations()
     bandwidths = _parse_bandwidths(options.bandwidth or [])
     recipe = build_recipe(options.config, MetaRecipeBuilder if options.meta else RecipeBuilder)
-    settings, precision = recipe.settings, full_precision_name(recipe.settings.precision)
-    device = "cuda" if is_on_gpu(settings.accelerator) else "cpu"
-    num_nodes = options.nodes or int(settings.num_nodes)
-    ranks_per_node = options.devices or count_devices(settings.devices, device)
+    trainer = recipe.settings
+    trainer.precision = full_precision_name(trainer.precision)
+    device = "cuda" if is_on_gpu(trainer.accelerator) else "cpu"
+    num_nodes = options.nodes or int(trainer.num_nodes)
+    ranks_per_node = options.devices or count_devices(trainer.devices, device)
     if memory is None and device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "advise: this machine has no GPU to read the memory from. Set --device-memory 80GB."
         )
-    memory_bytes = memory_bytes_per_rank(torch.device(device), ranks_per_node, memory)
     job = Job(
         num_ranks=num_nodes * ranks_per_node,
         num_nodes=num_nodes,
-        memory_bytes=memory_bytes,
-        precision=precision,
+        memory_bytes=memory_bytes_per_rank(torch.device(device), ranks_per_node, memory),
+        trainer=trainer,
+        device_type=device,
     )
-    strategy_options = read_options(settings.strategy)
-    if options.no_batch:
-        profile = StepProfile(notes=("no batch was read (--no-batch)",))
-    else:
-        profile = _profile_first_batch(recipe, precision, strategy_options)
     name = "cross_node" if num_nodes > 1 else "intra_node"
-    if unused := bandwidths.keys() - {name}:
+    unused = bandwidths.keys() - {name}
+    if unused:
         raise ConfigError(
             f"--bandwidth {min(unused)}: of {quantity(num_nodes, 'node')}, advise takes {name}."
         )
     link = Link(name, bandwidths[name].bytes_per_second) if bandwidths else None
-    return advise(recipe.model, job, settings, device, profile, options=strategy_options, link=link)
+    if options.no_batch:
+        step = MeasuredStep(problem="no batch was read (--no-batch)")
+    else:
+        step = _measure_first_batch(recipe, trainer.precision)
+    return advise(recipe.model, job, step, link)
 
 
-def _profile_first_batch(
-    recipe: RecipeBuilder, precision: str, options: ChosenOptions
-) -> StepProfile:
-    """Run a step with the first training batch on the CPU. Where that fails, the profile has the
-    reason."""
+def _measure_first_batch(recipe: RecipeBuilder, precision: str) -> MeasuredStep:
+    """Run a step with the first training batch on the CPU, or say why that is not possible."""
     module = recipe.model
     try:
-        loaders = training_loaders(module, recipe.datamodule)
-        batch, counter = next(iter(loaders)), SampleCounter()
-        counter.start(loaders, recipe.datamodule)
+        batch = next(iter(training_loaders(module, recipe.datamodule)))
         # No Trainer calls the hook here.
         if not recipe.on_meta:
             module.configure_model()
-        layers = watched_layers(module, options.dense)
     # Of any kind, as the user's code runs here: the advice is then without activations.
     except Exception as error:
-        reason = describe_error(error)
-        return StepProfile(
-            notes=(f"the first batch could not be read ({reason}), so activations are left out",)
-        )
-    return profile_step(module, batch, counter.count(batch), precision, layers=layers)
+        return MeasuredStep(problem=f"the first batch could not be read ({describe_error(error)})")
+    return measure_step(module, batch, precision)
 
 
 def run_plan(options: Namespace) -> int:
@@ -180,14 +161,16 @@ def _find_batch_size(*parts: Any) -> int | None:
     """Return the argument `batch_size` of the first part of the YAML that has one."""
     for part in parts:
         arguments: Any = part.get("init_args") if isinstance(part, Namespace) else None
-        if arguments is not None and is_size(size := arguments.get("batch_size")):
-            return int(size)
+        if arguments is not None and is_size(arguments.get("batch_size")):
+            return int(arguments["batch_size"])
     return None
 
 
 def plan_ahead(options: Namespace) -> DryRun:
     """Return the dry run that the command line asks for, and write the files that it names."""
     # All options are checked before the module is built, which may take long.
+    if options.html is not None:
+        require("matplotlib", "plan --html")
     bandwidths = _parse_bandwidths(options.bandwidth or [])
     check_options(options, "plan", nodes=1, devices=1, batch_size=1, from_data=1)
     host_bytes, memory = (
@@ -239,7 +222,7 @@ def plan_ahead(options: Namespace) -> DryRun:
     outcome = dry_run(dry, job, quick=options.quick)
     outcome = replace(outcome, assumed=[*notes, *assumed, *outcome.assumed])
     if outcome.plan is not None and options.html is not None:
-        write_page(options.html, outcome.plan)
+        write_page(options.html, outcome.plan, draw_plan(outcome.plan))
     if outcome.plan is not None and options.save_plan is not None:
         Path(options.save_plan).absolute().parent.mkdir(parents=True, exist_ok=True)
         save_plan(options.save_plan, outcome.plan)
@@ -274,7 +257,8 @@ def _build_on_meta(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> 
         cause = error
         while isinstance(cause.__cause__, Exception) and not locate_error(cause):
             cause = cause.__cause__
-        if not (place := locate_error(cause)):
+        place = locate_error(cause)
+        if not place:
             raise
         raise ConfigError(
             "plan: the module cannot be built on the meta device, where it takes no memory: "

@@ -82,10 +82,7 @@ def _advise(add: Adder) -> None:
         help="Build the module without memory; leave activations out.",
     )
     add("--no-batch", action="store_true", help="Read no data; leave activations out.")
-    link = (
-        "Estimate times of exchanges over this link, such as cross_node=1GB/s; on one node "
-        "intra_node."
-    )
+    link = "Say how long gradients take over this link: cross_node=1GB/s, on one node intra_node."
     add("--bandwidth", type=str, action="append", help=link)
     add("--json", action="store_true", help="Print JSON with all numbers in bytes.")
 
@@ -402,9 +399,8 @@ class Command:
 COMMANDS = {
     "advise": Command(
         help="Print which strategy suits a module, and why.",
-        details="Estimate the memory that each strategy needs per rank. The module is built, and "
-        "runs one batch, on "
-        "this machine's CPU; nothing is trained.",
+        details="Add up the memory that each strategy needs per rank. The module is built, and "
+        "runs one batch, on this machine's CPU; nothing is trained.",
         options=_advise,
         config="Read",
         ranks="Assume",

@@ -104,7 +104,8 @@ def _example_batches(
 
 def _batches_of_columns(data: Any, checkpoint: Mapping[str, Any]) -> tuple[Any, Any, RawRows]:
     # Values are mapped as in training, whatever the files say now.
-    if (state := checkpoint.get(type(data).__qualname__)) is not None:
+    state = checkpoint.get(type(data).__qualname__)
+    if state is not None:
         data.load_state_dict(state)
     rows = data.raw_rows()
     single_row = data.columns({column: [value] for column, value in rows[0].items()})

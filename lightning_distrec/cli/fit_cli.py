@@ -1,7 +1,6 @@
 """`fit`, `validate`, `test` and `predict`: a LightningCLI whose complaints are one block, and say
 what to do."""
 
-import importlib.util
 import os
 import time
 import warnings
@@ -27,43 +26,21 @@ from lightning_distrec.cli.lightning_cli import CommandLineError, OneBlockParser
 from lightning_distrec.errors import (
     CheckpointError,
     ConfigError,
-    DataError,
     DistRecError,
-    MissingPackageError,
     RankError,
     did_you_mean,
-    missing_package,
 )
 from lightning_distrec.registration import STRATEGIES, class_path, register, short_name
 
 register()  # Trainers find strategies by name
 take_names_of_strategies(class_path)
 
-LOGGER_PACKAGES = {
-    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
-    "WandbLogger": ("wandb",),
-    "MLFlowLogger": ("mlflow", "mlflow_skinny"),
-    "CometLogger": ("comet_ml",),
-    "NeptuneLogger": ("neptune",),
-}
-"""Lightning's loggers -> the packages of which they need one."""
 HELP = (
     "Options of a strategy or a callback: lightning-distrec {} --trainer.strategy.help "
     "lightning_distrec.TorchRecShardedStrategy. --debug shows the traceback of an error."
 )
 CHECKPOINT_KEYWORDS = ("best", "last", "hpc", "registry")
 """Values of ckpt_path that are no paths."""
-SMALLEST = {
-    **dict.fromkeys(("max_epochs", "max_steps", "num_sanity_val_steps"), -1),
-    **dict.fromkeys(("num_nodes", "accumulate_grad_batches", "check_val_every_n_epoch"), 1),
-    **dict.fromkeys(
-        ("min_epochs", "min_steps", "log_every_n_steps", "gradient_clip_val", "overfit_batches"), 0
-    ),
-}
-"""Arguments of the Trainer -> the smallest number that they can be; -1 is for all, or without
-end."""
-
-
 SECONDS_FOR_PRINTING = 30.0
 """How long a rank whose command line is refused waits for the one of its node that prints the
 reason."""
@@ -172,8 +149,6 @@ class FitCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse what would fail with less of a reason later."""
         config = self.config[self.config.subcommand]
-        if problem := missing_logger(config.trainer.logger):
-            raise MissingPackageError(problem)
         strategy = config.trainer.strategy
         names = [*StrategyRegistry.available_strategies(), "auto"]
         if isinstance(strategy, str) and strategy not in names:
@@ -182,7 +157,6 @@ class FitCLI(LightningCLI):
                 f"'{strategy}'{did_you_mean(strategy, names)} Those of "
                 f"lightning_distrec are {', '.join(STRATEGIES)}."
             )
-        _check_numbers(config.trainer)
         if config.get("columns") and config.out is None:
             raise CommandLineError("predict: --columns is for --out FILE.parquet.")
         if config.get("out") is not None:
@@ -196,10 +170,10 @@ class FitCLI(LightningCLI):
                 super().instantiate_classes()
             except DistRecError:
                 raise
-            # By the Trainer, or by jsonargparse around what a constructor has raised; it ends with
-            # all options.
-            except (TypeError, ValueError) as error:
-                raise ConfigError(str(error).partition("Given value type:")[0].rstrip()) from error
+            # By the Trainer, by jsonargparse around what a constructor has raised, or by a class
+            # whose package is missing.
+            except (TypeError, ValueError, ImportError) as error:
+                raise ConfigError(str(error)) from error
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         config = self.config[self.subcommand]
         if config.get("out") is not None:
@@ -227,13 +201,6 @@ def _log_hyperparameters(
         rank_zero_info(f"Set here, and different in {checkpoint}: {values}.")
 
 
-def _check_numbers(trainer: Namespace) -> None:
-    for name, smallest in SMALLEST.items():
-        number = trainer.get(name)
-        if isinstance(number, (int, float)) and number < smallest:
-            raise CommandLineError(f"trainer.{name}={number}: must be at least {smallest}.")
-
-
 def tables_context(strategy: Any) -> AbstractContextManager[None]:
     """Return a context in which the tables that the strategy will shard are built without rows."""
     name = strategy if isinstance(strategy, str) else getattr(strategy, "class_path", "")
@@ -244,18 +211,6 @@ def tables_context(strategy: Any) -> AbstractContextManager[None]:
 
     options = getattr(strategy, "init_args", None) or Namespace()
     return meta_tables(options.get("convert_embeddings", "auto"), options.get("min_rows", 100_000))
-
-
-def missing_logger(logger: Any) -> str:
-    """Return what is wrong with `trainer.logger`, as parsed: one, a list of them, a bool or None;
-    "" if nothing is."""
-    for config in logger if isinstance(logger, list) else [logger]:
-        name = getattr(config, "class_path", "").rpartition(".")[2]
-        packages = LOGGER_PACKAGES.get(name, ())
-        if packages and not any(importlib.util.find_spec(package) for package in packages):
-            text = missing_package(packages[0], f"trainer.logger: {name}")
-            return f"{text} Or set another logger, such as CSVLogger."
-    return ""
 
 
 def run_lightning(args: Sequence[str]) -> None:
@@ -270,12 +225,6 @@ def run_lightning(args: Sequence[str]) -> None:
 
 def complaint(error: Exception) -> Exception | None:
     """Return the error to print without its traceback; None: a bug, or of the user's code."""
-    if isinstance(error, MisconfigurationException) and "`batch_size=...`" in str(error):
-        return DataError(
-            "Lightning replaces the sampler of a predict_dataloader, and cannot where batch_size "
-            "has no name. Write "
-            "DataLoader(dataset, batch_size=16)."
-        )
     return error if isinstance(error, (DistRecError, MisconfigurationException)) else None
 
 

@@ -8,17 +8,6 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
-from lightning_distrec.bench.results import (
-    NO_MATPLOTLIB,
-    BenchOptions,
-    Case,
-    Result,
-    as_json,
-    can_draw,
-    draw,
-    print_results,
-    run_rounds,
-)
 from lightning_distrec.cli.command_line import (
     EXIT_NEGATIVE,
     EXIT_OK,
@@ -27,7 +16,16 @@ from lightning_distrec.cli.command_line import (
     exit_on_sigterm,
 )
 from lightning_distrec.cluster.slurm import BatchJob, batch_script
-from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.errors import ConfigError, did_you_mean, require
+from lightning_distrec.observe.bench.results import (
+    BenchOptions,
+    Case,
+    Result,
+    as_json,
+    draw,
+    print_results,
+    run_rounds,
+)
 from lightning_distrec.registration import STRATEGIES
 
 if TYPE_CHECKING:
@@ -58,10 +56,7 @@ def run_bench(options: Namespace) -> int:
     (folder / "results.json").write_text(json.dumps(as_json(results), indent=1))
     if all(result.failure for result in results):
         return EXIT_NEGATIVE
-    if can_draw():
-        draw(results, folder / "results.png")
-    else:
-        print(f"lightning-distrec: {NO_MATPLOTLIB}", file=sys.stderr)
+    draw(results, folder / "results.png")
     return EXIT_OK
 
 
@@ -72,6 +67,7 @@ def bench(options: Namespace, launched: "Launched | None" = None) -> list[Result
     benches.
     """
     check_options(options, "bench", steps=1, warmup=0, rounds=1, synthetic=1, synthetic_ids=1)
+    require("matplotlib", "bench, for results.png")
     for config in options.config:
         if not Path(config).is_file():
             raise ConfigError(f"--config {config}: there is no such file.")
@@ -143,8 +139,8 @@ def parse_devices(text: str) -> list[int]:
 def run_doctor(options: Namespace) -> int:
     """Run the command and return its exit code."""
     # These load torch, which `slurm` need not wait for.
-    from lightning_distrec.cluster.doctor import as_json, examine, find_problems, print_diagnosis
     from lightning_distrec.cluster.environment import find_launched
+    from lightning_distrec.observe.doctor import as_json, examine, find_problems, print_diagnosis
 
     findings = examine(Path(options.folder).absolute(), options.timeout, _log)
     problems = find_problems(findings)

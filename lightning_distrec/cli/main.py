@@ -121,7 +121,8 @@ def _versions() -> str:
         with suppress(PackageNotFoundError):
             lines.append(f"{name} {version(name)}")
     lines.append(f"Python {platform.python_version()}")
-    if (problem := problem_with(find_installed())) is not None:
+    problem = problem_with(find_installed())
+    if problem is not None:
         lines.append(f"\ntorchrec_sharded cannot be used. {problem}")
     return "\n".join(lines)
 
@@ -130,7 +131,8 @@ def _make_working_directory_importable() -> None:
     """Let `class_path: recipes.movielens_dlrm.model.ClickModel` be found from the folder that the
     command runs in."""
     # A console script has its own folder on the path, and not this one.
-    if (folder := os.getcwd()) not in sys.path:
+    folder = os.getcwd()
+    if folder not in sys.path:
         sys.path.insert(0, folder)
 
 

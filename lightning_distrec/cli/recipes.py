@@ -104,7 +104,8 @@ def _copy(folder: Path, name: str, into: Path) -> None:
     for part in ["__init__.py", STRATEGIES, *find_parts(folder, name)]:
         # What several recipes share may have been changed since an earlier copy.
         if (target / part).exists():
-            if changed := sorted(_changed_files(folder / part, target / part)):
+            changed = sorted(_changed_files(folder / part, target / part))
+            if changed:
                 print(
                     f"Kept, though they differ from the package's: {', '.join(map(str, changed))}"
                 )

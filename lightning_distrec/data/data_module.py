@@ -161,14 +161,11 @@ class ColumnData(pl.LightningDataModule):
         )
         if "error" in prepared:
             raise DataError(prepared["error"])
-        self.groups = {
-            name: [RowGroup(*group) for group in groups]
-            for name, groups in prepared["groups"].items()
-        }
+        for stage, groups in prepared["groups"].items():
+            self.groups[stage] = [RowGroup(*group) for group in groups]
         if not self.readers:
-            self.readers = {
-                stage: self._reader(stage, groups) for stage, groups in self.groups.items()
-            }
+            for stage, groups in self.groups.items():
+                self.readers[stage] = self._reader(stage, groups)
         if prepared["columns"] is not None:
             self.columns = Columns.from_plain(prepared["columns"])
 
@@ -235,8 +232,10 @@ class ColumnData(pl.LightningDataModule):
         keep = self.keep if stage == "predict" else []
         columns = Columns(self.columns.features, None if stage == "predict" else self.columns.label)
         if not _is_paths(source):
-            self.readers[stage] = reader = TableReader(_table_of(source))
-            columns.check_schema(reader.table.schema, place := f"the table of {stage}", keep)
+            place = f"the table of {stage}"
+            reader = TableReader(_table_of(source))
+            self.readers[stage] = reader
+            columns.check_schema(reader.table.schema, place, keep)
             groups = reader.groups()
             self._check_labels(columns.labels, place, reader, groups)
         else:
@@ -368,10 +367,8 @@ class ColumnData(pl.LightningDataModule):
             table = loader.dataset.reader.read(group, loader.dataset.names).slice(
                 0, count - len(rows)
             )
-            rows += [
-                {column: _plain(value) for column, value in row.items()}
-                for row in table.to_pylist()
-            ]
+            for row in table.to_pylist():
+                rows.append({column: _plain(value) for column, value in row.items()})
             if len(rows) == count:
                 break
         return rows

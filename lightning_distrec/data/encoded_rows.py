@@ -1,6 +1,7 @@
 """Makes batches of places in an epoch's order, from windows of rows that are read and encoded at
 once."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,21 +53,16 @@ class EncodedRows(Dataset):
                     for name, feature in encoded.items()
                 })
                 num_rows, first = num_rows + until - first, until
-        joined = (
-            parts[0]
-            if len(parts) == 1
-            else {name: join([part[name] for part in parts]) for name in parts[0]}
-        )
+        joined = parts[0] if len(parts) == 1 else _join_by_name(parts)
         tensors = self.columns.tensors(joined, num_rows)
         return pack(tensors) if get_worker_info() else self.columns.batch(tensors)
 
     def _encoded(self, epoch: int, window: int) -> dict[str, Encoded]:
         if self._window is None or self._window[0] != (epoch, window):
             self._window = None  # before the next one takes memory
-            groups = [
-                self._encoded_group(self.groups[number]) for number in self.order.groups(window)
-            ]
-            encoded = {name: join([group[name] for group in groups]) for name in groups[0]}
+            numbers = self.order.groups(window)
+            groups = [self._encoded_group(self.groups[number]) for number in numbers]
+            encoded = _join_by_name(groups)
             rows = self.order.rows(window)
             if rows is not None:
                 encoded = {name: take(feature, rows) for name, feature in encoded.items()}
@@ -84,6 +80,13 @@ class EncodedRows(Dataset):
             with errors_at(group.place()):
                 tables.append(self.reader.read(group, self.keep))
         return pa.concat_tables(tables).unify_dictionaries() if tables else pa.table({})
+
+
+def _join_by_name(parts: Sequence[Mapping[str, Encoded]]) -> dict[str, Encoded]:
+    joined = {}
+    for name in parts[0]:
+        joined[name] = join([part[name] for part in parts])
+    return joined
 
 
 def take(encoded: Encoded, rows: np.ndarray) -> Encoded:

@@ -200,11 +200,8 @@ class Encoder:
         feature = self.features[name]
         kind = feature["kind"]
         lengths = cells[0].lengths
-        if feature["required"] and len(missing := np.flatnonzero(_is_missing(cells[0].values))):
-            row = row_of(missing[0], lengths)
-            raise ValueError(
-                f"a value is missing, the first in row {row}, and '{name}' has required=True"
-            )
+        if feature["required"]:
+            _refuse_missing(name, cells[0])
         if kind in DENSE_KINDS:
             values = self._numbers(name, cells[0])
         elif kind == "time":
@@ -418,6 +415,16 @@ def _number(value: Any, *, is_text: bool) -> float:
     if value is not None and not isinstance(value, (int, float)):
         raise ValueError(f"{value!r} is no number")
     return np.nan if value is None else float(value)
+
+
+def _refuse_missing(name: str, cells: Cells) -> None:
+    """Raise ValueError: a value is missing."""
+    missing = np.flatnonzero(_is_missing(cells.values))
+    if len(missing):
+        row = row_of(missing[0], cells.lengths)
+        raise ValueError(
+            f"a value is missing, the first in row {row}, and '{name}' has required=True"
+        )
 
 
 def _is_missing(values: Any) -> np.ndarray:

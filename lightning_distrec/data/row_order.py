@@ -49,14 +49,13 @@ class RowOrder:
         if self.shuffle:
             groups = np.random.default_rng([self.seed, epoch]).permutation(groups).tolist()
         windows: list[list[int]] = []
-        size = self.buffer_rows
+        sizes: list[int] = []
         for group in groups:
-            if size >= self.buffer_rows or not self.shuffle:
+            if not sizes or sizes[-1] >= self.buffer_rows or not self.shuffle:
                 windows.append([])
-                size = 0
+                sizes.append(0)
             windows[-1].append(group)
-            size += self.counts[group]
-        sizes = [sum(self.counts[group] for group in window) for window in windows]
+            sizes[-1] += self.counts[group]
         self._epoch, self._windows, self._starts = epoch, windows, [0, *accumulate(sizes)]
 
     def window_at(self, place: int) -> tuple[int, Span]:

@@ -239,7 +239,7 @@ def file_crc32(path: Path) -> int:
     """Return the checksum of a file."""
     checksum = 0
     with open(path, "rb", buffering=0) as file:
-        while content := file.read(2**20):
+        for content in iter(lambda: file.read(2**20), b""):
             checksum = zlib.crc32(content, checksum)
     return checksum
 
@@ -260,14 +260,12 @@ def leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    items = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return [leaf for item in items for leaf in leaves(item)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    tensors = []
+    for item in value if isinstance(value, (list, tuple)) else ():
+        tensors += leaves(item)
+    return tensors
 
 
 def check(server: Server, folder: Path = FOLDER) -> float:

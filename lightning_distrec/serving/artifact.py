@@ -160,7 +160,8 @@ def _write(
 ) -> Served:
     from safetensors.torch import load_file, save_file
 
-    sources = {name: lazy for name, value in tables.items() if (lazy := as_lazy(value)) is not None}
+    lazy_tables = {name: as_lazy(value) for name, value in tables.items()}
+    sources = {name: lazy for name, lazy in lazy_tables.items() if lazy is not None}
     floats = folder / (TABLES if bits is None else ".floats.safetensors")
     write_safetensors(floats, sources, on_progress)
     # Before lookups are quantized: what quantization changes is part of the differences.

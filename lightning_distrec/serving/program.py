@@ -372,10 +372,11 @@ def free_sizes(
         if inputs
         else []
     )
-    return {
-        name: [size if isinstance(size, int) else None for size in node.meta["val"].shape]
-        for name, node in zip(inputs, nodes, strict=True)
-    }
+    sizes: dict[str, list[int | None]] = {}
+    for name, node in zip(inputs, nodes, strict=True):
+        shape = node.meta["val"].shape
+        sizes[name] = [size if isinstance(size, int) else None for size in shape]
+    return sizes
 
 
 def _complete_cumsum(lengths: Tensor) -> Tensor:

@@ -27,7 +27,11 @@ from lightning_distrec.strategies.data_parallel.replicated_layers import (
     BroadcastSkipper,
     NoBroadcasts,
 )
-from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded, refuse_sharded_tables
+from lightning_distrec.strategies.fully_sharded.shards import (
+    refuse_absent,
+    refuse_sharded,
+    refuse_sharded_tables,
+)
 from lightning_distrec.strategies.run.run import Run
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 from lightning_distrec.strategies.run.strategy_arguments import (
@@ -35,7 +39,6 @@ from lightning_distrec.strategies.run.strategy_arguments import (
     any_at_run_time,
     check_arguments,
 )
-from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
 @dataclass(kw_only=True)

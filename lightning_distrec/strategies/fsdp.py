@@ -16,6 +16,7 @@ from lightning_distrec.strategies.fully_sharded.fully_sharded_module import Full
 from lightning_distrec.strategies.fully_sharded.shard_blocks import shard_module
 from lightning_distrec.strategies.fully_sharded.shards import (
     drop_unfinished_step,
+    refuse_absent,
     refuse_optimizers,
     refuse_sharded_tables,
     unshard_module,
@@ -32,7 +33,6 @@ from lightning_distrec.strategies.run.strategy_arguments import (
     any_at_run_time,
     check_arguments,
 )
-from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 
 
 class TunedFSDPStrategy(DistRecStrategy[Run]):

@@ -33,13 +33,16 @@ from lightning_distrec.sharding.sharding_groups import ShardingGroupOptions
 from lightning_distrec.sharding.weights.shard_access import plain_shards
 from lightning_distrec.strategies.data_parallel.losses import LossReduction
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions, make_mesh
-from lightning_distrec.strategies.fully_sharded.shards import drop_unfinished_step, refuse_sharded
+from lightning_distrec.strategies.fully_sharded.shards import (
+    drop_unfinished_step,
+    refuse_absent,
+    refuse_sharded,
+)
 from lightning_distrec.strategies.run.strategy_arguments import (
     RunOptions,
     any_at_run_time,
     check_arguments,
 )
-from lightning_distrec.strategies.stages.absent_tensors import refuse_absent
 from lightning_distrec.strategies.tables.full_tables import FullTables
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
 from lightning_distrec.strategies.torchrec_run import TorchRecRun, dense_options, unshard

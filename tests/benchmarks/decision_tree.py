@@ -11,10 +11,10 @@ TREE = (
         "dense: fsdp if needed",
     ),
     ("Fits a rank, replicated?", "ddp_tuned", ""),
-    ("... if activations are computed again?", "ddp_tuned", "activation_checkpointing: true"),
+    ("Fits but for activations?", "ddp_tuned", "activation_checkpointing"),
     ("Fits a rank, all weights sharded?", "fsdp_tuned", ""),
     ("A chain of blocks whose fullest stage fits?", "pipeline_parallel", ""),
-    ("Fits but for activations?", "fsdp_tuned, or ddp_tuned", "activation_checkpointing: true"),
+    ("Fits sharded, but for activations?", "fsdp_tuned", "activation_checkpointing"),
 )
 """Question, the strategy where the answer is yes, and its option; the next question where it is
 no."""

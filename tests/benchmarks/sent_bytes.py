@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec import Communication
-from lightning_distrec.callbacks.communication import classify_call, exchanged_bytes
+from lightning_distrec.observe.communication import classify_call, exchanged_bytes
 from lightning_distrec.sharding.lookup import lookup_setup
 from tests.benchmarks.performance_contenders import ByHand, ByTrainer, Turn, our_strategy
 from tests.benchmarks.performance_model import Batches

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_distrec.cluster.doctor import Findings, Link, Rank, find_problems
+from lightning_distrec.observe.doctor import Findings, Link, Rank, find_problems
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.slurm import Slurm
 

@@ -50,10 +50,22 @@ STRATEGIES = {
     "strategies/checkpoints",
     "strategies/data_parallel",
     "strategies/fully_sharded",
-    "strategies/stages",
     "strategies/estimates",
     "strategies/tables",
 }
+ANNEXES = {
+    "pipeline",
+    "observe",
+    "observe/bench",
+    "callbacks",
+    "metrics",
+    "data",
+    "advice",
+    "serving",
+    "cli",
+}
+"""Rooms that the core never imports. The package itself names some of their classes, and loads them
+when they are asked for."""
 
 MAY_IMPORT = {
     "errors": set(),
@@ -87,44 +99,21 @@ MAY_IMPORT = {
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints", "strategies/data_parallel"},
     "strategies/data_parallel": BELOW_STRATEGIES,
     "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/data_parallel", "strategies/run"},
-    "strategies/stages": BELOW_STRATEGIES
-    | {
-        "strategies/data_parallel",
-        "strategies/run",
-        "strategies/checkpoints",
-        "strategies/fully_sharded",
-    },
-    "strategies/estimates": BELOW_STRATEGIES
-    | {
-        "strategies/run",
-        "strategies/data_parallel",
-        "strategies/fully_sharded",
-        "strategies/stages",
-    },
+    "strategies/estimates": {"optimizers", "sharding"},
     "strategies/tables": BELOW_STRATEGIES
     | {"strategies/data_parallel", "strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
-    "callbacks": {
-        "errors",
-        "gpu",
-        "units",
-        "_compat",
-        "spans",
-        "atomic_files",
-        "batches",
-        "option_values",
-    },  # for any strategy: they read its attributes and its spans
+    "pipeline": BELOW_STRATEGIES | STRATEGIES | {"observe"},
+    "observe": GROUND | {"cluster"},  # for any strategy: it reads its attributes and its spans
+    "observe/bench": GROUND | {"cluster", "observe", "sharding"},  # it starts processes
+    "callbacks": GROUND | {"observe"},  # for any strategy, too
     "metrics": {"errors", "option_values"},  # for any strategy, and for none
     "data": {"errors", "atomic_files"},  # for any strategy, and for none
-    "advice": BELOW_STRATEGIES | STRATEGIES,
+    "advice": BELOW_STRATEGIES | STRATEGIES | {"pipeline"},
     "serving": BELOW_STRATEGIES | {"data"},
-    "bench": BELOW_STRATEGIES | {"callbacks"},  # strategies are names to it: it starts processes
-    "cli": BELOW_STRATEGIES
-    | STRATEGIES
-    | {"callbacks", "advice", "bench", "serving", "data", "__init__"}
-    | {"registration"},
+    "cli": BELOW_STRATEGIES | STRATEGIES | ANNEXES | {"__init__", "registration"},
     "__main__": {"cli"},
-    "__init__": BELOW_STRATEGIES | STRATEGIES | {"callbacks"},
+    "__init__": BELOW_STRATEGIES | STRATEGIES | {"callbacks", "observe", "pipeline"},
 }
 """Folder, or file directly under the package -> those that it may import. Recipes stand on top and
 may import all."""
@@ -194,6 +183,12 @@ def test_packages_never_import_one_another():
         room = place.partition("/")[0]
         if room in ROOMS:
             assert {other.partition("/")[0] for other in allowed} & ROOMS <= {room}, place
+
+
+def test_the_core_imports_no_annex():
+    for place, allowed in MAY_IMPORT.items():
+        if place not in ANNEXES | {"__init__", "__main__"}:
+            assert not allowed & ANNEXES, place
 
 
 def test_arrows_between_folders_form_no_circle():
@@ -293,6 +288,11 @@ def test_the_checker_accepts_a_house_in_order(house):
             "callbacks/memory.py",
             "from lightning_distrec.strategies.torchrec import x\n",
             "callbacks may not import strategies",
+        ),
+        (
+            "strategies/ddp.py",
+            "from lightning_distrec.pipeline.chain import x\n",
+            "strategies may not import pipeline",
         ),
         (
             "strategies/ddp.py",

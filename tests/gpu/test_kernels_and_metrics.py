@@ -19,9 +19,9 @@ from lightning_distrec._compat.fbgemm import KernelCall
 from lightning_distrec.gpu import require_kernels
 from lightning_distrec.metrics import GAUC, DecayedAUC, WindowedAUC
 from lightning_distrec.metrics.retrieval import NDCGAtK
+from lightning_distrec.pipeline.step_effects import on_host, to_device
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 from lightning_distrec.sharding.mapping.spec import MappingSpec
-from lightning_distrec.strategies.stages.step_effects import on_host, to_device
 from tests.gpu.device import DEVICE, own_device
 from tests.gpu.marks import runs_here
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_distrec import spans
-from lightning_distrec.callbacks import steps
-from lightning_distrec.callbacks.steps import Step, StepClock, exclusive_spans, seconds_by_span
+from lightning_distrec.observe import steps
+from lightning_distrec.observe.steps import Step, StepClock, exclusive_spans, seconds_by_span
 from lightning_distrec.spans import (
     BACKWARD,
     FORWARD,

@@ -9,7 +9,6 @@ import numpy as np
 
 from lightning_distrec.atomic_files import replace_file
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
-from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
 from lightning_distrec.sharding.planning.report_text import (
     headline,
     ids_in_words,
@@ -26,11 +25,6 @@ from lightning_distrec.units import format_bytes
 
 MAX_ROWS = 25
 """Longer tables are folded."""
-NO_PICTURES = (
-    "No pictures were drawn: matplotlib is not installed. Install it (pip install matplotlib) and "
-    "write the page again."
-)
-
 QUANTILES = (
     ("minimum", 0.0),
     ("25th percentile", 0.25),
@@ -59,19 +53,16 @@ table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabu
 th, td { border-bottom: 1px solid var(--line); padding: 0.25rem 0.8rem 0.25rem 0; text-align: left;
   vertical-align: top; }
 th { color: var(--faint); font-weight: 600; white-space: nowrap; }
-td.number, th.number { text-align: right; white-space: nowrap; }
+td.number { text-align: right; white-space: nowrap; }
 td.name { min-width: 8rem; overflow-wrap: anywhere; }
 details > summary { cursor: pointer; }
 """
 
 
-def write_page(
-    path: str | Path, plan: ShardingPlan, pictures: dict[str, bytes] | None = None
-) -> None:
+def write_page(path: str | Path, plan: ShardingPlan, pictures: dict[str, bytes]) -> None:
     """Write the page of a plan; it is complete, or not there.
 
-    pictures: as `draw_plan` returns them; None draws them, where matplotlib is installed. Folders
-    are made.
+    pictures: as `draw_plan` returns them. Folders are made.
     """
     replace_file(Path(path), page(plan, pictures).encode())
 
@@ -82,38 +73,29 @@ def write_pictures(folder: str | Path, pictures: dict[str, bytes]) -> None:
         replace_file(Path(folder) / f"plan_{name}.png", data)
 
 
-def page(plan: ShardingPlan, pictures: dict[str, bytes] | None = None) -> str:
+def page(plan: ShardingPlan, pictures: dict[str, bytes]) -> str:
     """Return the page as HTML. pictures: see `write_page`."""
-    if pictures is None and can_draw():
-        pictures = draw_plan(plan)
     title = escape(headline(plan))
-    # Pictures are inside of the page, so that it can be sent and opened as one file.
-    images = [
-        f'<div class="wide"><img alt="{escape(name.replace("_", " "))}" '
-        f'src="data:image/png;base64,{base64.b64encode(data).decode()}"></div>'
-        for name, data in (pictures or {}).items()
-    ]
-    origins = _html_table(["quantity", "value", "origin"], plan.origins)
     parts = [
         f"<h1>{title}</h1>",
         _findings(plan),
         f'<p class="note">{_assumptions(plan)}</p>',
-        *images,
-        "" if pictures is not None else f'<p class="note">{escape(NO_PICTURES)}</p>',
-        "<h2>Ranks</h2>",
-        _ranks(plan),
-        "<h2>Tables</h2>",
-        _tables(plan),
-        *(["<h2>Where the numbers come from</h2>", origins] if plan.origins else []),
     ]
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width"><title>{title}</title>'
-    )
-    head, body = f"{head}<style>{STYLE}</style>", "\n".join(part for part in parts if part)
+    for name, data in pictures.items():
+        # Pictures are inside of the page, so that it can be sent and opened as one file.
+        source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+        words = escape(name.replace("_", " "))
+        parts.append(f'<div class="wide"><img alt="{words}" src="{source}"></div>')
+    parts += ["<h2>Ranks</h2>", _ranks(plan), "<h2>Tables</h2>", _tables(plan)]
+    if plan.origins:
+        origins = _html_table(["quantity", "value", "origin"], plan.origins)
+        parts += ["<h2>Where the numbers come from</h2>", origins]
+    body = "\n".join(parts)
     return (
-        "<!DOCTYPE html>\n<html "
-        f'lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n</html>\n'
+        '<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 
@@ -145,36 +127,30 @@ def _assumptions(plan: ShardingPlan) -> str:
 def _ranks(plan: ShardingPlan) -> str:
     """Return memory, time and traffic of each rank; of many ranks, percentiles."""
     columns, num_ranks = rank_columns(plan), plan.num_ranks
-    # Of many ranks, percentiles: each is the value of some rank, so that one rank may be looked
-    # for.
-    few = num_ranks <= MAX_ROWS
-    names = [str(rank) for rank in range(num_ranks)] if few else [name for name, _ in QUANTILES]
-    rows = [
-        [
-            name,
-            *(
-                text(
-                    float(
-                        values[i] if few else np.quantile(values, QUANTILES[i][1], method="nearest")
-                    )
-                )
-                for _, values, text in columns
-            ),
-        ]
-        for i, name in enumerate(names)
-    ]
-    first = "rank" if few else f"{num_ranks:,} ranks"
-    return _html_table([first, *(name for name, _, _ in columns)], rows, numbers_from=1)
+    headings = [name for name, _, _ in columns]
+    rows = []
+    if num_ranks <= MAX_ROWS:
+        for rank in range(num_ranks):
+            cells = [text(float(values[rank])) for _, values, text in columns]
+            rows.append([str(rank), *cells])
+        return _html_table(["rank", *headings], rows)
+    for name, quantile in QUANTILES:
+        row = [name]
+        for _, values, text in columns:
+            # The value of some rank, so that one rank may be looked for.
+            row.append(text(float(np.quantile(values, quantile, method="nearest"))))
+        rows.append(row)
+    return _html_table([f"{num_ranks:,} ranks", *headings], rows)
 
 
 def _tables(plan: ShardingPlan) -> str:
     headings = ["table", "rows x dim", "bytes", "largest shard", "ids per example"]
     headings += ["sharding type", "lookup kernel", "update", "ranks"]
     ordered = sorted(plan.tables.values(), key=lambda table: -table.num_bytes)
-    shown = _html_table(headings, map(_row, ordered[:MAX_ROWS]), numbers_from=1, numbers_to=5)
+    shown = _html_table(headings, map(_row, ordered[:MAX_ROWS]))
     if len(ordered) <= MAX_ROWS:
         return shown
-    remainder = _html_table(headings, map(_row, ordered[MAX_ROWS:]), numbers_from=1, numbers_to=5)
+    remainder = _html_table(headings, map(_row, ordered[MAX_ROWS:]))
     return (
         f"{shown}\n<details><summary>The other {len(ordered) - MAX_ROWS:,} "
         f"tables</summary>{remainder}</details>"
@@ -196,20 +172,14 @@ def _row(table: PlannedTable) -> list[str]:
     ]
 
 
-def _html_table(
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    numbers_from: int = 99,
-    numbers_to: int = 99,
-) -> str:
-    """Return a table; the columns from `numbers_from` on, before `numbers_to`, are numbers."""
-
-    def cells(tag: str, row: Sequence[str]) -> str:
-        kinds = ["number" if numbers_from <= i < numbers_to else "name" for i in range(len(row))]
-        return "".join(
-            f'<{tag} class="{kind}">{escape(cell)}</{tag}>'
-            for kind, cell in zip(kinds, row, strict=True)
-        )
-
-    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table>\n<tr>{cells("th", headings)}</tr>\n{body}\n</table></div>'
+def _html_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; cells that begin with a digit are numbers."""
+    lines = []
+    for tag, row in [("th", headings), *(("td", row) for row in rows)]:
+        cells = []
+        for cell in row:
+            kind = "number" if cell[:1].isdigit() else "name"
+            cells.append(f'<{tag} class="{kind}">{escape(cell)}</{tag}>')
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    body = "\n".join(lines)
+    return f'<div class="wide"><table>\n{body}\n</table></div>'

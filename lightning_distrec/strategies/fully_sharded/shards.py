@@ -71,6 +71,17 @@ def refuse_sharded(module: nn.Module, strategy: str) -> None:
             )
 
 
+def refuse_absent(module: nn.Module, strategy: str) -> None:
+    """Raise ConfigError: an earlier run has left the weights of other stages without values."""
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "is_absent", False):  # AbsentTensor's, of pipeline/
+            raise ConfigError(
+                f"{strategy}: '{name}' has no values on this rank, because an earlier run under "
+                "pipeline_parallel kept those of its stage. Call trainer.strategy.unshard() of "
+                "that run first, or build a new module."
+            )
+
+
 def refuse_sharded_tables(module: nn.Module, strategy: str) -> None:
     """Raise ConfigError: an earlier run has sharded the module's tables, which would be averaged
     with unlike rows."""

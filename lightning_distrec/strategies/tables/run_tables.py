@@ -45,7 +45,7 @@ from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
 from lightning_distrec.sharding.planning.report_page import write_page, write_pictures
-from lightning_distrec.sharding.planning.report_pictures import can_draw, draw_plan
+from lightning_distrec.sharding.planning.report_pictures import draw_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.shard_access import (
@@ -313,13 +313,13 @@ class RunTables:
     def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
         """Write plan.html, and optionally its pictures as files next to it.
 
-        Returns name -> picture, as PNG; none without matplotlib, which the page mentions too.
+        Returns name -> picture, as PNG. Raises MissingPackageError: without matplotlib.
         """
-        pictures = draw_plan(self.plan) if can_draw() else None
+        pictures = draw_plan(self.plan)
         write_page(folder / "plan.html", self.plan, pictures)
-        if picture_files and pictures:
+        if picture_files:
             write_pictures(folder, pictures)
-        return pictures or {}
+        return pictures
 
     def plan_files(self) -> dict[str, bytes]:
         """Return name -> content of the plan's file in checkpoints."""

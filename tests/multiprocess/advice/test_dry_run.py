@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication
-from lightning_distrec.callbacks.communication import DENSE_GRADIENTS
 from lightning_distrec.cli import main as cli
 from lightning_distrec.cli.main import main
+from lightning_distrec.observe.communication import DENSE_GRADIENTS
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text
 from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
 from tests.multiprocess.sharding.test_traffic import (

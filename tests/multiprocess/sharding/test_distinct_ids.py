@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_distrec import Communication
-from lightning_distrec.callbacks.communication import IDS, ROW_GRADIENTS, ROWS
+from lightning_distrec.observe.communication import IDS, ROW_GRADIENTS, ROWS
 from tests.support.click_model import (
     FEATURES,
     SequenceModel,

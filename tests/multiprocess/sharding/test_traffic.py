@@ -17,7 +17,7 @@ from torchrec import (
 )
 
 from lightning_distrec import Communication, TorchRecShardedStrategy
-from lightning_distrec.callbacks.communication import DENSE_GRADIENTS, KINDS
+from lightning_distrec.observe.communication import DENSE_GRADIENTS, KINDS
 from lightning_distrec.sharding.planning.traffic import (
     IDS,
     REPLICATED_GRADIENTS,

@@ -1,7 +1,6 @@
 """The page of a plan says what the plan holds, at any size, and needs nothing beside it."""
 
 import base64
-import importlib.util
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_distrec.errors import MissingPackageError
 from lightning_distrec.sharding.planning import report_pictures
 from lightning_distrec.sharding.planning.report_page import (
-    NO_PICTURES,
     page,
     write_page,
     write_pictures,
@@ -114,7 +113,7 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
     facts = two_ranks(
         cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 1.0]), device="cuda", dense_bytes=3 * 2**20
     )
-    read = Read(page(facts))
+    read = Read(page(facts, draw_plan(facts)))
     assert read.texts["h1"] == ["2 tables over 2 ranks: all tables fit"]
     sent = facts.traffic.sent()
     assert read.texts["li"] == [
@@ -172,7 +171,7 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
 
 
 def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_reported_to_be_unknown() -> None:
-    read = Read(page(two_ranks()))
+    read = Read(page(two_ranks(), draw_plan(two_ranks())))
     assert (
         "Rank 1, the fullest, fills 52% of its host memory: 528.0 MiB of 1.0 GiB."
         in read.texts["li"]
@@ -198,7 +197,7 @@ def test_names_and_origins_are_escaped() -> None:
         layout=layout,
         origins=[("bandwidth <b>", "1 & 2", "LIGHTNING<i>")],
     )
-    read = Read(page(facts))
+    read = Read(page(facts, draw_plan(facts)))
     assert "script" not in read.tags
     assert {"b", "i"} & read.tags == set()
     cells = [cell for row in read.rows for cell in row]
@@ -209,7 +208,7 @@ def test_names_and_origins_are_escaped() -> None:
 
 def test_a_page_of_a_thousand_tables_over_a_thousand_ranks_tells_ranks_by_quantiles() -> None:
     facts = planned_at_random(1000, NodeLayout.equal(1024, 8), seed=3, cost=True, on_gpu=True)
-    text = page(facts)
+    text = page(facts, draw_plan(facts))
     read = Read(text)
     assert read.texts["h1"][0].startswith("1,000 tables over 1,024 ranks on 128 nodes")
     names = [row[0] for row in read.rows]
@@ -225,20 +224,15 @@ def test_a_page_of_a_thousand_tables_over_a_thousand_ranks_tells_ranks_by_quanti
 
 
 def test_the_page_needs_nothing_beside_it() -> None:
-    text = page(two_ranks())
+    text = page(two_ranks(), {})
     assert not re.search(r"https?:|<link|<script|@import|url\(", text)
     assert "prefers-color-scheme: dark" in text
 
 
-def test_without_matplotlib_all_but_the_pictures_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *_: None if name == "matplotlib" else find(name)
-    )
-    read = Read(page(two_ranks()))
-    assert read.pictures == []
-    assert NO_PICTURES in read.texts["p"]
-    assert any(row[0] == "ebc.users" for row in read.rows)
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_distrec.errors.find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"picture of a plan.*lightning-distrec\[plots\]"):
+        draw_plan(two_ranks())
 
 
 def test_a_page_that_cannot_be_finished_leaves_the_one_before(
@@ -272,34 +266,39 @@ def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
-    facts = two_ranks(
-        cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda", dense_bytes=GIB // 8
-    )
+    facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda")
     axes = report_pictures._draw_memory(facts).axes[0]
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
     assert heights == {
-        "rows": [0.25 - 15 / 64, 0.75 - 15 / 64],
-        "exchange and cache": [15 / 64] * 2,
-        "free": [0.75, 0.25],
-        "layers without tables": [0.125, 0.125],
-        "reserved": [0.125, 0.125],
+        "rows": pytest.approx([256 - 240, 768 - 240]),
+        "exchange and cache": pytest.approx([240, 240]),
     }
-    assert axes.get_ylabel() == "GiB of GPU memory"
+    assert axes.get_ylabel() == "MiB of GPU memory"
+    (limit,) = axes.lines
+    assert (limit.get_label(), limit.get_ydata()[0]) == ("usable for tables", 1024)
     axes = report_pictures._draw_time(facts).axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
         np.full((7, 2), [2 / 7, 3 / 7])
     )
 
 
-def test_many_ranks_are_a_falling_curve_whose_ends_are_the_most_and_the_least() -> None:
+def test_a_limit_far_above_the_bars_is_not_drawn() -> None:
+    facts = two_ranks(cost=costs([2.0, 3.0], [0.1, 0.2], [0.0, 0.0]), device="cuda")
+    assert not report_pictures._draw_memory(facts).axes[0].lines
+
+
+def test_many_ranks_are_areas_from_the_fullest_rank_to_the_least_full() -> None:
     facts = planned_at_random(200, NodeLayout.equal(256, 8), seed=1, cost=True)
     assert facts.cost is not None
     axes = report_pictures._draw_time(facts).axes[0]
-    curve = axes.lines[0].get_ydata()
-    per_rank = facts.cost.milliseconds_by_rank
-    assert curve[0] == per_rank.max()
-    assert curve[-1] == per_rank.min()
-    assert (np.diff(curve) <= 0).all()
+    top = max(area.get_paths()[0].vertices[:, 1].max() for area in axes.collections)
+    assert top == pytest.approx(facts.cost.milliseconds_by_rank.max())
+    outline = axes.collections[-1].get_paths()[0].vertices
+    tops = {}
+    for rank, height in outline:
+        tops[rank] = max(height, tops.get(rank, 0.0))
+    heights = [tops[rank] for rank in range(256)]
+    assert heights == pytest.approx(np.sort(facts.cost.milliseconds_by_rank)[::-1])
     assert axes.get_xlabel() == "all 256 ranks, sorted"
 
 

@@ -1,0 +1,1 @@
+"""A chain of blocks split into stages over the ranks."""

@@ -1,0 +1,279 @@
+"""`lightning-distrec bench`: how runs are started, what comes of their numbers, and what is
+refused."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from lightning_distrec.cli import job_commands as command
+from lightning_distrec.cli import main as cli
+from lightning_distrec.observe.bench import results
+from lightning_distrec.observe.bench.results import (
+    BenchOptions,
+    Case,
+    MeasuredRun,
+    Result,
+    arguments,
+    as_json,
+    doubts,
+    draw,
+    efficiency,
+    failure_in,
+    print_results,
+    run_rounds,
+    summarize,
+)
+
+OPTIONS = BenchOptions(configs=("a.yaml", "b.yaml"), steps=30, warmup_steps=5, timeout_seconds=60.0)
+ONE, TWO, REFUSED = Case("ddp_tuned", 1), Case("ddp_tuned", 2), Case("fsdp_tuned", 2)
+
+
+def of(case: Case, ms: float, samples: float | None = 100.0) -> MeasuredRun:
+    return MeasuredRun(
+        step_seconds=ms / 1000, samples_per_second=samples, peak_bytes=int(2**20 * ms)
+    )
+
+
+def made() -> list[Result]:
+    return [
+        Result(ONE, [of(ONE, 10, 1000), of(ONE, 30, 900), of(ONE, 12, 950)]),
+        Result(TWO, [of(TWO, 14, 1500), of(TWO, 15, 1425), of(TWO, 13, 1400)]),
+        Result(REFUSED, [MeasuredRun(failure="'users' has sparse gradients")]),
+    ]
+
+
+def test_cases_take_turns_and_one_that_fails_is_not_run_again() -> None:
+    order: list[Case] = []
+
+    numbers: list[int] = []
+
+    def once(case: Case, options: BenchOptions, number: int) -> MeasuredRun:
+        order.append(case)
+        numbers.append(number)
+        return MeasuredRun(failure="no") if case is REFUSED else of(case, 1)
+
+    logged: list[str] = []
+    results = run_rounds([ONE, REFUSED, TWO], OPTIONS, 2, logged.append, once)
+    assert order == [ONE, REFUSED, TWO, ONE, TWO]
+    assert numbers == [0, 1, 2, 3, 5], (
+        "ranks of a launcher count alike, whatever has failed on one of them"
+    )
+    assert [result.failure for result in results] == ["", "no", ""]
+    assert "  not measured: no" in logged
+
+
+def test_numbers_are_medians_over_rounds_and_efficiency_is_per_device() -> None:
+    first, two, refused = results = made()
+    assert (first.step_seconds, first.samples_per_second, first.peak_bytes) == (
+        0.012,
+        950,
+        30 * 2**20,
+    )
+    assert efficiency(first, results) == 1.0
+    assert efficiency(two, results) == pytest.approx(1425 / 2 / 950)
+    assert efficiency(refused, results) is None
+    assert efficiency(first, [first, refused]) is None, "there is nothing to compare with"
+    pipeline = Result(Case("pipeline_parallel", 2), [of(TWO, 10, 1900)])
+    assert efficiency(pipeline, [*results, pipeline]) == 1.0, (
+        "which one device cannot be, against the first on one"
+    )
+    actual = as_json(results)
+    assert actual[0]["step_ms_by_round"] == [10, 30, 12]
+    assert actual[2] == {
+        "strategy": "fsdp_tuned",
+        "devices": 2,
+        "failure": "'users' has sparse gradients",
+    }
+
+
+def test_the_table_has_a_row_for_what_was_refused_and_gives_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_results(made(), 30, Console(width=140))
+    text = capsys.readouterr().out
+    assert "12.0 (10.0 to 30.0)" in text
+    assert "not measured" in text
+    assert "fsdp_tuned on 2: 'users' has sparse gradients" in text
+    assert "75%" in text
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    draw(made(), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
+    ranks = [
+        {"seconds": [0.1, 0.2, 0.3], "samples": [8, 8, 8], "peak_bytes": 5, "problem": ""},
+        {"seconds": [0.2, 0.1, 0.4], "samples": [8, 8, 4], "peak_bytes": 7, "problem": ""},
+    ]
+    actual = summarize(ranks, 2, 3)
+    assert (actual.step_seconds, actual.peak_bytes) == (0.2, 7)
+    assert actual.samples_per_second == pytest.approx(44 / 3 / 0.2)
+    assert summarize(ranks, 3, 3).failure == "2 of 3 ranks wrote measurements"
+    assert summarize(
+        [{"seconds": [], "samples": [], "peak_bytes": 1, "problem": ""}], 1, 3
+    ).failure == ("the data ended before 3 steps were measured")
+    assert (
+        summarize(
+            [{"seconds": [1.0], "samples": [None], "peak_bytes": 1, "problem": ""}], 1, 3
+        ).samples_per_second
+        is None
+    )
+
+
+def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
+    inputs = arguments(TWO, OPTIONS, "folder")
+    assert inputs[:6] == ["fit", "--debug", "--config", "a.yaml", "--config", "b.yaml"]
+    for option in (
+        "strategy=ddp_tuned",
+        "devices=2",
+        "max_steps=35",
+        "logger=false",
+        "enable_checkpointing=false",
+    ):
+        assert f"--trainer.{option}" in inputs
+    (callbacks,) = (
+        part.partition("=")[2] for part in inputs if part.startswith("--trainer.callbacks=")
+    )
+    assert json.loads(callbacks) == [
+        {
+            "class_path": "lightning_distrec.observe.bench.measures.Measures",
+            "init_args": {"folder": "folder", "warmup_steps": 5, "samples_from": None},
+        }
+    ]
+
+
+def test_a_variant_is_laid_over_the_job_and_keeps_its_own_strategy() -> None:
+    inputs = arguments(
+        Case("half", 2, "half.yaml"),
+        replace(OPTIONS, synthetic=64, devices_by_node=(1, 2)),
+        "folder",
+    )
+    assert inputs[2:8] == ["--config", "a.yaml", "--config", "b.yaml", "--config", "half.yaml"]
+    assert inputs[8:12] == [
+        *("--data", "lightning_distrec.observe.bench.synthetic.SyntheticIds"),
+        *("--data.init_args.batch_size=64", "--data.init_args.ids_per_feature=1"),
+    ]
+    assert {"--trainer.devices=1", "--trainer.num_nodes=2"} <= set(inputs)
+    assert not [option for option in inputs if "strategy" in option]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            "Traceback\nlightning_distrec.errors.UnsupportedError: no such thing\n"
+            "lightning_distrec.errors.RankError: rank 1 failed\n",
+            "no such thing",
+        ),
+        ("[rank1]: lightning_distrec.errors.ConfigError: x=1\nRuntimeError: later\n", "x=1"),
+        ("ValueError: first\nRuntimeError: last\n  at exit\n", "RuntimeError: last"),
+        ("nothing\nlast line\n\n", "last line"),
+        ("", "the run ended with exit code 7"),
+    ],
+)
+def test_the_reason_is_the_error_that_a_run_ended_with(message: str, reason: str) -> None:
+    assert failure_in(message, 7) == reason
+
+
+def test_a_run_that_takes_too_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "hangs"
+    script.write_text("#!/bin/sh\nsleep 1000\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(results.sys, "executable", str(script))
+    began = time.monotonic()
+    hurried = BenchOptions(configs=(), steps=1, warmup_steps=0, timeout_seconds=0.5)
+    assert results.run(ONE, hurried).failure == "the run did not end within 0.5 s"
+    assert time.monotonic() - began < 100
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "bench: --config is missing. Give it the YAML file that fit would get."),
+        (("--config", "none.yaml"), "--config none.yaml: there is no such file."),
+        (("--config", "a.yaml", "--steps", "0"), "--steps 0: must be at least 1."),
+        (("--config", "a.yaml", "--rounds", "0"), "--rounds 0: must be at least 1."),
+        (("--config", "a.yaml", "--timeout", "0"), "--timeout 0: must be above 0 seconds."),
+        (
+            ("--config", "a.yaml", "--devices", "1,x"),
+            "--devices '1,x': give numbers above 0, separated by commas",
+        ),
+        (
+            ("--config", "a.yaml", "--strategies", "ddp_tuend"),
+            "unknown strategy 'ddp_tuend'; did you mean 'ddp_tuned'",
+        ),
+        (
+            ("--config", "a.yaml", "--strategies", "b.yaml"),
+            "--strategies b.yaml: there is no file b.yaml.",
+        ),
+        (("--config", "a.yaml", "--synthetic", "0"), "--synthetic 0: must be at least 1."),
+        (
+            ("--config", "a.yaml", "--strategies", ","),
+            "--strategies ',': name at least one strategy.",
+        ),
+    ],
+)
+def test_what_cannot_be_is_reported_before_anything_runs(
+    args: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("")
+    monkeypatch.setattr(command, "run_rounds", None)
+    assert cli.main(["bench", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("")
+    monkeypatch.setattr(command, "run_rounds", lambda *_: made()[2:])
+    assert cli.main(["bench", "--config", "a.yaml"]) == 1, "nothing could be measured"
+    assert [path.name for path in Path("bench").iterdir()] == ["results.json"]
+    monkeypatch.setattr(command, "run_rounds", None)
+    monkeypatch.setattr("lightning_distrec.errors.find_spec", lambda name: None)
+    assert cli.main(["bench", "--config", "a.yaml"]) == 2
+    error = capsys.readouterr().err
+    assert "bench, for results.png needs the package matplotlib, which is not installed" in error
+    assert "lightning-distrec[plots]" in error
+
+
+def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
+    assert doubts(made(), steps=30) == []
+    assert doubts([*made()[:1], Result(REFUSED, [of(REFUSED, 10, 2300)])], steps=30) == [], (
+        "it is another strategy"
+    )
+    fast = [*made()[:1], Result(TWO, [of(TWO, 10, 2300)])]
+    assert doubts(fast, steps=19) == [
+        "A median of 19 steps says little: --steps 20 or more.",
+        "Efficiency above 110%: ddp_tuned on 2 (121%). Something slowed down the run on the "
+        "fewest devices, such as "
+        "another program. Measure again with more --steps and --rounds.",
+    ]
+
+
+def test_an_unknown_number_of_samples_is_a_line_that_names_the_option() -> None:
+    problem = (
+        "samples per second are not measured: the batch (a str) contains no tensor. Set "
+        "samples_from to a tensor."
+    )
+    run = summarize(
+        [{"seconds": [1.0] * 20, "samples": [None] * 20, "peak_bytes": 1, "problem": problem}],
+        1,
+        20,
+    )
+    assert doubts([Result(ONE, [run])], 20) == [f"S{problem[1:]} Here: --samples-from."]

@@ -1,0 +1,325 @@
+"""Throughput says what the clock says, whatever the strategy."""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader
+from torchrec import KeyedJaggedTensor
+
+from lightning_distrec import Communication, Throughput, spans
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.observe import steps, throughput
+from lightning_distrec.observe.throughput import SampleCounter, format_count
+from lightning_distrec.spans import BACKWARD, FORWARD, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+class Job(pl.LightningModule):
+    """Spends known times: 1 s fetching, 4 s in forward of which 3 s wait, 2 s in backward, 3 s
+    elsewhere."""
+
+    def __init__(self, sleep: Callable[[float], None], tells: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.sleep, self.tells = sleep, tells
+        self.bar: list[Any] = []
+
+    def _pass(self, name: str, seconds: float) -> None:
+        if self.tells:
+            with span(name):
+                self.sleep(seconds)
+        else:
+            self.sleep(seconds)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._pass(WAIT_DATA, 1.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        begin = steps.time.perf_counter()
+        self.sleep(1.0)
+        self._pass(WAIT_OUTPUT_DIST, 3.0)
+        if self.tells:
+            emit(FORWARD, begin, steps.time.perf_counter())
+        self._pass(BACKWARD, 2.0)
+        self.sleep(3.0)
+        return self.layer(batch).sum()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.bar.append(self.trainer.progress_bar_metrics.get("samples/s"))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._pass(FORWARD, 100.0)
+
+    def on_train_epoch_end(self) -> None:
+        self.sleep(1000.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.fixture
+def sleep(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Pass seconds on a clock that else stands still."""
+    clock = SimpleNamespace(seconds=100.0)
+    time = SimpleNamespace(perf_counter=lambda: clock.seconds, process_time=lambda: clock.seconds)
+    monkeypatch.setattr(spans, "time", time)
+    monkeypatch.setattr(steps, "time", time)
+
+    def sleep(seconds: float) -> None:
+        clock.seconds += seconds
+
+    return sleep
+
+
+def loader(batches: int, size: int = 5) -> DataLoader:
+    return DataLoader([torch.ones(size, 1) for _ in range(batches)], batch_size=None)
+
+
+def read(folder: Path) -> list[dict[str, float]]:
+    with open(next(folder.rglob("metrics.csv"))) as file:
+        return [
+            {key: float(value) for key, value in row.items() if value}
+            for row in csv.DictReader(file)
+        ]
+
+
+def test_the_loggers_get_samples_per_second_and_the_split_of_a_step(
+    sleep: Callable[[float], None], tmp_path: Path
+) -> None:
+    model, logger = Job(sleep), CSVLogger(tmp_path)
+    pl.Trainer(**QUIET, logger=logger, callbacks=Throughput(), log_every_n_steps=2).fit(
+        model, loader(5)
+    )
+    rows = read(tmp_path)
+    assert [row["step"] for row in rows] == [1, 3]
+    for row in rows:
+        assert {
+            key.removeprefix("throughput/"): value for key, value in row.items() if key != "step"
+        } == {
+            "samples_per_second": pytest.approx(0.5),
+            "step_ms": pytest.approx(10_000),
+            "wait_for_data_ms": pytest.approx(1000),
+            "wait_for_output_dist_ms": pytest.approx(3000),
+            "forward_ms": pytest.approx(1000),
+            "backward_ms": pytest.approx(2000),
+            "other_ms": pytest.approx(3000),
+        }
+    assert model.bar == ["0.50"] * 5
+
+
+def test_without_spans_the_split_is_left_out(
+    sleep: Callable[[float], None], tmp_path: Path
+) -> None:
+    trainer = pl.Trainer(
+        **QUIET, logger=CSVLogger(tmp_path), callbacks=Throughput(), log_every_n_steps=1
+    )
+    trainer.fit(Job(sleep, tells=False), loader(2))
+    assert [sorted(row) for row in read(tmp_path)] == [
+        ["step", "throughput/samples_per_second", "throughput/step_ms"]
+    ] * 2
+
+
+def test_validation_and_what_passes_between_epochs_are_in_no_step(
+    sleep: Callable[[float], None],
+) -> None:
+    callback = Throughput()
+    trainer = pl.Trainer(
+        **QUIET | {"max_epochs": 3}, logger=False, callbacks=callback, val_check_interval=1
+    )
+    trainer.fit(Job(sleep), loader(4), loader(2))
+    assert callback.numbers["throughput/step_ms"] == pytest.approx(10_000)
+    assert callback.numbers["throughput/forward_ms"] == pytest.approx(1000)
+
+
+def test_numbers_are_means_of_the_last_batches(
+    sleep: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "WINDOW", 2)
+    callback = Throughput()
+    sizes = [1000, 10, 20]
+    batches = DataLoader([torch.ones(size, 1) for size in sizes], batch_size=None)
+    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(Job(sleep), batches)
+    assert callback.numbers["throughput/samples_per_second"] == pytest.approx(30 / 20.0)
+
+
+def test_where_batches_are_accumulated_each_step_is_logged_once(
+    sleep: Callable[[float], None], tmp_path: Path
+) -> None:
+    trainer = pl.Trainer(
+        **QUIET,
+        logger=CSVLogger(tmp_path),
+        callbacks=Throughput(),
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+    )
+    trainer.fit(Job(sleep), loader(4))
+    rows = read(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1]
+    assert rows[1]["throughput/step_ms"] == pytest.approx(10_000)  # of a batch
+
+
+def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_over(
+    sleep: Callable[[float], None],
+) -> None:
+    callback = Throughput()
+    broken = Job(sleep)
+    broken.on_before_zero_grad = lambda optimizer: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(broken, loader(2))
+    assert spans._subscribers == []
+    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(Job(sleep), loader(1))
+    assert callback.numbers["throughput/step_ms"] == pytest.approx(10_000)
+    assert spans._subscribers == []
+
+
+def test_by_the_real_clock_a_step_takes_at_least_its_sleeps() -> None:
+    import time
+
+    callback = Throughput()
+    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(
+        Job(lambda seconds: time.sleep(seconds / 500)), loader(5)
+    )
+    assert 20 <= callback.numbers["throughput/step_ms"] < 200
+    assert 6 <= callback.numbers["throughput/wait_for_output_dist_ms"] < 60
+
+
+@dataclass
+class Clicks:
+    """A batch as torchrec's examples have it."""
+
+    ids: KeyedJaggedTensor
+    label: Tensor
+
+
+def jagged(samples: int) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=["a", "b"], values=torch.arange(6 * samples), lengths=torch.full((2 * samples,), 3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "path", "samples"),
+    [
+        (torch.ones(4, 2), None, 4),
+        ((torch.ones(4, 2), torch.ones(4)), None, 4),
+        ({"weight": torch.tensor(1.0), "x": [torch.ones(4)]}, None, 4),
+        ({"ids": torch.ones(9), "label": torch.ones(4)}, None, None),
+        ({"dense": torch.ones(9), "ids": jagged(4)}, None, 4),
+        (Clicks(jagged(4), torch.ones(4)), None, 4),
+        ({"values": torch.ones(9), "label": torch.ones(4)}, "label", 4),
+        ((torch.ones(9), Clicks(jagged(4), torch.ones(3))), "1.label", 3),
+        ((torch.ones(9), Clicks(jagged(4), torch.ones(3))), "1.ids", 4),
+        ("text", None, None),
+    ],
+)
+def test_samples_of_a_batch_are_counted(batch: Any, path: str | None, samples: int | None) -> None:
+    assert SampleCounter(path).count(batch) == samples
+
+
+def test_a_batch_that_does_not_tell_its_samples_is_warned_about_once(
+    sleep: Callable[[float], None], recwarn: pytest.WarningsRecorder
+) -> None:
+    callback = Throughput()
+    model = Job(sleep)
+    model.layer.forward = lambda batch: next(model.layer.parameters())  # type: ignore[method-assign]
+    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(
+        model, DataLoader(["text"] * 3, batch_size=None)
+    )
+    warned = [str(w.message) for w in recwarn if "Throughput" in str(w.message)]
+    assert len(warned) == 1
+    assert "samples per second are not measured: the batch (a str) contains no tensor" in warned[0]
+    assert "throughput/samples_per_second" not in callback.numbers
+    assert model.bar == [None] * 3
+
+
+def test_ragged_ids_do_not_count_as_samples_where_the_loader_has_a_batch_size() -> None:
+    batches = [
+        {"ids": torch.ones(size * 9), "lengths": torch.ones(2 * size), "label": torch.ones(size)}
+        for size in (4, 3)
+    ]
+    counter = SampleCounter()
+    counter.start(DataLoader([0], batch_size=4))
+    assert [counter.count(batch) for batch in batches] == [4, 3]
+    counter.start(DataLoader([0], batch_sampler=BatchSampler([0], 4, drop_last=False)))
+    assert [counter.count(batch) for batch in batches] == [4, 3]
+    counter.start(DataLoader([0], batch_size=None), SimpleNamespace(batch_size=4))
+    assert [counter.count(batch) for batch in batches] == [4, 3]
+
+
+def test_tensors_of_unequal_first_dims_without_a_batch_size_are_warned_about() -> None:
+    counter = SampleCounter(source="Throughput")
+    counter.start(DataLoader([0], batch_size=None))
+    with pytest.warns(
+        UserWarning,
+        match=r"Throughput: .* dict of ids, label\) have different first dims, \[4, 9\]",
+    ):
+        assert counter.count({"ids": torch.ones(9), "label": torch.ones(4)}) is None
+
+
+def test_a_place_that_the_batch_does_not_have_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(
+        ConfigError, match="samples_from='labels': there is no 'labels' in a dict of ids, label"
+    ):
+        SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
+    with pytest.raises(ConfigError, match="did you mean 'label'"):
+        SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
+    with pytest.raises(
+        ConfigError, match="there is no '2' in a tuple of 1: name a position from 0."
+    ):
+        SampleCounter("2").count((torch.ones(9),))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.4, "0.40"),
+        (42.53, "42.5"),
+        (950, "950"),
+        (999.7, "1.00k"),
+        (12345, "12.3k"),
+        (99960, "100k"),
+        (1.234e6, "1.23M"),
+        (5e12, "5000G"),
+    ],
+)
+def test_numbers_in_the_progress_bar_have_three_digits(number: float, text: str) -> None:
+    assert format_count(number) == text
+
+
+YAML = """
+trainer:
+  accelerator: cpu
+  logger: false
+  callbacks:
+    - class_path: lightning_distrec.Throughput
+      init_args: {samples_from: label}
+    - class_path: lightning_distrec.Communication
+"""
+
+
+def test_yaml_reaches_every_argument(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(YAML)
+    args = ["--config", str(tmp_path / "config.yaml")]
+    cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=args)
+    first, second = cli.trainer.callbacks[:2]  # type: ignore[attr-defined]
+    assert first._counter._path == "label"
+    assert isinstance(second, Communication)

@@ -1,0 +1,314 @@
+"""Where a chain is split, and what absent tensors do, on one process."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import nn
+
+from lightning_distrec import PipelineParallelStrategy
+from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.pipeline.absent_tensors import absent_parameter, is_absent
+from lightning_distrec.pipeline.chain import (
+    StageOptions,
+    balance_stages,
+    find_chain,
+    pipeline_ranks,
+    split_chain,
+)
+from lightning_distrec.pipeline.placement import describe_layout
+from lightning_distrec.pipeline.step_over_chain import (
+    enter_chain,
+    leave_chain,
+    split_batch,
+)
+from tests.support.chain_models import Flat, Sequence, Transformer
+from tests.support.dense_models import WithBatchNorm
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "begins"),
+    [
+        ([1, 1, 1, 1], 2, (0, 2)),
+        ([5, 1, 1, 1], 2, (0, 1)),
+        ([0, 0, 0, 9], 2, (0, 2)),
+        ([0, 0, 0, 0], 4, (0, 1, 2, 3)),
+        ([3, 1, 4, 1, 5, 9, 2, 6], 3, (0, 5, 7)),
+    ],
+)
+def test_the_largest_stage_is_as_small_as_possible(
+    costs: list[int], num_stages: int, begins: tuple[int, ...]
+) -> None:
+    assert balance_stages(costs, num_stages) == begins
+
+
+def test_weights_before_the_chain_are_the_first_stage_s_and_those_after_it_the_last_s() -> None:
+    layout = split_chain(Transformer(), StageOptions(), 4)
+    assert layout.begins == (0, 1, 2, 3)
+    assert (layout.stage_by_name["lift.weight"], layout.stage_by_name["places"]) == (0, 0)
+    assert (layout.stage_by_name["norm.weight"], layout.stage_by_name["head.bias"]) == (3, 3)
+    assert layout.stage_by_name["blocks.2.linear1.weight"] == 2
+    moved = split_chain(
+        Transformer(), StageOptions(last_stage=("places",), first_stage=("head",)), 2
+    )
+    assert [moved.stage_by_name[name] for name in ("places", "head.bias", "norm.bias")] == [1, 0, 1]
+
+
+def test_the_log_says_what_each_stage_has() -> None:
+    options = StageOptions(microbatches=2)
+    model = Sequence()
+    assert describe_layout(split_chain(model, options, 2), model, options) == (
+        "pipeline_parallel: 'model' in 2 stages, gpipe, 2 micro-batches: stage 0 has blocks 0 to "
+        "3, weights of "
+        "2.4 KiB; stage 1 has blocks 4 to 6, weights of 836 B."
+    )
+
+
+def test_split_points_are_paths_of_blocks() -> None:
+    assert split_chain(Sequence(), StageOptions(split=["model.4", "model.2"]), 3).begins == (
+        0,
+        2,
+        4,
+    )
+
+
+class Tied(Transformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(torch.ones(1, 8))
+        self.lift.weight = self.head.weight  # type: ignore[assignment]
+
+
+class Twice(Sequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(block := nn.Linear(12, 12), block)
+
+
+class PlainBatchNorm(Sequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12, track_running_stats=False))
+
+
+class Lazy(Sequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "num_stages", "error", "words"),
+    [
+        (Tied, {}, 2, UnsupportedError, "'lift.weight' and 'head.weight' are one parameter"),
+        (Twice, {}, 2, UnsupportedError, "chain='model': a block is in it twice"),
+        (Lazy, {}, 2, ConfigError, r"'model\.0\.weight' has no shape before the first forward"),
+        (
+            WithBatchNorm,
+            {},
+            2,
+            UnsupportedError,
+            r"'net\.1' \(BatchNorm1d\) uses the statistics of batches",
+        ),
+        (
+            PlainBatchNorm,
+            {},
+            2,
+            UnsupportedError,
+            r"'model\.1' \(BatchNorm1d\) uses the statistics of batches",
+        ),
+        (
+            Sequence,
+            {},
+            8,
+            ConfigError,
+            "the chain has 7 blocks, which cannot be split into 8 stages",
+        ),
+        (
+            Sequence,
+            {"chain": "modle"},
+            2,
+            ConfigError,
+            "no chain of blocks there; did you mean 'model'",
+        ),
+        (
+            Sequence,
+            {"split": ["model.9"]},
+            2,
+            ConfigError,
+            "'model.9' is no block after the first of 'model'",
+        ),
+        (
+            Sequence,
+            {"split": ["model.3"]},
+            3,
+            ConfigError,
+            "split names 1 blocks, which makes 2 stages, and",
+        ),
+        (
+            Transformer,
+            {"last_stage": ("lif",)},
+            2,
+            ConfigError,
+            "last_stage: no parameter outside of 'blocks'",
+        ),
+        (
+            Flat,
+            {},
+            2,
+            ConfigError,
+            r"no chain of blocks\. .* Or name a module whose forward calls its layers one",
+        ),
+        (
+            Flat,
+            {"chain": "fc1"},
+            2,
+            ConfigError,
+            "chain='fc1': the module has no chain of blocks there",
+        ),
+        (
+            nn.Identity,
+            {},
+            2,
+            ConfigError,
+            "the module has no chain of blocks. Name an nn.Sequential",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    kind: Any, options: dict[str, Any], num_stages: int, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        split_chain(kind(), StageOptions(**options), num_stages)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"microbatches": 0}, "microbatches=0: must be at least 1"),
+        (
+            {"schedule": "zero"},
+            "schedule='zero' is not known. Use one of 'gpipe', '1f1b', 'interleaved_1f1b'",
+        ),
+        (
+            {"stages_per_rank": 2},
+            "stages_per_rank=2 and schedule='gpipe': a rank computes several stages",
+        ),
+        ({"split": "evenly"}, "split='evenly': must be 'parameters', or a list: write"),
+        ({"stages": 1}, "stages=1: must be at least 2"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StageOptions(**options)
+
+
+def test_what_is_computed_from_absent_weights_is_absent_and_cannot_be_read() -> None:
+    layer = nn.Embedding(4, 3)
+    layer.weight = absent_parameter(layer.weight)
+    hidden = torch.ones(2, 3) * layer(torch.tensor([1, 2]))
+    assert is_absent({"loss": hidden.sum()})
+    assert (hidden.shape, hidden.device.type, layer.weight.requires_grad) == ((2, 3), "cpu", True)
+    assert not is_absent(torch.ones(1))
+    with pytest.raises(
+        UnsupportedError, match=r"item\(\) was called on a value that depends on weights of another"
+    ):
+        hidden.sum().item()
+    with pytest.raises(
+        UnsupportedError, match="add_ would write values of another stage's weights"
+    ):
+        torch.ones(2, 3).add_(hidden)
+    with pytest.raises(UnsupportedError, match="_foreach_add_ would write"):
+        torch._foreach_add_([torch.ones(2, 3)], [hidden])
+
+
+def test_a_batch_is_divided_into_equal_parts() -> None:
+    assert [StageOptions(microbatches=4).num_parts(size, 2) for size in (8, 6, 7, 2, 1)] == [
+        4,
+        3,
+        1,
+        2,
+        1,
+    ]
+    interleaved = StageOptions(microbatches=8, schedule="interleaved_1f1b", stages_per_rank=2)
+    assert [interleaved.num_parts(size, 2) for size in (8, 10, 7, 5)] == [8, 2, 1, 1]
+    parts = split_batch({"x": torch.arange(4), "names": 3}, 2)
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    with pytest.raises(UnsupportedError, match=r"a tensor of shape \(3,\) next to 4 examples"):
+        split_batch([torch.arange(4), torch.arange(3)], 2)
+
+
+def _between(model: Sequence, x: torch.Tensor) -> Any:
+    return model.model[1](model.model[0](x) + 1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (_between, r"forward computes something between 'model\.0' and 'model\.1'"),
+        (lambda m, x: m.model[1](m.model[0](x).relu()), r"between 'model\.0' and 'model\.1'"),
+        (lambda m, x: m.model[1](torch.relu(m.model[0](x))), r"between 'model\.0' and 'model\.1'"),
+        (lambda m, x: m.model[1](x), r"calls 'model\.1' where block 0 of 'model' is next"),
+        (lambda m, x: m.model[0](input=x), r"'model\.0' is called without a positional argument"),
+        (lambda m, x: (m.model[0](x), m.model[1](x)), r"between 'model\.0' and 'model\.1'"),
+        (lambda m, x: m.model[0](x), "a step did not call every block of 'model'"),
+        (
+            lambda m, x: m.model[0](x, absent_parameter(nn.Parameter(x))),
+            "takes a second argument that depends on",
+        ),
+    ],
+)
+def test_a_step_that_is_not_a_chain_is_refused(forward: Any, words: str) -> None:
+    model = Sequence()
+    chain = find_chain(model, "auto")
+    with pytest.raises(UnsupportedError, match=words):
+        enter_chain(chain, lambda: forward(model, torch.ones(2, 12)))
+    assert model(torch.ones(2, 12)).shape == (2, 1)
+
+
+def test_a_chain_that_is_called_twice_is_refused() -> None:
+    model = Sequence()
+    chain = find_chain(model, "auto")
+    with pytest.raises(
+        UnsupportedError, match=r"calls 'model\.0' where block 7 of 'model' is next"
+    ):
+        leave_chain(
+            chain, lambda: model(torch.ones(2, 12)) + model(torch.ones(2, 12)), torch.ones(2, 1)
+        )
+
+
+def test_a_step_ends_with_the_chain_and_begins_with_its_output() -> None:
+    model = Sequence()
+    chain = find_chain(model, "auto")
+    entry = enter_chain(
+        chain, lambda: model(torch.ones(2, 12) * 2) + pytest.fail("the step went on")
+    )
+    assert torch.equal(entry.value, torch.full((2, 12), 2.0))
+    assert leave_chain(chain, lambda: model(torch.ones(2, 12)) + 1, torch.ones(2, 1)).tolist() == [
+        [2.0],
+        [2.0],
+    ]
+
+
+def test_stages_on_gpus_do_not_exchange_by_gloo() -> None:
+    strategy = PipelineParallelStrategy(process_group_backend="gloo")
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    strategy.cluster_environment = LightningEnvironment()
+    with pytest.raises(
+        ConfigError, match="sends between stages from the host's memory only. Leave it out"
+    ):
+        strategy.setup_environment()
+
+
+def test_only_its_members_make_a_group_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **__: (None, None))
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, *_, **options: made.append({"ranks": ranks, **options})
+    )
+    monkeypatch.setattr("lightning_distrec.pipeline.chain.Consensus", lambda *_: None)
+    pipeline_ranks(StageOptions(stages=2), 1, 4, timedelta(seconds=1))
+    assert made == [{"ranks": [1, 3], "use_local_synchronization": True}]
