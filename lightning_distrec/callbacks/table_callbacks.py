@@ -14,6 +14,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec.errors import ConfigError, require
+from lightning_distrec.observe.plan_page import write_page, write_pictures
+from lightning_distrec.observe.plan_pictures import draw_plan
 from lightning_distrec.observe.steps import LogTimes, log
 
 
@@ -69,7 +71,10 @@ class PlanLogger(Callback):
         ]
         folder = Path(self._path or _folder_of(trainer))
         try:
-            pictures = setup.write_plan(folder, picture_files=not image_loggers)
+            pictures = draw_plan(setup.plan)
+            write_page(folder / "plan.html", setup.plan, pictures)
+            if not image_loggers:
+                write_pictures(folder, pictures)
         except OSError as error:
             raise ConfigError(
                 f"PlanLogger cannot write to '{folder}': {error}. Set another path."

@@ -36,12 +36,12 @@ from lightning_distrec.cli.lightning_cli import (
     is_on_gpu,
 )
 from lightning_distrec.errors import ConfigError, require
+from lightning_distrec.observe.plan_page import write_page
+from lightning_distrec.observe.plan_pictures import draw_plan
 from lightning_distrec.option_values import check_choice
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.sharding.planning.bandwidths import NAMES, Bandwidth
 from lightning_distrec.sharding.planning.plan_file import save_plan
-from lightning_distrec.sharding.planning.report_page import write_page
-from lightning_distrec.sharding.planning.report_pictures import draw_plan
 from lightning_distrec.sharding.planning.topology import memory_bytes_per_rank
 from lightning_distrec.strategies.tables.set_up_inputs import TableSettings, is_size
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import Namespace
 
+from lightning_distrec.cli.batch_script import BatchJob, batch_script
 from lightning_distrec.cli.command_line import (
     EXIT_NEGATIVE,
     EXIT_OK,
@@ -15,7 +16,6 @@ from lightning_distrec.cli.command_line import (
     console,
     exit_on_sigterm,
 )
-from lightning_distrec.cluster.slurm import BatchJob, batch_script
 from lightning_distrec.errors import ConfigError, did_you_mean, require
 from lightning_distrec.observe.bench.results import (
     BenchOptions,

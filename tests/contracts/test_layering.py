@@ -104,7 +104,8 @@ MAY_IMPORT = {
     | {"strategies/data_parallel", "strategies/run", "strategies/estimates"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "pipeline": BELOW_STRATEGIES | STRATEGIES | {"observe"},
-    "observe": GROUND | {"cluster"},  # for any strategy: it reads its attributes and its spans
+    # For any strategy: it reads its attributes and its spans.
+    "observe": GROUND | {"cluster", "sharding", "sharding/planning"},
     "observe/bench": GROUND | {"cluster", "observe", "sharding"},  # it starts processes
     "callbacks": GROUND | {"observe"},  # for any strategy, too
     "metrics": {"errors", "option_values"},  # for any strategy, and for none

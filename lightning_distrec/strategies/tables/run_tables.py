@@ -5,7 +5,6 @@ from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,8 +43,6 @@ from lightning_distrec.optimizers.updates_in_backward import (
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, plan_text
-from lightning_distrec.sharding.planning.report_page import write_page, write_pictures
-from lightning_distrec.sharding.planning.report_pictures import draw_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.weights.shard_access import (
@@ -309,17 +306,6 @@ class RunTables:
         and no step."""
         if self._manual_watch is not None:
             self._manual_watch.end_training_step()
-
-    def write_plan(self, folder: Path, picture_files: bool) -> dict[str, bytes]:
-        """Write plan.html, and optionally its pictures as files next to it.
-
-        Returns name -> picture, as PNG. Raises MissingPackageError: without matplotlib.
-        """
-        pictures = draw_plan(self.plan)
-        write_page(folder / "plan.html", self.plan, pictures)
-        if picture_files:
-            write_pictures(folder, pictures)
-        return pictures
 
     def plan_files(self) -> dict[str, bytes]:
         """Return name -> content of the plan's file in checkpoints."""

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from lightning_distrec.errors import MissingPackageError
-from lightning_distrec.sharding.planning import report_pictures
-from lightning_distrec.sharding.planning.report_page import (
+from lightning_distrec.observe.plan_page import (
     page,
     write_page,
     write_pictures,
 )
-from lightning_distrec.sharding.planning.report_pictures import draw_plan
+from lightning_distrec.observe.plan_pictures import draw_plan
+from lightning_distrec.observe import plan_pictures
 from lightning_distrec.sharding.planning.report_text import (
     headline,
     memory_in_words,
@@ -267,7 +267,7 @@ def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 
 def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda")
-    axes = report_pictures._draw_memory(facts).axes[0]
+    axes = plan_pictures._draw_memory(facts).axes[0]
     heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
     assert heights == {
         "rows": pytest.approx([256 - 240, 768 - 240]),
@@ -276,7 +276,7 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     assert axes.get_ylabel() == "MiB of GPU memory"
     (limit,) = axes.lines
     assert (limit.get_label(), limit.get_ydata()[0]) == ("usable for tables", 1024)
-    axes = report_pictures._draw_time(facts).axes[0]
+    axes = plan_pictures._draw_time(facts).axes[0]
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
         np.full((7, 2), [2 / 7, 3 / 7])
     )
@@ -284,13 +284,13 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
 
 def test_a_limit_far_above_the_bars_is_not_drawn() -> None:
     facts = two_ranks(cost=costs([2.0, 3.0], [0.1, 0.2], [0.0, 0.0]), device="cuda")
-    assert not report_pictures._draw_memory(facts).axes[0].lines
+    assert not plan_pictures._draw_memory(facts).axes[0].lines
 
 
 def test_many_ranks_are_areas_from_the_fullest_rank_to_the_least_full() -> None:
     facts = planned_at_random(200, NodeLayout.equal(256, 8), seed=1, cost=True)
     assert facts.cost is not None
-    axes = report_pictures._draw_time(facts).axes[0]
+    axes = plan_pictures._draw_time(facts).axes[0]
     top = max(area.get_paths()[0].vertices[:, 1].max() for area in axes.collections)
     assert top == pytest.approx(facts.cost.milliseconds_by_rank.max())
     outline = axes.collections[-1].get_paths()[0].vertices
@@ -304,7 +304,7 @@ def test_many_ranks_are_areas_from_the_fullest_rank_to_the_least_full() -> None:
 
 def test_the_matrix_shows_what_nodes_send_each_other() -> None:
     facts = planned_at_random(30, NodeLayout.equal(16, 4), seed=2)
-    shown = report_pictures._draw_matrix(facts).axes[0].images[0].get_array()
+    shown = plan_pictures._draw_matrix(facts).axes[0].images[0].get_array()
     expected = facts.traffic.between_nodes()
     away = ~np.eye(4, dtype=bool)
     assert np.asarray(shown)[away] / expected[away] == pytest.approx(
