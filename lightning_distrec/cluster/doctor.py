@@ -147,7 +147,8 @@ def _sees_folder(folder: Path, launched: Launched) -> bool:
             problem = str(error)
     # All ranks raise what rank 0 met, and none of them looks before it has written, or after it has
     # removed the file.
-    if problem := _gather(problem)[0]:
+    problem = _gather(problem)[0]
+    if problem:
         raise OSError(f"rank 0 cannot write into {folder}: {problem}")
     try:
         sees = token.read_text() == launched.point.identity
@@ -160,18 +161,19 @@ def _sees_folder(folder: Path, launched: Launched) -> bool:
 
 
 def _by_node(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
-    return [
-        [rank for rank in ranks if rank.node == node]
-        for node in sorted({rank.node for rank in ranks})
-    ]
+    by_node: dict[int, list[Rank]] = {}
+    for rank in ranks:
+        by_node.setdefault(rank.node, []).append(rank)
+    return [node_ranks for _, node_ranks in sorted(by_node.items())]
 
 
 def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
     """Return the pairs to measure: two ranks on each node, and the first ranks of neighboring
     nodes."""
-    nodes = [[rank.rank for rank in node_ranks] for node_ranks in _by_node(ranks)]
-    within = [(node_ranks[0], node_ranks[1]) for node_ranks in nodes if len(node_ranks) > 1]
-    around = [(a[0], b[0]) for a, b in zip(nodes, [*nodes[1:], nodes[0]], strict=True)]
+    nodes = _by_node(ranks)
+    firsts = [node_ranks[0].rank for node_ranks in nodes]
+    within = [(node_ranks[0].rank, node_ranks[1].rank) for node_ranks in nodes if node_ranks[1:]]
+    around = list(zip(firsts, [*firsts[1:], firsts[0]], strict=True))
     # In a ring of two nodes both links are the same one; with a single node there is none.
     return within[:MAX_LINKS] + around[: MAX_LINKS if len(nodes) > 2 else len(nodes) - 1]
 
@@ -249,7 +251,8 @@ def _version_problems(findings: Findings) -> Iterable[Problem]:
 
 
 def _folder_problems(findings: Findings) -> Iterable[Problem]:
-    if blind := [rank for rank in findings.ranks if not rank.sees_folder]:
+    blind = [rank for rank in findings.ranks if not rank.sees_folder]
+    if blind:
         yield Problem(
             "error",
             f"{_list_ranks(blind)} do not see what rank 0 wrote into {findings.folder}.",
@@ -292,7 +295,8 @@ def _machine_problems(findings: Findings) -> Iterable[Problem]:
             f"{lowest} files open.",
             f"{user}: ulimit -n {minimum}.",
         )
-    if full := [rank for rank in ranks if rank.shared_memory_bytes < MIN_SHARED_MEMORY_BYTES]:
+    full = [rank for rank in ranks if rank.shared_memory_bytes < MIN_SHARED_MEMORY_BYTES]
+    if full:
         lowest = min(rank.shared_memory_bytes for rank in full)
         yield Problem(
             "warning",
@@ -342,7 +346,8 @@ def print_diagnosis(findings: Findings, problems: list[Problem], console: Consol
         )
     console.print(table)
     for across in (False, True):
-        if links := [link for link in findings.links if link.across_nodes == across]:
+        links = [link for link in findings.links if link.across_nodes == across]
+        if links:
             console.print(_describe_slowest(links, across))
     for problem in problems:
         console.print(f"{problem.kind}: {problem.description} {problem.advice}")
