@@ -47,7 +47,7 @@ class MeetingPoint:
     find_loss: Callable[[], str] = str
     """Returns which process of this job has ended, as far as this one sees; "" if none has."""
     hint: str = ""
-    """Why there may be nobody else, and what to do: told where nobody else has arrived."""
+    """Why there may be nobody else, and what to do: shown where nobody else has arrived."""
 
 
 @dataclass(frozen=True)
