@@ -46,7 +46,8 @@ def find_launched() -> Launched | None:
         # torchrun and mpirun first: inside of a Slurm job their processes inherit Slurm's
         # variables.
         for find in (read_torchrun, read_open_mpi, read_srun, read_variables):
-            if (launched := find(os.environ)) is not None:
+            launched = find(os.environ)
+            if launched is not None:
                 _launched.append(launched)
                 break
     return _launched[0] if _launched else None

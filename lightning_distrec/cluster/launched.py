@@ -47,7 +47,7 @@ class MeetingPoint:
     find_loss: Callable[[], str] = str
     """Returns which process of this job has ended, as far as this one sees; "" if none has."""
     hint: str = ""
-    """Why there may be nobody else, and what to do: told where nobody else has arrived."""
+    """Why there may be nobody else, and what to do: shown where nobody else has arrived."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,12 @@ def read_variables(environ: Mapping[str, str]) -> Launched | None:
         "WORLD_SIZE" not in environ and dist.is_available() and dist.is_initialized()
     ):
         return None
-    if missing := [name for name in REQUIRED if name not in environ]:
+    missing = [name for name in REQUIRED if name not in environ]
+    if missing:
         raise ConfigError(
             f"RANK={environ['RANK']} is set, but not {', '.join(missing)}. Set "
-            f"{', '.join(REQUIRED)} and LOCAL_RANK "
-            "for each process; or unset RANK, and Lightning starts the ranks."
+            f"{', '.join(REQUIRED)} and LOCAL_RANK for each process; or unset RANK, and Lightning "
+            "starts the ranks."
         )
     names = (*REQUIRED, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
     numbers = {
@@ -311,12 +312,11 @@ def find_nodes(places: Sequence[Place]) -> list[int]:
         if sorted(local_ranks) != list(range(len(members))):
             raise ConfigError(
                 f"LOCAL_RANK is {', '.join(map(str, local_ranks))} for {node}: number the ranks "
-                "of each node from 0, "
-                "and set NODE_RANK if they are on several nodes."
+                "of each node from 0, and set NODE_RANK if they are on several nodes."
             )
-        if wrong := [
-            rank for rank in members if places[rank].local_num_ranks not in (None, len(members))
-        ]:
+        counts = (None, len(members))
+        wrong = [rank for rank in members if places[rank].local_num_ranks not in counts]
+        if wrong:
             size = places[wrong[0]].local_num_ranks
             raise ConfigError(
                 f"LOCAL_WORLD_SIZE={size} for rank {wrong[0]}, but its node has "

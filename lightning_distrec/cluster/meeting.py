@@ -1,4 +1,4 @@
-"""How the ranks of one job meet: rank 0 tells who connects its job's name and where its store is.
+"""How the ranks of one job meet: rank 0 sends who connects its job's name and its store's port.
 
 The network of ranks is trusted, as torch trusts it: see SECURITY.md. A rank that connects to
 another job by mistake reads another name there, and goes on to the next port.
@@ -206,7 +206,7 @@ def _answering(listener: socket.socket, answer: dict[str, object]) -> Iterator[N
 def _arrive(
     point: MeetingPoint, rank: int, num_ranks: int, watch: Watch, waiting: _Waiting
 ) -> Store:
-    """Tell rank 0 that this rank has arrived, and wait for the others."""
+    """Report to rank 0 that this rank has arrived, and wait for the others."""
     store, host = _find_store(point, waiting)
     if store.add(f"{RANK}/{rank}", 1) > 1:
         raise RendezvousError(f"two processes are rank {rank} (RANK): start one of each.")
@@ -215,8 +215,8 @@ def _arrive(
     store.append(ARRIVALS, f"{rank}/{num_ranks} ")  # type: ignore[attr-defined]  # not in the stubs
 
     def describe_missing() -> str:
-        is_told = store.check([MISSING])
-        return store.get(MISSING).decode() if is_told else "waiting for the other ranks"
+        is_reported = store.check([MISSING])
+        return store.get(MISSING).decode() if is_reported else "waiting for the other ranks"
 
     while not store.check([COMPLETE]):
         waiting.pause(describe_missing, logs=False)  # rank 0 logs it for all
@@ -233,7 +233,7 @@ def _find_store(point: MeetingPoint, waiting: _Waiting) -> tuple[Store, str]:
     places = [(point.identity, point.host, port) for port in point.ports]
     launchers_store = _find_launchers_store(point, waiting) if point.is_hosted else None
     while True:
-        # Read anew each time: rank 0 of a later attempt replaces it.
+        # Read again each time: rank 0 of a later attempt replaces it.
         if launchers_store is not None:
             is_there = launchers_store.check([LATEST])
             places = [json.loads(launchers_store.get(LATEST))] if is_there else []

@@ -21,14 +21,11 @@ NETWORK_ERROR = re.compile(
     "|timed out|failed to recv"
 )
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or late."""
-NOT_USER_CODE = (
-    "<",
-    "site-packages",
-    "dist-packages",
-    str(Path(os.__file__).parent),
-    # This package, which an editable install keeps outside of site-packages.
-    str(Path(__file__).parents[1]),
-)
+# The last is this package, which an editable install keeps outside of site-packages.
+LIBRARY, PACKAGE = str(Path(os.__file__).parent), str(Path(__file__).parents[1])
+OTHERS = ["<", "site-packages", "dist-packages", LIBRARY, PACKAGE]
+IS_NOT_USERS = re.compile("|".join(map(re.escape, OTHERS)))
+"""Files of code that is not the user's."""
 # Files in which a thread waits for other ranks, or starts what does: `backward`. Not those of
 # checkpoints, where it waits for a disk.
 EXCHANGES = re.compile(
@@ -110,12 +107,7 @@ def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
     frames: with their lines, innermost first, as `traceback.walk_stack` returns them.
     """
     codes = [(frame.f_code, line) for frame, line in frames]
-    files = [code.co_filename for code, _ in codes]
-    outside = [
-        place
-        for place, file in zip(codes, files, strict=True)
-        if not any(part in file for part in NOT_USER_CODE)
-    ]
+    outside = [place for place in codes if not IS_NOT_USERS.search(place[0].co_filename)]
     (user, line), (innermost, _) = (outside or codes)[0], codes[0]
     location = f"{os.path.basename(user.co_filename)}:{line} in {user.co_name}"
     return location if user is innermost else f"{location} ({innermost.co_name})"

@@ -1,4 +1,4 @@
-"""How ranks report to rank 0, and hear its verdict: lines of JSON, over one connection of each."""
+"""How ranks report to rank 0, and receive its verdict: lines of JSON, over one connection each."""
 
 import contextlib
 import json
@@ -75,7 +75,7 @@ class Hub:
         self.verdict = Verdict(RankState(0))
         self._states = {0: RankState(0)}
         self._connections: dict[int, Connection] = {}
-        self._heard: dict[int, float] = {}
+        self._received_at: dict[int, float] = {}
         listener.setblocking(False)
         _sockets.add(listener)
         # By poll: an epoll would be shared with processes that are forked.
@@ -103,8 +103,8 @@ class Hub:
                     self._selector.register(accepted, selectors.EVENT_READ, connection)
             else:
                 reported |= self._receive_from(key.data, now)
-        for rank, heard in self._heard.items():
-            is_silent = now - heard > self.judge.silence_seconds
+        for rank, received_at in self._received_at.items():
+            is_silent = now - received_at > self.judge.silence_seconds
             if is_silent != self._states[rank].is_silent:
                 self._states[rank] = replace(self._states[rank], is_silent=is_silent)
         self._decide(reported)
@@ -123,14 +123,14 @@ class Hub:
                 if state.job != self.job:
                     raise ValueError("a rank of another job")
                 reported.add(state.rank)
-                self._states[state.rank], self._heard[state.rank] = state, now
+                self._states[state.rank], self._received_at[state.rank] = state, now
                 self._connections[state.rank] = connection
         except (OSError, ValueError, TypeError):
             self._selector.unregister(connection.socket)
             connection.socket.close()
             reported = {r for r, other in self._connections.items() if other is connection}
             for rank in reported:
-                del self._heard[rank], self._connections[rank]
+                del self._received_at[rank], self._connections[rank]
                 self._states[rank] = replace(self._states[rank], is_gone=True)
             return set()
         return reported
@@ -155,7 +155,7 @@ class Link:
         self._poll = select.poll()
         self._poll.register(self._connection.socket, select.POLLIN)
         self._state: RankState | None = None
-        self._heard, self._is_lost = 0.0, False
+        self._received_at, self._is_lost = 0.0, False
 
     def report(self, state: RankState) -> None:
         """Send this rank's state."""
@@ -178,11 +178,11 @@ class Link:
         for message in messages:
             rank_0 = RankState(**message.pop("rank_0"))
             self.verdict = Verdict(rank_0, **message)
-            self._heard, self.is_answered = now, True
-        is_silent = now - self._heard > self.judge.silence_seconds
+            self._received_at, self.is_answered = now, True
+        is_silent = now - self._received_at > self.judge.silence_seconds
         if self._state is not None and (self._is_lost or is_silent):
             rank_0 = replace(self.verdict.rank_0, is_gone=self._is_lost, is_silent=is_silent)
-            # What rank 0 has said before comes first: it may be the reason why it is gone.
+            # What rank 0 has reported before comes first: it may be the reason why it is gone.
             self.verdict = self.judge.judge([rank_0, self._state], self.verdict)
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ def test_nothing_is_reported_where_all_is_well() -> None:
         (
             {"open_files": 250},
             "error: rank 1 on b may have 250 files open. Ranks connect to each other: ulimit -n "
-            "260.",
+            "262.",
         ),
         ({"open_files": 1024}, "warning: rank 1 on b may have 1024 files open. Workers"),
         ({"shared_memory_bytes": 64_000_000}, "warning: rank 1 on b have 64.0 MB free in /dev/shm"),

@@ -188,7 +188,7 @@ def test_an_embedding_of_configure_model_is_planned_with_what_ranks_need_while_t
         25 + 14 * 32,
     )
     words = (
-        "Processes: 2.3 GiB of host memory a node before any data; a rank opens up to 384 files, "
+        "Processes: 2.3 GiB of host memory a node before any data; a rank opens up to 416 files, "
         "most of them sockets "
         "to other ranks (`ulimit -n`), a node 768 sockets; a rank starts with some 473 requests "
         "to rank 0's store."
