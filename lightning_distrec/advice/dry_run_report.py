@@ -141,8 +141,10 @@ def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
     if cost.known:
         # To a nanosecond: what is below is noise of floating point.
         columns["milliseconds"] = cost.milliseconds_by_rank.round(6).tolist()
-        by_part = cost.milliseconds.round(6)
-        columns["milliseconds_by_part"] = dict(zip(TIME_PARTS, by_part.T.tolist(), strict=True))
+        milliseconds = cost.milliseconds.round(6)
+        columns["milliseconds_by_part"] = dict(
+            zip(TIME_PARTS, milliseconds.T.tolist(), strict=True)
+        )
     return columns
 
 

@@ -127,17 +127,17 @@ def gathered_bytes(sizes: Iterable[ParameterSize], num_ranks: int) -> float:
     """Return what a rank under fsdp_tuned gathers at once, with gradients: one block at a time."""
     if num_ranks == 1:
         return 0.0
-    always = 0.0
-    by_block: Counter[int] = Counter()
+    outside_bytes = 0.0
+    block_bytes: Counter[int] = Counter()
     for size in sizes:
         gathered = size.parameters + size.gradients
         if not size.is_sharded:
             continue
         if size.block is None:
-            always += gathered
+            outside_bytes += gathered
         else:
-            by_block[size.block] += gathered
-    return always + max(by_block.values(), default=0)
+            block_bytes[size.block] += gathered
+    return outside_bytes + max(block_bytes.values(), default=0)
 
 
 def measure_module(module: LightningModule, job: Job) -> ModuleSizes:

@@ -206,14 +206,14 @@ def _choose(sizes: ModuleSizes, needs: dict[str, Need], job: Job) -> tuple[str, 
 def _choose_for_tables(needs: dict[str, Need], job: Job, reason: str) -> tuple[str, str]:
     """Return the same where tables decide. reason: why they do."""
     memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
-    tables, both = needs[TORCHREC], needs[TORCHREC_FSDP]
+    tables, hybrid = needs[TORCHREC], needs[TORCHREC_FSDP]
     if fits(tables, job):
         return TORCHREC, reason
-    if fits(both, job):
+    if fits(hybrid, job):
         return TORCHREC_FSDP, (
             f"{reason}; with the other layers replicated, a rank needs "
             f"{format_bytes(tables.total)}, more than {memory}, and with them sharded too, "
-            f"{format_bytes(both.total)}"
+            f"{format_bytes(hybrid.total)}"
         )
     return TORCHREC, (
         f"{reason}, although a rank needs {format_bytes(tables.total)}, more than {memory}: use "
@@ -311,15 +311,15 @@ def _host_needs(job: Job) -> HostNeeds:
 
 def _module_bytes(sizes: ModuleSizes) -> dict[str, dict[str, int]]:
     """Return tables and other layers -> what they have where they are not sharded."""
-    by_part = {}
+    parts_bytes = {}
     tables = [size for size in sizes.parameters if size.is_table]
     for part, parameters in (("tables", tables), ("other layers", sizes.layers)):
-        by_part[part] = {
+        parts_bytes[part] = {
             "parameters": sum(size.parameters for size in parameters),
             "gradients": sum(size.gradients for size in parameters),
             "optimizer state": sum(size.optimizer_state for size in parameters),
         }
-    return by_part
+    return parts_bytes
 
 
 def as_json(advice: Advice) -> dict[str, Any]:

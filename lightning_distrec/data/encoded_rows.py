@@ -97,10 +97,12 @@ def take(encoded: Encoded, rows: np.ndarray) -> Encoded:
     offsets = offsets_of(lengths)
     values = np.empty(offsets[-1], dtype=encoded.values.dtype)
     # In blocks whose indices fit into a processor's cache.
-    for first in range(0, len(rows), BLOCK // WORD):
-        block = slice(first, first + BLOCK // WORD)
-        ends = offsets[block.start : block.stop + 1]
-        values[ends[0] : ends[-1]] = encoded.values[places(starts[block], lengths[block])]
+    block_rows = BLOCK // WORD
+    for first in range(0, len(rows), block_rows):
+        stop = first + block_rows
+        indices = places(starts[first:stop], lengths[first:stop])
+        ends = offsets[first : stop + 1]
+        values[ends[0] : ends[-1]] = encoded.values[indices]
     return Encoded(values, offsets)
 
 

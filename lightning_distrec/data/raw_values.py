@@ -10,6 +10,7 @@ value; booleans as "true" and "false".
 import re
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -248,15 +249,16 @@ class Encoder:
     def _ids_of_texts(self, feature: dict[str, Any], columns: list[Texts]) -> np.ndarray:
         if feature["kind"] == "vocabulary":
             return _by_value(columns[0], self._vocabularies[feature["table"]].ids_of(columns[0]))
+        seed, num_rows = feature["seed"], feature["rows"]
         if len(columns) == 1:
-            return _by_value(
-                columns[0], rows_of(hash_texts(columns[0], feature["seed"]), feature["rows"])
-            )
-        hashes, is_null = np.uint64(0), np.zeros(1, dtype=bool)
+            hashes = hash_texts(columns[0], seed)
+            return _by_value(columns[0], rows_of(hashes, num_rows))
+        crossed, is_null = np.uint64(0), np.zeros(1, dtype=bool)
         for texts in columns:
-            hashes = mix(hashes ^ _by_value(texts, hash_texts(texts, feature["seed"])))
+            hashes = _by_value(texts, hash_texts(texts, seed))
+            crossed = mix(crossed ^ hashes)
             is_null = is_null | _is_missing(texts)
-        return np.where(is_null, UNKNOWN, rows_of(hashes, feature["rows"]))
+        return np.where(is_null, UNKNOWN, rows_of(crossed, num_rows))
 
     def arrays(self, encoded: dict[str, Encoded], num_rows: int) -> dict[str, np.ndarray]:
         """Return the arrays of a batch by the names that its tensors have; see `Columns`."""
@@ -314,16 +316,19 @@ class Encoder:
         return self.arrays(self.encode(cells), len(rows))
 
     def _cells(self, feature: dict[str, Any], values: list[Any]) -> Cells:
+        kind, separator = feature["kind"], feature["separator"]
         lengths = None
         if feature["max_length"] is not None:
-            sequences = [_sequence(value, feature["separator"]) for value in values]
+            sequences = [_sequence(value, separator) for value in values]
             lengths = np.array(list(map(len, sequences)), dtype=np.int64)
-            values = [item for sequence in sequences for item in sequence]
-        if feature["kind"] not in NUMERIC_KINDS:
+            values = list(chain.from_iterable(sequences))
+        if kind not in NUMERIC_KINDS:
             return Cells(pack(values), lengths)
-        if feature["kind"] in TIME_KINDS:
-            values = [seconds_of(value) if isinstance(value, str) else value for value in values]
-        numbers = [_number(value, is_text=feature["separator"] is not None) for value in values]
+        numbers = []
+        for value in values:
+            if kind in TIME_KINDS and isinstance(value, str):
+                value = seconds_of(value)
+            numbers.append(_number(value, is_text=separator is not None))
         return Cells(np.array(numbers, dtype=np.float64), lengths)
 
 

@@ -295,7 +295,12 @@ class RowLoader(DataLoader[Any]):
             state = self._beginning()
         full = sampler.full
         sampler.shares = Shares(state["spans"], full.num_ranks, full.num_workers, full.batch_size)
+        columns = self.dataset.columns  # type: ignore[attr-defined]
+        global_batch = full.batch_size * full.num_ranks
         for batch in super().__iter__():
-            samples = min(state["samples"] + full.batch_size * full.num_ranks, full.num_rows)
-            state = self.state = {**state, "batches": state["batches"] + 1, "samples": samples}
-            yield self.dataset.columns.batch(unpack(batch)) if isinstance(batch, Packed) else batch  # type: ignore[attr-defined]
+            samples = min(state["samples"] + global_batch, full.num_rows)
+            state = {**state, "batches": state["batches"] + 1, "samples": samples}
+            self.state = state
+            if isinstance(batch, Packed):
+                batch = columns.batch(unpack(batch))
+            yield batch

@@ -161,10 +161,10 @@ def _sees_folder(folder: Path, launched: Launched) -> bool:
 
 
 def _by_node(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
-    by_node: dict[int, list[Rank]] = {}
+    ranks_by_node: dict[int, list[Rank]] = {}
     for rank in sorted(ranks, key=lambda rank: rank.node):
-        by_node.setdefault(rank.node, []).append(rank)
-    return list(by_node.values())
+        ranks_by_node.setdefault(rank.node, []).append(rank)
+    return list(ranks_by_node.values())
 
 
 def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:

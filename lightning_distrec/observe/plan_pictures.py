@@ -158,13 +158,15 @@ def _draw_tables(plan: ShardingPlan) -> Any:
     scale, unit = _scale(largest[0].num_bytes)
     figure = _figure(9.5, 1.2 + 0.29 * len(largest))
     axes = figure.subplots()
-    for kind in sorted({table.sharding_type for table in largest}):
-        rows = [row for row, table in enumerate(largest) if table.sharding_type == kind]
-        axes.barh(rows, [largest[row].num_bytes / scale for row in rows], label=kind)
+    kinds = sorted({table.sharding_type for table in largest})
+    labels = dict(zip(kinds, kinds, strict=True))
     for row, table in enumerate(largest):
+        width, kind = table.num_bytes / scale, table.sharding_type
+        color = f"C{kinds.index(kind)}"
+        axes.barh(row, width, color=color, label=labels.pop(kind, ""))  # each once in the legend
         ranks = quantity(len(np.unique(table.ranks)), "rank")
         text = f"  {format_bytes(table.num_bytes)}, {ranks}"
-        axes.text(table.num_bytes / scale, row, text, va="center", fontsize="small")
+        axes.text(width, row, text, va="center", fontsize="small")
     axes.set_yticks(range(len(largest)), [_short(table.name) for table in largest])
     axes.invert_yaxis()  # the largest on top
     axes.margins(x=0.25)  # for the text next to the longest bar

@@ -234,9 +234,9 @@ def summarize_ranks(
         for name, span_seconds in fit.seconds_by_span.items():
             span_ms[name] = span_ms.get(name, 0.0) + fit.ms(span_seconds) / len(fits)
     step = mean(fit.ms(fit.seconds) for fit in fits)
-    by_node: dict[int, list[RankRecord]] = {}
+    records_by_node: dict[int, list[RankRecord]] = {}
     for record in sorted(records, key=lambda record: record.node):
-        by_node.setdefault(record.node, []).append(record)
+        records_by_node.setdefault(record.node, []).append(record)
     losses = [fit.loss_sum / fit.losses for fit in fits if fit.losses]
     return {
         "ranks": len(records) + len(missing),
@@ -252,7 +252,7 @@ def summarize_ranks(
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
         "slowest_rank": _slowest(fits, records),
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
-        "by_node": [_sum_up_node(node_records) for node_records in by_node.values()],
+        "by_node": [_sum_up_node(node_records) for node_records in records_by_node.values()],
         "by_rank": [_sum_up_rank(record) for record in records],
     }
 
@@ -306,10 +306,10 @@ def print_summary(summary: dict[str, Any]) -> None:
         lines.append(f"ms per step, mean of ranks: {span_texts}")
     if sent:
         lines.append(f"{format_bytes(sent)} sent per rank and step")
-    own = f"most time of its own: rank {summary['slowest_rank']}"
+    slowest = f"most time of its own: rank {summary['slowest_rank']}"
     if summary["stragglers"]:
-        own += f"; stragglers: rank {format_ranks(summary['stragglers'])}"
-    lines.append(own)
+        slowest += f"; stragglers: rank {format_ranks(summary['stragglers'])}"
+    lines.append(slowest)
     if summary["ranks_without_record"]:
         lines.append(f"no record of rank {format_ranks(summary['ranks_without_record'])}")
     for node in summary["by_node"] if len(summary["by_node"]) > 1 else ():

@@ -186,13 +186,13 @@ def draw_schedule(work: list[Work], title: str) -> Any:
     axes = figure.subplots()
     labels = dict(enumerate(KIND_NAMES))
     for item in work:
-        left, width = 1000 * (item.begin - begin), 1000 * (item.end - item.begin)
+        start_ms, width_ms = 1000 * (item.begin - begin), 1000 * (item.end - item.begin)
         # A rank with several stages draws its later ones paler: stage s is on rank s modulo ranks.
         paler = 0.5 * (item.stage // num_ranks) / max(1, num_stages // num_ranks)
         axes.barh(
             item.rank,
-            width,
-            left=left,
+            width_ms,
+            left=start_ms,
             color=f"C{item.kind}",
             alpha=1.0 - paler,
             edgecolor="white",
@@ -200,8 +200,10 @@ def draw_schedule(work: list[Work], title: str) -> Any:
             gid=f"{KIND_NAMES[item.kind]}-stage-{item.stage}-micro-batch-{item.microbatch}",
         )
         # Narrower bars have no place for a number.
-        if width > MIN_SHARE_FOR_NUMBER * 1000 * (end - begin):
-            axes.text(left + width / 2, item.rank, str(item.microbatch), ha="center", va="center")
+        if width_ms > MIN_SHARE_FOR_NUMBER * 1000 * (end - begin):
+            axes.text(
+                start_ms + width_ms / 2, item.rank, str(item.microbatch), ha="center", va="center"
+            )
     axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
     axes.invert_yaxis()
     axes.set_xlabel("ms")

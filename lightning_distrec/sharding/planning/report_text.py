@@ -1,6 +1,7 @@
 """The start table: each table with its sharding type, ranks and update; and findings about a plan
 in sentences."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -56,11 +57,11 @@ def time_in_words(plan: ShardingPlan) -> str:
     # Within half a percent ranks count as equal: the numbers are printed with three digits.
     is_even = slowest <= 1.005 * mean
     text = f"Estimated time for tables, per step: {milliseconds_in_words(slowest)}"
-    if len(rank_times) > 1:
-        text += (
-            " on every rank" if is_even else (f" on the slowest rank ({int(rank_times.argmax())})")
-        )
-    text += "" if is_even else f", {milliseconds_in_words(mean)} on average"
+    if is_even and len(rank_times) > 1:
+        text += " on every rank"
+    if not is_even:
+        text += f" on the slowest rank ({int(rank_times.argmax())})"
+        text += f", {milliseconds_in_words(mean)} on average"
     if path > 1.005 * slowest:
         text += f"; {milliseconds_in_words(path)} with waits for the slowest rank of each exchange"
     return text
@@ -72,20 +73,20 @@ def updates_in_words(plan: ShardingPlan) -> str:
     if not plan.cost.known:
         return ""
     slowest = plan.cost.slowest
-    all_of_it, updates = (
-        float(plan.cost.milliseconds_by_rank[slowest]),
-        float(plan.cost.part("update")[slowest]),
-    )
+    all_of_it = float(plan.cost.milliseconds_by_rank[slowest])
+    updates = float(plan.cost.part("update")[slowest])
     if updates < UPDATES_THAT_MATTER_MS or 2 * updates <= all_of_it:
         return ""
-    kinds: dict[tuple[str, str], list[PlannedTable]] = {}
+    times: dict[tuple[str, str], float] = defaultdict(float)
     for table in plan.tables.values():
-        kinds.setdefault((table.update, table.optimizer), []).append(table)
-    times = {
-        key: sum(table.update_on(slowest) for table in tables) for key, tables in kinds.items()
-    }
+        times[table.update, table.optimizer] += table.update_on(slowest)
     kind, optimizer = max(times, key=times.__getitem__)
-    tables, time = kinds[kind, optimizer], times[kind, optimizer]
+    time = times[kind, optimizer]
+    tables = [
+        table
+        for table in plan.tables.values()
+        if (table.update, table.optimizer) == (kind, optimizer)
+    ]
     name = f"'{tables[0].name}'" if len(tables) == 1 else quantity(len(tables), "table")
     share = f"{time:.3g} of {milliseconds_in_words(all_of_it)} on rank {slowest}"
     rows = f"{'all' if kind == 'dense' else 'touched'} rows of {name}"
@@ -93,11 +94,9 @@ def updates_in_words(plan: ShardingPlan) -> str:
     if kind != "dense":
         return text
     # Lazy Adam gives other numbers and runs on GPUs only, so that it is mentioned and never chosen.
-    lazy = (
-        " or, not with the same numbers, embedding_update fused_lazy"
-        if plan.on_gpu and "Adam" in optimizer
-        else ""
-    )
+    lazy = ""
+    if plan.on_gpu and "Adam" in optimizer:
+        lazy = " or, not with the same numbers, embedding_update fused_lazy"
     if tables[0].sharding_type == "data_parallel":
         return f"{text}. Sharded over the ranks, each would move its share"
     return f"{text}. table_optimizer Adagrad{lazy} would move those that a step looks up"
@@ -146,20 +145,19 @@ def replicas_in_words(plan: ShardingPlan) -> str:
 
 def start_in_words(plan: ShardingPlan) -> str:
     """Return what tables take of the host while ranks start, by how they are built."""
-    full, ranks = plan.start_bytes(full=True), max(plan.layout.ranks_by_node)
-    other_ranks = f", {format_bytes(int(full[1:].max()))} on others" if len(full) > 1 else ""
-    tables = sum(table.num_bytes for table in plan.tables.values())
-    node = (
-        f", {format_bytes(ranks * tables)} on a node of {ranks} that build them"
-        if ranks > 1
-        else ""
+    shards, full = plan.start_bytes(full=False), plan.start_bytes(full=True)
+    text = (
+        f"Host memory for tables while a rank starts: {format_bytes(int(shards.max()))} if "
+        "configure_model builds them; if __init__ does, "
+        f"{format_bytes(int(full[0]))} on rank 0"
     )
-    return (
-        "Host memory for tables while a rank starts: "
-        f"{format_bytes(int(plan.start_bytes(full=False).max()))} if "
-        f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank "
-        f"0{other_ranks}{node}"
-    )
+    if len(full) > 1:
+        text += f", {format_bytes(int(full[1:].max()))} on others"
+    ranks = max(plan.layout.ranks_by_node)
+    if ranks > 1:
+        tables = sum(table.num_bytes for table in plan.tables.values())
+        text += f", {format_bytes(ranks * tables)} on a node of {ranks} that build them"
+    return text
 
 
 def matrix_in_words(matrix: NDArray[np.float64], kind: str) -> str:
@@ -235,7 +233,9 @@ def print_plan(
     # The largest are selected, and printed in the model's order, in which users look for them.
     largest = sorted(tables, key=lambda table: -table.num_rows * table.dim)[:MAX_TABLES]
     names = {table.name for table in largest}
-    for table in (table for table in tables if table.name in names):
+    for table in tables:
+        if table.name not in names:
+            continue
         text.add_row(
             table.name,
             f"{table.num_rows:,} x {table.dim}",
@@ -292,12 +292,10 @@ def _left_alone(reasons: Mapping[str, str]) -> list[str]:
         f"'{path}' is not sharded, every rank has all of it: {reason}"
         for path, reason in reasons.items()
     ]
-    remainder = (
-        [f"{quantity(len(lines) - MAX_TABLES, 'more module')} not sharded"]
-        if len(lines) > MAX_TABLES
-        else []
-    )
-    return lines[:MAX_TABLES] + remainder
+    if len(lines) <= MAX_TABLES:
+        return lines
+    more = quantity(len(lines) - MAX_TABLES, "more module")
+    return [*lines[:MAX_TABLES], f"{more} not sharded"]
 
 
 def _memory(plan: ShardingPlan) -> str:
@@ -323,13 +321,11 @@ def _types(tables: Sequence[PlannedTable], output_dtype: torch.dtype | None) -> 
     kinds = list(names)
     if kinds == ["float32"] and output_dtype is None:
         return ""
-    looked_up = (
-        ""
-        if output_dtype is None
-        else (f" and are looked up as {str(output_dtype).removeprefix('torch.')}")
-    )
+    text = f"rows are {' or '.join(kinds)}"
+    if output_dtype is not None:
+        text += f" and are looked up as {str(output_dtype).removeprefix('torch.')}"
     other_tables = "; ".join(f"{kind}: {', '.join(names[kind])}" for kind in kinds[1:])
-    return f"rows are {' or '.join(kinds)}{looked_up}{f' ({other_tables})' if other_tables else ''}"
+    return f"{text} ({other_tables})" if other_tables else text
 
 
 def rank_columns(plan: ShardingPlan) -> list[tuple[str, NDArray[Any], Callable[[float], str]]]:
@@ -338,27 +334,21 @@ def rank_columns(plan: ShardingPlan) -> list[tuple[str, NDArray[Any], Callable[[
     memory, sent = plan.memory, plan.traffic
     columns: list[tuple[str, NDArray[Any], Callable[[float], str]]] = [
         ("memory for tables", memory.tables, format_bytes),
-        *(
-            (f"... {part}", part_bytes, format_bytes)
-            for part, part_bytes in plan.memory_parts().items()
-        ),
-        ("usable memory", memory.usable, format_bytes),
     ]
+    for part, part_bytes in plan.memory_parts().items():
+        columns.append((f"... {part}", part_bytes, format_bytes))
+    columns.append(("usable memory", memory.usable, format_bytes))
     if plan.dense_bytes:
-        columns.append((
-            "layers without tables",
-            np.full(plan.num_ranks, plan.dense_bytes),
-            format_bytes,
-        ))
+        layers = np.full(plan.num_ranks, plan.dense_bytes)
+        columns.append(("layers without tables", layers, format_bytes))
     if plan.host_memory is not None:
         columns.append(("host memory for tables", plan.host_memory.tables, format_bytes))
     if plan.cost.known:
         columns.append(("estimated time", plan.cost.milliseconds_by_rank, milliseconds_in_words))
-    columns += [
-        (f"sent: {kind}", sent.sent(kind), format_bytes)
-        for kind in TRAFFIC_KINDS
-        if sent.sent(kind).any()
-    ]
+    for kind in TRAFFIC_KINDS:
+        kind_bytes = sent.sent(kind)
+        if kind_bytes.any():
+            columns.append((f"sent: {kind}", kind_bytes, format_bytes))
     if sent.layout.num_nodes > 1:
         columns.append(("sent to other nodes", sent.across_nodes(), format_bytes))
     return columns
