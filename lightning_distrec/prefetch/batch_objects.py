@@ -80,6 +80,10 @@ class BatchObjects:
             (child, path) for child, path in self._objects.values() if isinstance(child, Tensor)
         ]
 
+    def has(self, value: Any) -> bool:
+        """Whether this very object is one of them."""
+        return id(value) in self._objects
+
     def is_unwritten(self, tensor: Tensor) -> bool:
         """Whether one of its tensors was not written to since."""
         return are_unwritten(self._versions[id(tensor)])

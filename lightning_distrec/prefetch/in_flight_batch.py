@@ -8,7 +8,13 @@ from typing import Any
 from lightning_distrec.errors import IdsError, ProvenanceError
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.computed_calls import ComputedCall, replaying
-from lightning_distrec.prefetch.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
+from lightning_distrec.prefetch.control_message import (
+    UNREADY,
+    BatchStatus,
+    ControlMessage,
+    with_form,
+)
+from lightning_distrec.prefetch.recorded_calls import PrefetchedCall, StepCalls
 from lightning_distrec.prefetch.sources import (
     BatchRoots,
     Compare,
@@ -16,7 +22,6 @@ from lightning_distrec.prefetch.sources import (
     is_same_input,
     versions,
 )
-from lightning_distrec.prefetch.step_calls import PrefetchedCall, StepCalls
 from lightning_distrec.ranks import Ranks
 
 
@@ -98,14 +103,14 @@ class InFlightBatch:
         self.prefetched: list[PrefetchedLookup] | None = None
         """None: nothing can be sent ahead, on some rank at least."""
         self.preparation_failure = ""
-        self.unready: list[ComputedCall] = []
-        """Calls whose input cannot be computed ahead of this batch's step on this rank."""
+        self.refused: list[ComputedCall] = []
+        """Calls of which this rank knows that no later batch's input can be computed either."""
         self.exchange: Any = None
         """Of its ids, in flight (sharding/lookup/ids_exchange.py)."""
         self._step: StepCalls | None = None
         self._lookups: list[PrefetchedLookup | None] = []
         """For each call of the step its lookup on this rank, None where it is unready."""
-        self.placed_paths: frozenset[str] = frozenset()
+        self.placed_paths: set[str] = set()
         """Tables of which some calls are prefetched: a call is distinguished by how many come
         before it."""
         self._places: dict[str, int] = {}
@@ -114,12 +119,16 @@ class InFlightBatch:
 
     def prepare(self, step: StepCalls, tables: Mapping[str, Any]) -> None:
         """Prepare the lookups of the step; those that cannot be are looked up as the step calls."""
-        self._step, self.unready = step, []
+        self._step = step
         try:
-            if difference := step.order.difference(self.roots):
+            difference = step.order.difference(self.roots)
+            if difference:
                 raise ValueError(difference)
+            computes = step.computes_from(self.roots)
             with replaying():
-                self._lookups = [self._prepared(call, tables[call.path]) for call in step.calls]
+                self._lookups = []
+                for call in step.calls:
+                    self._lookups.append(self._prepared(call, tables[call.path], computes))
             self.prefetched = [lookup for lookup in self._lookups if lookup is not None]
         except Exception as error:
             self._fail(error)
@@ -127,13 +136,16 @@ class InFlightBatch:
         # of this batch.
         self.roots.memo.clear()
 
-    def _prepared(self, call: PrefetchedCall, table: Any) -> PrefetchedLookup | None:
-        try:
+    def _prepared(
+        self, call: PrefetchedCall, table: Any, computes: bool
+    ) -> PrefetchedLookup | None:
+        if not isinstance(call, ComputedCall):
             return PrefetchedLookup(call, table, self.roots)
-        except Exception:
-            if not isinstance(call, ComputedCall):
-                raise
-            self.unready.append(call)
+        try:
+            return PrefetchedLookup(call, table, self.roots) if computes else None
+        except Exception:  # it is looked up as the step calls
+            if call.refused:
+                self.refused.append(call)
             return None
 
     def finish_preparing(self) -> None:
@@ -156,43 +168,21 @@ class InFlightBatch:
         """Its status on this rank, to be sent."""
         if self.prefetched is None:
             return BatchStatus(self.state, ready=False)
-        in_range = all(lookup.request.problem is None for lookup in self.prefetched)
-        sizes, form = tuple(self._sizes()), self._form()
-        counts = tuple([
-            () if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._lookups
-        ])
+        in_range = True
+        sizes: list[int] = []
+        counts: list[tuple[int, ...]] = []
+        for lookup in self._lookups:
+            if lookup is None:
+                sizes.append(UNREADY)
+                counts.append(())
+            else:
+                request = lookup.request
+                in_range = in_range and request.problem is None
+                sizes.append(with_form(request.num_examples, request.form))
+                counts.append(tuple(request.counts or ()))
         return BatchStatus(
-            self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes, counts=counts
+            self.state, ready=True, ids_in_range=in_range, sizes=tuple(sizes), counts=tuple(counts)
         )
-
-    def _sizes(self) -> list[tuple[int, int]]:
-        assert self._step is not None
-        # Ranks take the minimum: one that is unready, or refuses, decides for all of them.
-        return [
-            (lookup.request.num_examples,) * 2
-            if lookup is not None
-            else (REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY)
-            for call, lookup in zip(self._step.calls, self._lookups, strict=True)
-        ]
-
-    def _form(self) -> int:
-        """Return a number for the types of all lookups in order; for an unready one, those of a
-        batch before it.
-
-        Of one that a rank refuses there is none: the others may have had it ready once, and would
-        differ for ever.
-        """
-        assert self._step is not None
-        form = 0
-        for i, (call, lookup) in enumerate(zip(self._step.calls, self._lookups, strict=True)):
-            if isinstance(call, ComputedCall) and call.is_reported:
-                self._step.forms[i] = 0
-            elif lookup is not None:
-                self._step.forms[i] = lookup.request.form
-            # A polynomial hash that fits into an int64 of the message; Python's own hash differs
-            # between processes.
-            form = (form * 1_000_003 + self._step.forms[i]) % 2**61
-        return form
 
     @property
     def is_announced(self) -> bool:
@@ -213,33 +203,25 @@ class InFlightBatch:
             if not status.ready:
                 self.prefetched = None
             elif self._step is not None:
-                self._take_sizes(
-                    self._step, status.sizes, status.counts or ((),) * len(status.sizes)
-                )
+                self._take_sizes(self._step, status)
         return status
 
-    def _take_sizes(
-        self,
-        step: StepCalls,
-        sizes_by_lookup: tuple[tuple[int, int], ...],
-        counts: tuple[tuple[int, ...], ...],
-    ) -> None:
-        # A negative size: some rank has sent UNREADY or REFUSED.
-        unready = {
-            call.path
-            for call, sizes in zip(step.calls, sizes_by_lookup, strict=False)
-            if sizes[0] < 0
-        }
+    def _take_sizes(self, step: StepCalls, status: BatchStatus) -> None:
         # Decided by the agreed sizes, so that all ranks send the ids of the same lookups in one
         # exchange.
-        # Not strict below: messages are padded to the kind of step with the most calls.
-        self.prefetched, self.placed_paths = [], step.placed_paths | unready
-        for call, lookup, sizes, received in zip(
-            step.calls, self._lookups, sizes_by_lookup, counts, strict=False
-        ):
-            is_ready = sizes[0] >= 0 and (call.path in step.regular or call.path not in unready)
-            if lookup is not None and is_ready:
-                lookup.request.sizes, lookup.request.received = sizes, received
+        ready: list[int] = []
+        unready_paths: set[str] = set()
+        for i, call in enumerate(step.calls):
+            if status.size_ranges[i][0] < 0:
+                unready_paths.add(call.path)
+            else:
+                ready.append(i)
+        self.prefetched, self.placed_paths = [], step.placed_paths | unready_paths
+        for i in ready:
+            path, lookup = step.calls[i].path, self._lookups[i]
+            if lookup is not None and (path in step.regular or path not in unready_paths):
+                lookup.request.sizes = status.size_ranges[i]
+                lookup.request.received = status.counts[i] if status.counts else ()
                 self.prefetched.append(lookup)
 
     @property
@@ -249,20 +231,6 @@ class InFlightBatch:
         return (
             all_calls and self.prefetched is not None and len(self.prefetched) == len(self._lookups)
         )
-
-    def refused_calls(self) -> list[ComputedCall]:
-        """Return the calls that a rank cannot compute ahead, alike on all ranks, once its status is
-        agreed."""
-        if self._step is None:
-            return []
-        pairs = zip(self._step.calls, self.agreed_status().sizes, strict=False)
-        # The smallest is that of a rank that refuses; the largest may be of another, which does
-        # not.
-        return [
-            call
-            for call, (smallest, _) in pairs
-            if smallest == REFUSED[0] and isinstance(call, ComputedCall)
-        ]
 
     def raise_problem(self, ranks: Ranks) -> None:
         """Collective. Raise IdsError: what is wrong with the ids on one of the ranks."""

@@ -121,8 +121,7 @@ class Prefetcher:
         if calls is not None:
             with self._exchange.preparing(calls.reads_written_tensors):
                 batch.prepare(calls, self._tables)
-            if batch.preparation_failure:
-                self._learner.report_unlike(batch)
+            self._learner.report_unprepared(batch)
         # With a depth of 2 its ids are sent in the step that begins next. With a higher one its
         # status goes along with the control message of a step.
         if self.depth == 2:
@@ -146,7 +145,7 @@ class Prefetcher:
         # Padded to one width: which step a rank's batch is for may differ at the end of an epoch.
         status = BatchStatus() if batch is None else batch.own_status
         width = max((len(step.calls) for step in self._learner.calls.values()), default=0)
-        sizes = (*status.sizes, *((0, 0),) * (width - len(status.sizes)))
+        sizes = (*status.sizes, *(0,) * (width - len(status.sizes)))
         counts: tuple[tuple[int, ...], ...] = ()
         if self._exchanges_counts:
             none = (0,) * self.ranks.num_ranks
@@ -170,7 +169,6 @@ class Prefetcher:
         self._step = step = Step(
             current, self.following, self.counts.setdefault(current.kind, LookupCounts())
         )
-        self._learner.report_refused(current)
         self._learner.begin_step(current)
         if current.kind not in self._learner.calls:
             return

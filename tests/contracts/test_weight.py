@@ -26,7 +26,7 @@ BUDGETS = {
     "ground": 10743,
     "metrics": 7359,
     "optimizers": 12257,
-    "prefetch": 27265,
+    "prefetch": 26481,
     "serving": 7554,
     "sharding": 27412,
     "sharding/lookup": 17097,
