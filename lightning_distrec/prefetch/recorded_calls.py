@@ -75,8 +75,8 @@ class RecordedCall:
         if recorder is None:
             return self._objects.source_of(argument, ids)
         source = self._objects.source_of(argument, ids, recorder.trace)
-        # The step may take another part of a wider batch: x[:, :-1] is one column more. Of a batch of
-        # 20 columns x[:, :20] is all, by another tensor.
+        # The step may take another part of a wider batch: x[:, :-1] is one column more. Where there
+        # are 20 columns, x[:, :20] is all of them, by another tensor.
         is_part = isinstance(source, ViewSource) and source.form == "narrow"
         is_alias = isinstance(source, PathSource) and not self._objects.has(argument)
         if is_part or is_alias:
