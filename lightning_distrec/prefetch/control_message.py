@@ -51,6 +51,17 @@ class BatchStatus:
     """Lookup -> the number of its ids for each rank; once it is agreed, of those from each rank.
     Empty: none of the tables needs them."""
 
+    def rank_of_differing_call(self) -> int | None:
+        """Return a rank on which a call differs, alike on all ranks; None: on none. Raises
+        RankError: a rank failed."""
+        if self.failure == NO_FAILURE:
+            return None
+        if self.failure >= DIFFERING_CALL:
+            return self.failure - DIFFERING_CALL
+        raise RankError(
+            f"rank {self.failure} failed inside of its step; that rank's own message says why."
+        )
+
 
 def with_form(num_examples: int, form: int) -> int:
     """Return what is sent of a lookup's number of examples and the number for its types."""
@@ -115,18 +126,6 @@ class ControlMessage:
             return False
         status = self.read()
         return status.weights < 0 and status.weights_are_alike
-
-    def rank_of_differing_call(self) -> int | None:
-        """Return a rank on which a call differs, alike on all ranks; None: on none. Raises
-        RankError: a rank failed."""
-        failure = self.read().failure
-        if failure == NO_FAILURE:
-            return None
-        if failure >= DIFFERING_CALL:
-            return failure - DIFFERING_CALL
-        raise RankError(
-            f"rank {failure} failed inside of its step; that rank's own message says why."
-        )
 
 
 COMPARISON_SECONDS = 30.0

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
+
 from lightning_distrec.errors import IdsError, ProvenanceError
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.computed_calls import ComputedCall, replaying
@@ -59,11 +61,10 @@ class PrefetchedLookup:
         # On a GPU numbers are compared for computed inputs only; what was found in the batch must
         # be the same memory.
         compare = compare if isinstance(self.call, ComputedCall) else None
-        is_same = all(
-            is_same_input(argument, prefetched, compare)
-            for argument, prefetched in zip(arguments, self._arguments, strict=True)
-        )
-        return is_same and are_unwritten(self._versions)
+        for argument, prefetched in zip(arguments, self._arguments, strict=True):
+            if not is_same_input(argument, prefetched, compare):
+                return False
+        return are_unwritten(self._versions)
 
     @property
     def is_looked_up(self) -> bool:
@@ -114,8 +115,9 @@ class InFlightBatch:
         """Tables of which some calls are prefetched: a call is distinguished by how many come
         before it."""
         self._places: dict[str, int] = {}
-        self._message: ControlMessage | None = None
-        self._is_read = False
+        self.message: ControlMessage | None = None
+        """Carries its status; None: that was not sent to the other ranks."""
+        self._agreed: BatchStatus | None = None
 
     def prepare(self, step: StepCalls, tables: Mapping[str, Any]) -> None:
         """Prepare the lookups of the step; those that cannot be are looked up as the step calls."""
@@ -124,8 +126,9 @@ class InFlightBatch:
             difference = step.order.difference(self.roots)
             if difference:
                 raise ValueError(difference)
-            computes = step.computes_from(self.roots)
-            with replaying():
+            # Tensors that are made in inference mode do not count writes in place.
+            with replaying() if step.computes else torch.inference_mode(False):
+                computes = step.computes and step.computes_from(self.roots)
                 self._lookups = []
                 for call in step.calls:
                     self._lookups.append(self._prepared(call, tables[call.path], computes))
@@ -184,27 +187,20 @@ class InFlightBatch:
             self.state, ready=True, ids_in_range=in_range, sizes=tuple(sizes), counts=tuple(counts)
         )
 
-    @property
-    def is_announced(self) -> bool:
-        """Whether its status was sent to the other ranks."""
-        return self._message is not None
-
     def announce(self, message: ControlMessage) -> None:
         """Note that `message` carries the status of this batch."""
-        self._message = message
-        self._is_read = False
+        self.message, self._agreed = message, None
 
     def agreed_status(self) -> BatchStatus:
         """Return its status over all ranks; waits for them the first time. It must be announced."""
-        assert self._message is not None
-        status = self._message.read()
-        if not self._is_read:
-            self._is_read = True
-            if not status.ready:
+        if self._agreed is None:
+            assert self.message is not None
+            self._agreed = self.message.read()
+            if not self._agreed.ready:
                 self.prefetched = None
             elif self._step is not None:
-                self._take_sizes(self._step, status)
-        return status
+                self._take_sizes(self._step, self._agreed)
+        return self._agreed
 
     def _take_sizes(self, step: StepCalls, status: BatchStatus) -> None:
         # Decided by the agreed sizes, so that all ranks send the ids of the same lookups in one
@@ -227,16 +223,18 @@ class InFlightBatch:
     @property
     def is_complete(self) -> bool:
         """Whether all lookups of its step are prefetched."""
-        all_calls = self._step is not None and self._step.is_complete
-        return (
-            all_calls and self.prefetched is not None and len(self.prefetched) == len(self._lookups)
-        )
+        if self._step is None or self.prefetched is None:
+            return False
+        return self._step.is_complete and len(self.prefetched) == len(self._lookups)
 
     def raise_problem(self, ranks: Ranks) -> None:
         """Collective. Raise IdsError: what is wrong with the ids on one of the ranks."""
-        requests = [lookup.request for lookup in self._lookups if lookup is not None]
-        problems = [str(request.problem) for request in requests if request.problem is not None]
-        raise IdsError(next(chain.from_iterable(ranks.all_gather(problems))))
+        problems: list[str] = []
+        for lookup in self._lookups:
+            if lookup is not None and lookup.request.problem is not None:
+                problems.append(str(lookup.request.problem))
+        gathered = ranks.all_gather(problems)
+        raise IdsError(next(chain.from_iterable(gathered)))
 
     def start_exchange(self, start: Callable[[list[Any]], Any]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""
@@ -249,23 +247,24 @@ class InFlightBatch:
     ) -> tuple[PrefetchedLookup | None, ProvenanceError | None]:
         """Return the prefetched lookup of this call, or None; the error: it was prefetched with
         other arguments."""
-        waiting = [
-            lookup
-            for lookup in self.prefetched or []
-            if lookup.call.path == path and not lookup.is_taken
-        ]
-        # Counted for calls that were not prefetched too, since all ranks make them.
-        # another call may have the same input by chance, but not on all ranks
+        place = None
+        # Counted for calls that were not prefetched too, since all ranks make them. Another call
+        # may have the same input by chance, but not on all ranks.
         if path in self.placed_paths:
             place = self._places.get(path, 0)
             self._places[path] = place + 1
-            waiting = [lookup for lookup in waiting if getattr(lookup.call, "place", None) == place]
-        for lookup in waiting:
+        first: PrefetchedLookup | None = None
+        for lookup in self.prefetched or ():
+            if lookup.is_taken or lookup.call.path != path:
+                continue
+            if place is not None and getattr(lookup.call, "place", None) != place:
+                continue
             if lookup.is_called_with(arguments, compare):
                 return lookup, None
-        if not waiting:
+            first = first or lookup
+        if first is None:
             return None, None
-        return waiting[0], ProvenanceError(_describe_difference(waiting[0].call))
+        return first, ProvenanceError(_describe_difference(first.call))
 
     @property
     def waiting(self) -> list[PrefetchedLookup]:
@@ -284,13 +283,11 @@ def cause_of_difference(call: PrefetchedCall) -> str:
     if isinstance(call, ComputedCall):
         return (
             "another input than its operations computed ahead of the step; something that they "
-            "depend on has changed "
-            "since the first steps"
+            "depend on has changed since the first steps"
         )
     return (
         "an input that is not the part of the batch it was called with in the first step, or that "
-        "was written to in "
-        "place since the batch was fetched"
+        "was written to in place since the batch was fetched"
     )
 
 
@@ -298,8 +295,7 @@ def _describe_difference(call: PrefetchedCall) -> str:
     option = "{'computed_ids': False}" if isinstance(call, ComputedCall) else "{'depth': 1}"
     return (
         f"'{call.path}' is called with {cause_of_difference(call)}; its ids have already been "
-        "sent, and other ranks "
-        "call it as before. Make what you look up in a method sparse_inputs(batch) of the module, "
-        "or set "
-        f"prefetch={option} to look it up as it is called."
+        "sent, and other ranks call it as before. Make what you look up in a method "
+        f"sparse_inputs(batch) of the module, or set prefetch={option} to look it up as it is "
+        "called."
     )

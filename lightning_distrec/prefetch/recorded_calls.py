@@ -24,7 +24,6 @@ from lightning_distrec.prefetch.sources import (
     Source,
     ViewSource,
     is_same_input,
-    paths_of,
 )
 from lightning_distrec.ranks import Ranks
 
@@ -122,6 +121,8 @@ class StepCalls:
         before it."""
         self.regular: set[str] = set()
         """Tables of which each step makes as many calls."""
+        self.computes = trial is not None
+        """Whether it makes computed calls."""
         self._sizes: Sizes = {}
         if trial is not None:
             self.placed_paths, self.regular = set(trial.reasons), set(trial.calls)
@@ -131,7 +132,7 @@ class StepCalls:
         for call in calls:
             names.update(call.path.split("."))
             for source in call.arguments:
-                paths += paths_of(source)
+                paths += source.paths
                 if isinstance(source, JaggedSource):
                     names.update(source.keys)
         self.order = FeatureOrder(objects, paths, names)
@@ -176,11 +177,10 @@ def agree_on_calls(
     tried = {call.path for call in all_calls if call.needs_trial}
     reasons: dict[str, str] = {}
     for path in sorted({call.path for call in all_calls} - tried):
-        per_rank = [[call for call in calls if call.path == path] for calls in gathered]
-        refused = [call.reason for call in all_calls if call.path == path and call.reason]
-        if refused:
-            reasons[path] = refused[0]
-        elif per_rank.count(per_rank[0]) < len(per_rank):
+        refusals = [call.reason for call in all_calls if call.path == path and call.reason]
+        if refusals:
+            reasons[path] = refusals[0]
+        elif not all(_calls_of(path, calls) == _calls_of(path, gathered[0]) for calls in gathered):
             reasons[path] = "the ranks call it with different parts of their batches"
     remaining: dict[str, list[PrefetchedCall]] = {}
     for recorded_call in recorded:
@@ -191,3 +191,7 @@ def agree_on_calls(
     order = [call.path for call in gathered[0]]
     prefetched = [remaining[path].pop(0) for path in order if path not in {*reasons, *tried}]
     return prefetched, reasons, Trial(sorted(tried), order)
+
+
+def _calls_of(path: str, calls: list[ReportedCall]) -> list[ReportedCall]:
+    return [call for call in calls if call.path == path]

@@ -23,7 +23,14 @@ from lightning_distrec._compat.tensors import (
 )
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.prefetch.batch_objects import BatchObjects
-from lightning_distrec.prefetch.sources import BatchRoots, Path, PathSource, object_at, path_text
+from lightning_distrec.prefetch.sources import (
+    BatchRoots,
+    Path,
+    PathSource,
+    Source,
+    object_at,
+    path_text,
+)
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 
 aten = torch.ops.aten
@@ -124,7 +131,7 @@ class Operation:
 
 
 @dataclass(eq=False)
-class TracedSource:
+class TracedSource(Source):
     """A tensor that operations of the step make of its batch.
 
     operations: by their place in the recording. recording: the key of their repeated results in

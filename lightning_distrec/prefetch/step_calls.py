@@ -45,6 +45,8 @@ class Learner:
     def __init__(self, ranks: Ranks, warn: Callable[[str], None], record: Record | None) -> None:
         self.calls: dict[str, StepCalls] = {}
         """Kind of step -> its calls that are prefetched, alike on all ranks."""
+        self.max_calls = 0
+        """The most that any kind has."""
         self.is_recording = False
         self._ranks, self._warn, self._record = ranks, warn, record
         self._has_reported_unlike = False
@@ -61,19 +63,18 @@ class Learner:
     # -- a step
 
     def begin_step(self, batch: InFlightBatch) -> None:
-        """Decide whether the step of `batch` is recorded."""
-        self.is_recording = self.needs_objects(batch.kind)
-        if not self.is_recording:
-            return
-        self._batch, self._recorded = batch, []
+        """Begin to record the step of `batch`."""
+        self.is_recording, self._batch, self._recorded = True, batch, []
         if batch.objects is None:
             batch.objects = BatchObjects(batch.roots)
         self._recorder = None if self._record is None else self._record(batch.objects, batch.roots)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the operations of the step inside of the context."""
-        assert self._recorder is not None
+        """Record the operations of the step inside of the context, where they are to be."""
+        if self._recorder is None:
+            yield
+            return
         # Rows are made by our own operations, which the recorder does not see: whoever makes them
         # reports them to it.
         LIBRARY_OPERATIONS.note_rows = self._recorder.note_rows
@@ -82,11 +83,6 @@ class Learner:
                 yield
         finally:
             LIBRARY_OPERATIONS.note_rows = None
-
-    @property
-    def records_operations(self) -> bool:
-        """Whether the operations of the step that is running are to be recorded."""
-        return self.is_recording and self._recorder is not None
 
     def note_call(self, path: str, arguments: tuple[Any, ...]) -> None:
         """Note a call that the step makes now."""
@@ -125,7 +121,7 @@ class Learner:
     def _learn_first(self, kind: str, objects: BatchObjects, recorded: list[RecordedCall]) -> None:
         calls, reasons, trial = agree_on_calls(recorded, self._ranks)
         self._report(kind, reasons)
-        self.calls[kind] = StepCalls(calls, objects, not reasons and not trial.calls)
+        self._prefetch(kind, StepCalls(calls, objects, not reasons and not trial.calls))
         if trial.calls:
             self._trials[kind] = trial
 
@@ -136,7 +132,11 @@ class Learner:
         calls = self.calls[kind].calls
         untried = {path for path in trial.order if path not in trial.calls}
         is_complete = untried <= {call.path for call in calls} and not trial.reasons
-        self.calls[kind] = StepCalls([*calls, *usable], objects, is_complete, trial)
+        self._prefetch(kind, StepCalls([*calls, *usable], objects, is_complete, trial))
+
+    def _prefetch(self, kind: str, calls: StepCalls) -> None:
+        self.calls[kind] = calls
+        self.max_calls = max(self.max_calls, len(calls.calls))
 
     # -- what is told
 

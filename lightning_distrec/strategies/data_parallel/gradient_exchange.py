@@ -45,7 +45,8 @@ class PowerSGDOptions:
     def __post_init__(self) -> None:
         plain_fields(self)
         for name, minimum in (("matrix_rank", 1), ("start_step", 0)):
-            if (value := getattr(self, name)) < minimum:
+            value = getattr(self, name)
+            if value < minimum:
                 raise ConfigError(f"powersgd: {name}={value} must be at least {minimum}.")
 
 
@@ -243,7 +244,8 @@ def refuse_powersgd(module: nn.Module, precision: str) -> None:
             "not be finite after "
             "gradients overflow. Use 'bf16-mixed', or no powersgd."
         )
-    if sparse := list(sparse_weights(module).values()):
+    sparse = list(sparse_weights(module).values())
+    if sparse:
         raise ConfigError(
             f"powersgd: '{sparse[0]}' has sparse gradients. Set sparse=False for "
             "it, or no powersgd."
