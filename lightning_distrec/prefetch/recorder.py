@@ -249,13 +249,15 @@ class Recorder:
         return source
 
     def _operations_behind(self, end: Input) -> dict[int, Operation]:
-        pending, needed = [end], set[int]()
+        needed: dict[int, Operation] = {}
+        pending: list[Any] = [end]
         while pending:
             part = pending.pop()
             if isinstance(part, Result) and part.operation not in needed:
-                needed.add(part.operation)
-                pending += self._operations[part.operation].parts
-        return {index: self._operations[index] for index in sorted(needed)}
+                operation = self._operations[part.operation]
+                needed[part.operation] = operation
+                pending += operation.parts
+        return dict(sorted(needed.items()))
 
     def _written_part(self, source: TracedSource) -> str:
         # A write counts for all that shares the memory, also for operations that have read it

@@ -129,10 +129,10 @@ class Learner:
         del self._trials[kind]
         usable = trial.agree(self._ranks)
         self._report(kind, trial.reasons)
-        calls = self.calls[kind].calls
-        untried = {path for path in trial.order if path not in trial.calls}
-        is_complete = untried <= {call.path for call in calls} and not trial.reasons
-        self._prefetch(kind, StepCalls([*calls, *usable], objects, is_complete, trial))
+        calls = [*self.calls[kind].calls, *usable]
+        prefetched = {call.path for call in calls}
+        is_complete = not trial.reasons and prefetched.issuperset(trial.order)
+        self._prefetch(kind, StepCalls(calls, objects, is_complete, trial))
 
     def _prefetch(self, kind: str, calls: StepCalls) -> None:
         self.calls[kind] = calls
