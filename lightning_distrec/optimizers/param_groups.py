@@ -102,27 +102,20 @@ def _put_back(
 ) -> None:
     """Put the unsharded weights in place of an earlier fit's shards; refuse state that would be
     lost."""
-    names = {
-        id(shard): name
-        for name, shards in earlier.items()
-        if name in parameters
-        for shard in shards
-    }
+    names: dict[int, str] = {}
+    for name, shards in earlier.items():
+        if name in parameters:
+            names |= {id(shard): name for shard in shards}
     weights = {id(parameter): name for name, parameter in parameters.items()} | names
-    lost = [
-        weights[id(p)]
-        for p, state in optimizer.state.items()
-        if id(p) in weights and _has_begun(state)
-    ]
-    # SGD alone is exact without what an earlier fit has accumulated.
-    # what FBGEMM kept in an earlier fit is in no optimizer's state
+    lost: list[str] = []
+    for p, state in optimizer.state.items():
+        if id(p) in weights and _has_begun(state):
+            lost.append(weights[id(p)])
+    # SGD alone is exact without what an earlier fit has accumulated: what FBGEMM kept of it is in
+    # no optimizer's state.
     if type(optimizer) is not optim.SGD:
-        lost += [
-            names[id(p)]
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if id(p) in names
-        ]
+        for group in optimizer.param_groups:
+            lost += [names[id(p)] for p in group["params"] if id(p) in names]
     if lost:
         raise OptimizerError(
             f"table '{lost[0]}': its {type(optimizer).__name__} has stepped before (kept from an "

@@ -91,12 +91,11 @@ def before_zero_grad(optimizer: Optimizer, action: Callable[[bool], None]) -> Ca
 
 def collect_parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return all parameters of the optimizers."""
-    return [
-        parameter
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    parameters: list[nn.Parameter] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+    return parameters
 
 
 def refuse_inexact_optimizers(optimizers: Sequence[Optimizer]) -> None:
@@ -171,9 +170,10 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
 
     def restore() -> bool:
         nonlocal unsplit_groups
-        if was_split := unsplit_groups is not None:
-            optimizer.param_groups, unsplit_groups = unsplit_groups, None
-        return was_split
+        if unsplit_groups is None:
+            return False
+        optimizer.param_groups, unsplit_groups = unsplit_groups, None
+        return True
 
     def join(*_: Any) -> None:
         if restore():

@@ -131,9 +131,11 @@ def take_in_backward(
     earlier: see `find_param_groups`. Raises OptimizerError: a table has two, or also one of the
     strategy's options.
     """
-    applied = {
-        name: attached for name, p in parameters.items() if (attached := in_backward_optimizers(p))
-    }
+    applied: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        attached = in_backward_optimizers(parameter)
+        if attached:
+            applied[name] = attached
     for name, attached in applied.items():
         refuse_marker(attached[0], f"apply_optimizer_in_backward of table '{name}'")
         if attached[1:]:
@@ -183,11 +185,10 @@ def share_kernels(updates: Mapping[str, TableUpdate]) -> dict[str, TableUpdate]:
         # The state is filled by table, so that its start may differ; what the kernel is called with
         # may not.
         settings = update.kind, update.arguments
-        leader = next(
-            (other for other in leaders if (other.kind, other.arguments) == settings), None
-        )
-        if leader is None:
-            leaders.append(leader := update)
+        alike = [other for other in leaders if (other.kind, other.arguments) == settings]
+        leader = alike[0] if alike else update
+        if not alike:
+            leaders.append(update)
         assert leader.param_group is not None
         shared[name] = replace(
             update, param_group=replace(group, shared_label=leader.param_group.label)
@@ -216,10 +217,11 @@ class InBackwardSteps:
         self._stepping = [
             (shards[name], o) for name, o in optimizers.items() if not updates[name].in_backward
         ]
-        other_shards = [
-            shard for name, parts in shards.items() if name not in optimizers for shard in parts
-        ]
-        self._memory_of_others = {_shared_memory(shard) for shard in other_shards} - {None}
+        self._memory_of_others: set[Any] = set()
+        for name, parts in shards.items():
+            if name not in optimizers:
+                self._memory_of_others.update(map(_shared_memory, parts))
+        self._memory_of_others.discard(None)
         self._copies: list[tuple[str, Optimizer, Optimizer]] = []
         """A table, an optimizer whose settings the user may change, and the one that it must be
         equal to."""
@@ -274,9 +276,7 @@ class InBackwardSteps:
     def after_backward(self) -> None:
         """Step the optimizers whose tables have a gradient now, and drop it."""
         self.num_backwards += 1
-        reached = [
-            pair for pair in self._stepping if any(shard.grad is not None for shard in pair[0])
-        ]
+        reached = [pair for pair in self._stepping if _have_gradients(pair[0])]
         for _, optimizer in reached:
             optimizer.step()
         # Only now: data_parallel tables of one kernel are slices of one tensor, whose gradient is
@@ -307,3 +307,7 @@ def _set_settings(optimizer: Optimizer, source: Optimizer) -> None:
     optimizer.param_groups[0].update({
         key: v for key, v in source.param_groups[0].items() if key != "params"
     })
+
+
+def _have_gradients(shards: list[nn.Parameter]) -> bool:
+    return any(shard.grad is not None for shard in shards)

@@ -225,7 +225,8 @@ def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
             else f"{name} is not known",
         )
     fbgemm_kind, fbgemm_name, neutral = _EXACT[kind]
-    if setting := _first_set(group, neutral):
+    setting = _first_set(group, neutral)
+    if setting:
         return None, f"FBGEMM's {fbgemm_name} has no {setting}"
     reason = f"{name} has the same numbers in FBGEMM"
     if kind is optim.SGD:
@@ -492,7 +493,8 @@ class LearningRates:
 
 
 def _differences(current: Mapping[str, Any], initial: Mapping[str, Any]) -> str:
-    names = (
-        name for name in initial if name != "learning_rate" and current.get(name) != initial[name]
-    )
-    return ", ".join(f"{name}={current.get(name)} was {initial[name]}" for name in names)
+    changes: list[str] = []
+    for name, value in initial.items():
+        if name != "learning_rate" and current.get(name) != value:
+            changes.append(f"{name}={current.get(name)} was {value}")
+    return ", ".join(changes)

@@ -32,7 +32,6 @@ from lightning_distrec.prefetch.sources import (
     find_uniform_source,
     object_at,
     path_text,
-    paths_of,
     same_geometry,
     same_memory,
     versions,
@@ -80,6 +79,10 @@ class BatchObjects:
             (child, path) for child, path in self._objects.values() if isinstance(child, Tensor)
         ]
 
+    def has(self, value: Any) -> bool:
+        """Whether this very object is one of them."""
+        return id(value) in self._objects
+
     def is_unwritten(self, tensor: Tensor) -> bool:
         """Whether one of its tensors was not written to since."""
         return are_unwritten(self._versions[id(tensor)])
@@ -125,7 +128,7 @@ class BatchObjects:
         source = _describe(tensor) if compute is None else compute(tensor)
         uniform = find_uniform_source(tensor, ids)
         # Lengths that are computed from the batch are regular by chance.
-        if uniform is not None and (isinstance(source, str) or not paths_of(source)):
+        if uniform is not None and (isinstance(source, str) or not source.paths):
             return uniform
         is_weights = ids is not None and tensor.is_floating_point()
         return LateSource() if is_weights and isinstance(source, str) else source
@@ -155,24 +158,20 @@ class BatchObjects:
         if isinstance(values, str):
             return values
         fields: list[tuple[str, Source]] = [("values", values)]
-        names = [name for name in ("lengths", "offsets") if jagged[name] is not None]
-        candidates = {
-            name: self.source_of(jagged[name], jagged["values"], compute) for name in names
-        }
-        recognized = [
-            (name, source) for name, source in candidates.items() if not isinstance(source, str)
-        ]
-        if not recognized:
-            reason = f": {next(iter(candidates.values()))}" if compute is not None else ""
-            return f"the lengths of a KeyedJaggedTensor are computed inside of the step{reason}"
-        # An object of the batch is better evidence than a tensor that happens to be uniform in the
-        # first batch.
-        fields.append(
-            min(
-                recognized,
-                key=lambda pair: (isinstance(pair[1], UniformSource), not paths_of(pair[1])),
-            )
-        )
+        lengths: list[tuple[str, Source]] = []
+        reason = ""
+        for name in ("lengths", "offsets"):
+            if jagged[name] is None:
+                continue
+            source = self.source_of(jagged[name], jagged["values"], compute)
+            if isinstance(source, str):
+                reason = reason or source
+            else:
+                lengths.append((name, source))
+        if not lengths:
+            cause = "" if compute is None else f": {reason}"
+            return f"the lengths of a KeyedJaggedTensor are computed inside of the step{cause}"
+        fields.append(min(lengths, key=_evidence))
         if jagged["weights"] is not None:
             weights = self.source_of(jagged["weights"], jagged["values"], compute)
             if isinstance(weights, str):
@@ -181,50 +180,69 @@ class BatchObjects:
         return JaggedSource(tuple(argument.keys()), tuple(fields))
 
 
+def _evidence(field: tuple[str, Source]) -> tuple[bool, bool]:
+    # An object of the batch is better evidence than a tensor that happens to be uniform in the
+    # first batch.
+    _, source = field
+    return isinstance(source, UniformSource), not source.paths
+
+
 def _children(parent: Any) -> Iterator[tuple[PathStep, Any]]:
-    if isinstance(parent, KeyedJaggedTensor):
-        yield from ((("attr", name), getattr(parent, name)) for name in JAGGED_TENSOR_FIELDS)
-    elif isinstance(parent, dict):
-        yield from ((("item", key), value) for key, value in parent.items())
+    kind = "item"
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(parent, dict):
+        entries = parent.items()
     elif isinstance(parent, (list, tuple)):
-        yield from ((("item", i), value) for i, value in enumerate(parent))
-    elif dataclasses.is_dataclass(parent):
-        yield from (
-            (("attr", field.name), getattr(parent, field.name, None))
-            for field in dataclasses.fields(parent)
-        )
-    elif hasattr(parent, "__dict__"):
-        yield from ((("attr", name), value) for name, value in vars(parent).items())
+        entries = enumerate(parent)
+    else:
+        kind = "attr"
+        names: Iterable[str] = ()
+        if isinstance(parent, KeyedJaggedTensor):
+            names = JAGGED_TENSOR_FIELDS
+        elif dataclasses.is_dataclass(parent):
+            names = [field.name for field in dataclasses.fields(parent)]
+        elif hasattr(parent, "__dict__"):
+            entries = vars(parent).items()
+        entries = entries or [(name, getattr(parent, name, None)) for name in names]
+    for key, child in entries:
+        yield (kind, key), child
 
 
 def _find_view(base: Tensor, source: PathSource, tensor: Tensor) -> PathSource | ViewSource | None:
     """Return how `tensor`, which shares the storage of `base`, is a view of it."""
-    shape, strides = [int(size) for size in base.shape], [int(stride) for stride in base.stride()]
     if same_memory(base, tensor):
         return source
     start = int(tensor.storage_offset()) - int(base.storage_offset())
-    both_contiguous = (
-        base.is_contiguous() and tensor.is_contiguous() and base.numel() == tensor.numel()
-    )
-    if start == 0 and both_contiguous and tensor.dim():
-        return ViewSource(source, "reshape", tuple(tensor.shape[1:]), tuple(shape[1:]))
+    are_contiguous = base.is_contiguous() and tensor.is_contiguous()
+    if start == 0 and are_contiguous and base.numel() == tensor.numel() and tensor.dim():
+        return ViewSource(source, "reshape", tuple(tensor.shape[1:]), tuple(base.shape[1:]))
     for dim in range(base.dim()):
-        # In elements: what begins at place i of a dim begins i strides of this dim after the base.
-        position, remainder = divmod(start, strides[dim]) if strides[dim] else (0, start)
-        if remainder or not 0 <= position < shape[dim]:
-            continue
-        if same_geometry(
-            shape[:dim] + shape[dim + 1 :], strides[:dim] + strides[dim + 1 :], tensor
-        ):
-            return ViewSource(source, "select", (dim, position), (shape[dim],))
-        # No range of dim 0: how many rows a batch has changes from step to step.
-        if dim > 0 and tensor.dim() == base.dim() and position + tensor.shape[dim] <= shape[dim]:
-            narrowed = [*shape[:dim], tensor.shape[dim], *shape[dim + 1 :]]
-            if same_geometry(narrowed, strides, tensor):
-                return ViewSource(
-                    source, "narrow", (dim, position, tensor.shape[dim]), (shape[dim],)
-                )
+        view = _find_part(base, source, tensor, dim, start)
+        if view is not None:
+            return view
     return None
+
+
+def _find_part(
+    base: Tensor, source: PathSource, tensor: Tensor, dim: int, start: int
+) -> ViewSource | None:
+    """Return which place or range of a dim `tensor` is. start: elements before its first one."""
+    shape, strides = list(base.shape), list(base.stride())
+    size, stride = shape.pop(dim), strides.pop(dim)
+    # What begins at place i of a dim begins i strides of this dim after the base.
+    position, remainder = divmod(start, stride) if stride else (0, start)
+    if remainder or not 0 <= position < size:
+        return None
+    if same_geometry(shape, strides, tensor):
+        return ViewSource(source, "select", (dim, position), (size,))
+    # No range of dim 0: how many rows a batch has changes from step to step.
+    if dim == 0 or tensor.dim() != base.dim():
+        return None
+    num_columns = tensor.shape[dim]
+    shape.insert(dim, num_columns)
+    if position + num_columns > size or not same_geometry(shape, list(base.stride()), tensor):
+        return None
+    return ViewSource(source, "narrow", (dim, position, num_columns), (size,))
 
 
 def tensors_in(roots: Any) -> list[Tensor]:
@@ -247,17 +265,11 @@ class FeatureOrder:
     """
 
     def __init__(self, objects: BatchObjects, paths: Iterable[Path], names: set[str]) -> None:
-        used = {
-            # An object that is looked up whole may also be what another input is made of: its own
-            # path ends there.
-            path[:i]: {
-                used_path[i][1]
-                for used_path in paths
-                if len(used_path) > i and used_path[:i] == path[:i]
-            }
-            for path in paths
-            for i in range(len(path))
-        }
+        used: dict[Path, set[Any]] = {}
+        """Path of a container on the way to such an object -> the keys by which it goes on."""
+        for path in paths:
+            for i, (_, key) in enumerate(path):
+                used.setdefault(path[:i], set()).add(key)
         self._orders: list[tuple[Path, set[Any], list[Any]]] = []
         """Path of a dict or KeyedJaggedTensor, which of its keys count, and these in their
         order."""
@@ -267,35 +279,35 @@ class FeatureOrder:
             if path in used and isinstance(container, (dict, KeyedJaggedTensor)):
                 counting = used[path] | names
                 self._orders.append((path, counting, _key_order(container, counting)))
-            self._names += [
-                ((*path, step), text) for step, text in _texts(container) if text in names
-            ]
+            for step, text in _texts(container):
+                if text in names:
+                    self._names.append(((*path, step), text))
 
     def difference(self, roots: BatchRoots) -> str:
         """Return in what a batch differs from the first one, or "". Raises as `object_at` does."""
         for path, counting, order in self._orders:
-            if (new_order := _key_order(object_at(roots, path), counting)) != order:
+            new_order = _key_order(object_at(roots, path), counting)
+            if new_order != order:
                 return f"{path_text(path)} has the features {new_order}, and had {order}"
         for path, name in self._names:
-            if (text := object_at(roots, path)) != name:
+            text = object_at(roots, path)
+            if text != name:
                 return f"{path_text(path)} is {text!r}, and was {name!r}"
         return ""
 
 
 def _key_order(container: Any, counting: set[Any]) -> list[Any]:
-    return (
-        [key for key in container if key in counting]
-        if isinstance(container, dict)
-        else list(container.keys())
-    )
+    if isinstance(container, dict):
+        return [key for key in container if key in counting]
+    return list(container.keys())
 
 
 def _texts(container: Any) -> Iterator[tuple[tuple[str, Any], str]]:
+    entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(container, (list, tuple)):
-        yield from (
-            (("item", i), child) for i, child in enumerate(container) if isinstance(child, str)
-        )
+        entries = enumerate(container)
     elif isinstance(container, dict):
-        yield from (
-            (("item", key), child) for key, child in container.items() if isinstance(child, str)
-        )
+        entries = container.items()
+    for key, child in entries:
+        if isinstance(child, str):
+            yield ("item", key), child

@@ -1,19 +1,18 @@
-"""Calls of tables whose input a step computes: recorded operations are repeated ahead for later
-batches.
+"""Calls of tables whose input a step computes: recorded operations are repeated for later batches.
 
-The first steps of a kind are a trial: they show which calls are computed alike in all of them. A
-call has variants, one for each outcome of branches on values of the batch.
+The first steps of a kind are a trial: only what all of them compute alike, on all ranks, is
+computed ahead. The step's call compares it with what the step has computed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_distrec.prefetch.recorder import (
-    Guards,
     HeldTensor,
     Number,
     Operation,
@@ -26,33 +25,27 @@ from lightning_distrec.prefetch.sources import (
     BatchRoots,
     JaggedSource,
     LookupCall,
+    Path,
     PathSource,
     Source,
     object_at,
-    paths_of,
 )
 from lightning_distrec.ranks import Ranks
 
-CONFIRMED = 2
-"""Recordings in which a variant must be seen before it is used."""
-MAX_VARIANTS = 4
-MAX_RECORDINGS = 40
-"""After which batches that are unlike the recorded ones are looked up as the step calls, and no
-more is recorded."""
 TRIAL_STEPS = 3
-ENOUGH_SHAPES = 8
-"""Recordings of unlike shapes, after which a number that has not changed is a constant."""
+MANY_SIZES = 3
+"""Sizes of a dim in the trial, of all ranks, after which operations are known not to depend on it
+but by the numbers that have changed with it."""
 OTHER_OPERATIONS = (
-    "the step does not compute it with the operations, or of the part of the "
-    "batch, of its first step"
+    "the step does not compute it with the operations, or of the part of the batch, of its first "
+    "step"
 )
 IRREGULAR = "the steps do not call it equally often"
-Shapes = tuple[tuple[int, ...], ...]
+CHANGING_NUMBER = "a number that {} is given changes from step to step, and is no size of the batch"
 
 
 class NotReadyError(Exception):
-    """This batch's lookups cannot be sent ahead: what the step will compute from it is not known
-    yet."""
+    """This batch's lookups cannot be sent ahead: what the step will compute is not known yet."""
 
 
 @contextmanager
@@ -102,273 +95,262 @@ class Replay:
         return part.read() if kind is HeldTensor else part
 
     def _number(self, origin: Origin) -> Any:
-        if origin[0] == "const":
-            return origin[1]
-        if origin[0] == "read":
-            return self.results[origin[1]][0]
-        tensor = object_at(self._roots, origin[1])
-        return tensor.numel() if origin[0] == "numel" else tensor.shape[origin[2]]
+        kind, source, *dims = origin
+        if kind == "const":
+            return source
+        tensor = object_at(self._roots, source)
+        return tensor.numel() if kind == "numel" else tensor.shape[dims[0]]
 
 
-class Variant:
-    """One way to make the arguments of a call. computed: what is recorded of them; guards: what
-    must hold for it."""
+class Recording:
+    """What makes the arguments of a call in a recorded step."""
 
-    def __init__(
-        self,
-        call: LookupCall,
-        roots: BatchRoots,
-        computed: Sequence[TracedSource] = (),
-        guards: Guards | None = None,
-    ) -> None:
+    def __init__(self, call: LookupCall) -> None:
         self.call = call
-        self.num_recordings = 1
-        self.guards = guards or {}
-        operations = {
-            index: step for source in computed for index, step in source.operations.items()
-        }
-        self.operations = dict(sorted(operations.items()))
-        self._recording = computed[0].recording if computed else None
-        self._paths = list(dict.fromkeys(path for source in computed for path in source.paths))
-        parts = [part for source in computed for part in source.parts]
+        self.computed = computed_in(call.arguments)
+        operations: dict[int, Operation] = {}
+        parts: list[Any] = []
+        for source in self.computed:
+            operations |= source.operations
+            parts += source.parts
+        self._operations = dict(sorted(operations.items()))
         self.constants = [part for part in parts if isinstance(part, Tensor)]
         self.held = [part for part in parts if isinstance(part, HeldTensor)]
-        self.shapes: set[Shapes] = {self._shapes_of(roots)}
+        self.numbers: list[Number] = []
+        self._users: list[str] = []
+        """Of each number, the operation that is given it."""
+        for operation in self._operations.values():
+            numbers = [part for part in operation.parts if isinstance(part, Number)]
+            self.numbers += numbers
+            self._users += [str(operation.function)] * len(numbers)
         self._default_dtype = torch.get_default_dtype()
 
-    def _shapes_of(self, roots: BatchRoots) -> Shapes:
-        return tuple(tuple(object_at(roots, path).shape) for path in self._paths)
-
     def get(self, roots: BatchRoots) -> tuple[Any, ...]:
-        """Return the arguments for a batch. Raises NotReadyError: what the step will compute is not
-        known."""
-        if changed := self._changed_tensor():
-            raise NotReadyError(changed)
-        # A number in the recordings may be a size of the batch by chance, so that few shapes prove
-        # nothing for another.
-        if len(self.shapes) < ENOUGH_SHAPES and self._shapes_of(roots) not in self.shapes:
-            raise NotReadyError("a batch of new shapes")
+        """Return the arguments for a batch. Raises NotReadyError: a number may be one of two."""
+        if not self.computed:
+            return self.call.get(roots)
         # Calls of one recording share the results of their operations.
-        replay = roots.memo.setdefault(self._recording, Replay(roots))
+        replay = roots.memo.setdefault(self.computed[0].recording, Replay(roots))
         # Lightning's precision plugins set another default type inside of the step, in which
         # torch.linspace and others were recorded; batches are prepared outside of it.
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._default_dtype)
         try:
-            for index, operation in self.operations.items():
+            for index, operation in self._operations.items():
                 replay.run(index, operation)
-                # Operations behind a branch follow its guard, so that none runs that the step would
-                # not have run.
-                if index in self.guards and replay.results[index][0] != replay.value(
-                    self.guards[index]
-                ):
-                    raise NotReadyError("Python has read another value of the batch than before")
             return self.call.get(roots)
         finally:
             torch.set_default_dtype(default_dtype)
 
-    def _changed_tensor(self) -> str:
-        return next((f"{held.name} changes" for held in self.held if held.changed()), "")
+    def changed_tensor(self) -> str:
+        """Return which tensor of the module has another value than in the recorded step, or ""."""
+        for held in self.held:
+            if held.changed():
+                return f"{held.name} changes"
+        return ""
 
-    def narrow(self, other: "Variant") -> str:
+    def narrow(self, other: "Recording") -> str:
         """Keep the origins of numbers that fit in another recording. Returns why the two are not
         the same, or ""."""
         if self.form() != other.form():
             return OTHER_OPERATIONS
-        if changed := self._changed_tensor():
+        changed = self.changed_tensor()
+        if changed:
             return changed
         if not all(map(are_equal, self.constants, other.constants)):
             return "a tensor that the step makes of Python numbers changes"
-        self.shapes |= other.shapes
-        # Operations are numbered as their own step has run them. Of equal form, they are in one
-        # order.
-        places = dict(zip(other.operations, self.operations, strict=True))
-        for (number, reason), (other_number, _) in zip(
-            self.numbers(), other.numbers(), strict=True
-        ):
-            number.origins &= {
-                ("read", places.get(origin[1])) if origin[0] == "read" else origin
-                for origin in other_number.origins
-            }
+        return self.keep_origins([number.origins for number in other.numbers])
+
+    def keep_origins(self, origins: list[frozenset[Origin]]) -> str:
+        """Keep the origins of each number that are in `origins` too. Returns why there are none."""
+        if len(origins) != len(self.numbers):
+            return OTHER_OPERATIONS
+        for number, other_origins, user in zip(self.numbers, origins, self._users, strict=True):
+            number.origins &= other_origins
             if not number.origins:
-                return reason
-        self.num_recordings += 1
+                return CHANGING_NUMBER.format(user)
         return ""
 
-    def may_branch_otherwise(self, other: "Variant") -> bool:
-        """Whether a value that Python has read before the call may be why the other one has other
-        operations."""
-        values, other_values = list(self.guards.values()), list(other.guards.values())
-        # A number that Python has read and that no operation was given may have decided.
-        has_number = any(isinstance(value, Number) for value in (*values, *other_values))
-        return has_number or any(
-            value != other_value for value, other_value in zip(values, other_values, strict=False)
-        )
-
-    def numbers(self) -> list[tuple[Number, str]]:
-        """Return its numbers, and for each the reason to refuse it where none of its origins
-        fits."""
-        changes = "a number that {} is given changes from step to step, and is no size of the batch"
-        unknown = "Python has read a number of the batch before the call, and what for is not known"
-        parts = [
-            (part, changes.format(op.function))
-            for op in self.operations.values()
-            for part in op.parts
-        ]
-        parts += [(guard, unknown) for guard in self.guards.values()]
-        return [(part, reason) for part, reason in parts if isinstance(part, Number)]
-
-    def form(self) -> list[Any]:
+    def form(self) -> Any:
         """Return what is the same in all steps that compute alike: operations and where their
         inputs come from."""
-        places = {index: place for place, index in enumerate(self.operations)}
+        # Operations are numbered as their own step has run them.
+        places = {index: place for place, index in enumerate(self._operations)}
+        operations = list(self._operations.values())
+        steps = [[step.function, *step.args, *step.kwargs.values()] for step in operations]
+        return _form([steps, self.call.arguments], places)
 
-        def form(part: Any) -> Any:
-            if isinstance(part, TracedSource):
-                return ["computed", form(part.end)]
-            if isinstance(part, JaggedSource):
-                return form([part.keys, part.fields])
-            if isinstance(part, Result):
-                return places[part.operation], part.output
-            if isinstance(part, (list, tuple)):
-                return [form(child) for child in part]
-            return type(part).__name__ if isinstance(part, (Number, Tensor)) else repr(part)
 
-        operations = [
-            (step.function, form([step.args, *step.kwargs.values()]))
-            for step in self.operations.values()
-        ]
-        guards = [(places[i], form(guard)) for i, guard in self.guards.items()]
-        return [operations, guards, form(self.call.arguments)]
+def _form(part: Any, places: dict[int, int]) -> Any:
+    if isinstance(part, TracedSource):
+        return ["computed", _form(part.end, places)]
+    if isinstance(part, JaggedSource):
+        return _form([part.keys, part.fields], places)
+    if isinstance(part, Result):
+        return places[part.operation], part.output
+    if isinstance(part, (list, tuple)):
+        return [_form(child, places) for child in part]
+    return type(part).__name__ if isinstance(part, (Number, Tensor)) else repr(part)
 
 
 def computed_in(sources: Sequence[Source]) -> list[TracedSource]:
     """Return the computed ones of sources, and of the fields of KeyedJaggedTensors."""
-    fields = [
-        field
-        for source in sources
-        if isinstance(source, JaggedSource)
-        for _, field in source.fields
-    ]
-    return [source for source in (*sources, *fields) if isinstance(source, TracedSource)]
+    computed = []
+    for source in sources:
+        if isinstance(source, TracedSource):
+            computed.append(source)
+        elif isinstance(source, JaggedSource):
+            computed += computed_in([field for _, field in source.fields])
+    return computed
+
+
+Sizes = dict[tuple[Path, int], set[int]]
+"""Dim of a tensor of the batch, by its path -> its sizes in recorded steps."""
+
+
+def have_known_sizes(roots: BatchRoots, sizes: Sizes) -> bool:
+    """Whether each size of a batch is one of the recorded steps, or one of many."""
+    # A number that operations are given may be half of a size, which fits only to that size.
+    for (path, dim), seen in sizes.items():
+        if len(seen) >= MANY_SIZES:
+            continue
+        try:
+            size = object_at(roots, path).shape[dim]
+        except (KeyError, IndexError, AttributeError, TypeError):
+            return False
+        if size not in seen:
+            return False
+    return True
 
 
 class ComputedCall:
-    """One call of a table that is not found in the batch, or not in the same place in every step.
+    """One call of a table of which some calls are computed.
 
-    place: how many calls of this table come before it in a step. batch_call: where its arguments
-    were found in the batch of the first step, which is looked at first; None: they were not found.
+    place: how many calls of this table come before it in a step.
     """
 
-    def __init__(self, path: str, place: int, batch_call: LookupCall | None = None) -> None:
+    def __init__(self, path: str, place: int, refused: str = "") -> None:
         self.path, self.place = path, place
-        self.refused = ""
-        """Why it is not prefetched on this rank."""
-        self.is_reported = False
-        """Whether all ranks know that one refuses."""
-        self._variants: list[Variant] = []
-        self._num_recordings = 0
-        self._batch_call = batch_call
-
-    def __repr__(self) -> str:
-        # Ranks compare it. What they compute differs where they have branched otherwise, or where
-        # batches are wider.
-        arguments = () if self._batch_call is None else self._batch_call.arguments
-        return f"{self.path} {self.place} {[paths_of(source) for source in arguments]}"
+        self.refused = refused
+        """Why it is not prefetched."""
+        self.is_reported = bool(refused)
+        self.recording: Recording | None = None
 
     @property
     def arguments(self) -> tuple[Source, ...]:
-        """Where the arguments come from, in all variants."""
-        if self._batch_call is not None:
-            return self._batch_call.arguments
-        return tuple(source for variant in self._variants for source in variant.call.arguments)
+        """Where the arguments come from."""
+        return () if self.recording is None else self.recording.call.arguments
 
     def reads_written_tensors(self) -> bool:
         """Whether what it is computed from is written to between steps, or in them."""
-        return any(held.was_written() for variant in self._variants for held in variant.held)
+        held = [] if self.recording is None else self.recording.held
+        return any(tensor.was_written() for tensor in held)
 
-    def learn(self, recorded: Variant | str) -> None:
+    def learn(self, recorded: Recording | str) -> None:
         """Learn from a recording of this call, or from the reason why there is none."""
         if self.refused:
             return
-        self._num_recordings += 1
         if isinstance(recorded, str):
             self.refused = recorded
-            return
-        refusal = ""
-        for variant in self._variants:
-            if not (reason := variant.narrow(recorded)):
-                return
-            # Python may have branched: then other operations are another variant. Any other
-            # difference is for good.
-            if reason != OTHER_OPERATIONS or not variant.may_branch_otherwise(recorded):
-                refusal = reason
-        if refusal:
-            self.refused = refusal
-        elif len(self._variants) < MAX_VARIANTS:
-            self._variants.append(recorded)
-
-    @property
-    def can_learn(self) -> bool:
-        """Whether another recording may help."""
-        return not self.refused and self._num_recordings < MAX_RECORDINGS
+        elif self.recording is None:
+            self.recording = recorded
+        else:
+            self.refused = self.recording.narrow(recorded)
 
     def get(self, roots: BatchRoots) -> tuple[Any, ...]:
-        """Return the arguments for a batch. Raises NotReadyError, or why the last variant cannot be
-        computed."""
-        ways: list[LookupCall | Variant] = [] if self._batch_call is None else [self._batch_call]
-        if not self.refused:
-            ways += [variant for variant in self._variants if variant.num_recordings >= CONFIRMED]
-        failure: Exception = NotReadyError(self.refused or "it was not recorded often enough")
-        for way in ways:
-            try:
-                return way.get(roots)
-            except Exception as error:  # another width; another variant may be the right one
-                failure = error
-        raise failure
+        """Return the arguments for a batch. Raises NotReadyError, or what an operation raises."""
+        if self.recording is None:
+            raise NotReadyError(self.refused)
+        # Once it has changed it may change again, after this batch was prepared.
+        self.refused = self.refused or self.recording.changed_tensor()
+        if self.refused:
+            raise NotReadyError(self.refused)
+        return self.recording.get(roots)
+
+
+@dataclass
+class TriedCall:
+    """What a rank has learned of a call: why it is refused, and where its numbers come from."""
+
+    refused: str
+    origins: list[frozenset[Origin]]
 
 
 class Trial:
-    """The first steps of a kind: what they compute is compared before it is sent ahead. paths: of
-    the tables."""
+    """The first steps of a kind: what they compute is compared before it is sent ahead.
+
+    paths: of the tables.
+    """
 
     def __init__(self, paths: Sequence[str], order: Sequence[str]) -> None:
         self.order = order
         self.calls: dict[str, list[ComputedCall]] = {path: [] for path in paths}
+        self.reasons: dict[str, str] = {}
+        """Table -> why some of its calls are not prefetched, once ranks have agreed."""
+        self.sizes: Sizes = {}
         self._num_steps = 0
 
-    def end_step(self, recorded: Mapping[str, Sequence[Variant | str]]) -> bool:
-        """Learn from the recorded calls of a step: table -> its calls in their order. Return
-        whether it is the last."""
+    def end_step(
+        self, recorded: Mapping[str, Sequence[Recording | str]], tensors: list[tuple[Tensor, Path]]
+    ) -> bool:
+        """Learn from a step. Return whether it is the last.
+
+        recorded: table -> its calls in their order. tensors: of the step's batch.
+        """
+        for tensor, tensor_path in tensors:
+            for dim, size in enumerate(tensor.shape):
+                self.sizes.setdefault((tensor_path, dim), set()).add(size)
         for path, calls in self.calls.items():
-            variants = recorded.get(path, ())
-            if not self._num_steps:
-                calls += [ComputedCall(path, place) for place in range(len(variants))]
-            # the n-th call of one step may be another one in the next step
-            elif len(variants) != len(calls):
-                variants = [IRREGULAR] * len(calls)
-            for call, variant in zip(calls, variants, strict=True):
-                call.learn(variant)
+            recordings = recorded.get(path, ())
+            if self._num_steps == 0:
+                calls += [ComputedCall(path, place) for place in range(len(recordings))]
+            elif len(recordings) != len(calls):
+                # The n-th call of one step may be another one in the next step.
+                recordings = [IRREGULAR] * len(calls)
+            for call, recording in zip(calls, recordings, strict=True):
+                call.learn(recording)
         self._num_steps += 1
         return self._num_steps == TRIAL_STEPS
 
-    def agree(self, ranks: Ranks) -> tuple[list[ComputedCall], dict[str, str]]:
-        """Collective. Return the calls that all ranks prefetch, and why others are not: table ->
-        reason."""
-        refusals = {path: [call.refused for call in calls] for path, calls in self.calls.items()}
-        gathered: list[dict[str, list[str]]] = ranks.all_gather(refusals)
+    def agree(self, ranks: Ranks) -> list[ComputedCall]:
+        """Collective. Return the calls that all ranks prefetch, and note why others are not."""
+        gathered = ranks.all_gather((self._tried(), self.sizes))
+        for _, sizes in gathered:
+            for key, seen in sizes.items():
+                self.sizes.setdefault(key, set()).update(seen)
         usable: list[ComputedCall] = []
-        reasons: dict[str, str] = {}
         for path, calls in self.calls.items():
-            rank_reasons = [on_rank[path] for on_rank in gathered]
-            if len({len(on_rank) for on_rank in rank_reasons}) > 1:
-                # Ranks have made unequal numbers of calls, and would send ids in exchanges of
-                # unequal lookups.
-                rank_reasons = [[IRREGULAR] * len(calls)]
-            for call, *refused in zip(calls, *rank_reasons, strict=True):
-                if reason := next(filter(None, refused), ""):
-                    reasons.setdefault(path, reason)
-                    call.refused = call.refused or reason
+            per_rank = [tried[path] for tried, _ in gathered]
+            for place, call in enumerate(calls):
+                call.refused = _refusal(call, place, per_rank)
+                if call.refused:
+                    self.reasons.setdefault(path, call.refused)
                 else:
                     usable.append(call)
-        return usable, reasons
+        return usable
+
+    def _tried(self) -> dict[str, list[TriedCall]]:
+        tried: dict[str, list[TriedCall]] = {path: [] for path in self.calls}
+        for path, calls in self.calls.items():
+            for call in calls:
+                numbers = [] if call.recording is None else call.recording.numbers
+                tried[path].append(TriedCall(call.refused, [number.origins for number in numbers]))
+        return tried
+
+
+def _refusal(call: ComputedCall, place: int, per_rank: list[list[TriedCall]]) -> str:
+    """Return why a call is not prefetched, alike on all ranks; "" if it is."""
+    if len({len(tried) for tried in per_rank}) > 1:
+        # Ranks would send ids in exchanges of unequal lookups.
+        return IRREGULAR
+    on_ranks = [tried[place] for tried in per_rank]
+    for on_rank in on_ranks:
+        if on_rank.refused:
+            return on_rank.refused
+    assert call.recording is not None
+    # What fits on all ranks: they run the same operations, and their sizes count together.
+    for on_rank in on_ranks:
+        refusal = call.recording.keep_origins(on_rank.origins)
+        if refusal:
+            return refusal
+    return ""

@@ -19,9 +19,10 @@ DIFFERING_CALL = 2**30
 """What a rank sends: that nothing failed; this plus its number where a call differs; its number
 where its step failed. The smallest is received: where a step failed, ranks do not gather what
 differs."""
-UNREADY, REFUSED = (-1, -1), (-2, -2)
-"""In place of a lookup's sizes: it cannot be sent ahead in this batch, or in no later one
-either."""
+UNREADY = -1
+"""In place of a lookup's size: it cannot be sent ahead in this batch."""
+FORM = 2**40
+"""A size is sent with the number for its lookup's types, multiplied by this."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,11 @@ class BatchStatus:
     """Whether its lookups are prepared, so that their ids can be sent ahead."""
     ids_in_range: bool = True
     """Whether nothing is wrong with the ids that its lookups send."""
-    form: int = 0
-    """A number for the types that its lookups send. Of all ranks: that of each; else the batch is
-    not ready."""
-    sizes: tuple[tuple[int, int], ...] = ()
-    """For each of its lookups the minimum and maximum number of examples over ranks; as sent, both
-    are this rank's. A negative minimum: a rank has sent UNREADY or REFUSED."""
+    sizes: tuple[int, ...] = ()
+    """For each of its lookups the number of examples on this rank and its types: `with_form`."""
+    size_ranges: tuple[tuple[int, int], ...] = ()
+    """As received: for each lookup the minimum and maximum number of examples over ranks. A
+    negative minimum: a rank has sent UNREADY, or types differ."""
     failure: int = NO_FAILURE
     weights: int = 0
     """A number for which weights that followed their ids in the running step need a gradient;
@@ -51,24 +51,37 @@ class BatchStatus:
     """Lookup -> the number of its ids for each rank; once it is agreed, of those from each rank.
     Empty: none of the tables needs them."""
 
+    def rank_of_differing_call(self) -> int | None:
+        """Return a rank on which a call differs, alike on all ranks; None: on none. Raises
+        RankError: a rank failed."""
+        if self.failure == NO_FAILURE:
+            return None
+        if self.failure >= DIFFERING_CALL:
+            return self.failure - DIFFERING_CALL
+        raise RankError(
+            f"rank {self.failure} failed inside of its step; that rank's own message says why."
+        )
+
+
+def with_form(num_examples: int, form: int) -> int:
+    """Return what is sent of a lookup's number of examples and the number for its types."""
+    return form * FORM + num_examples
+
+
+def _size_range(smallest: int, largest: int) -> tuple[int, int]:
+    if smallest < 0 or smallest // FORM != largest // FORM:
+        return UNREADY, UNREADY
+    return smallest % FORM, largest % FORM
+
 
 class ControlMessage:
     """Collective. One message of all ranks in flight. All ranks send the same number of sizes."""
 
     def __init__(self, ranks: Ranks, status: BatchStatus) -> None:
-        # A number and its negative: their minima over ranks add up to zero where all ranks have
-        # sent the same.
-        compared = (status.form, -status.form, status.weights, -status.weights)
-        flags = (
-            status.state,
-            int(status.ready),
-            int(status.ids_in_range),
-            status.failure,
-            *compared,
-        )
+        flags = (status.state, int(status.ready), int(status.ids_in_range), status.failure)
         # The reduction takes minima: a maximum is the negative of the minimum of negatives.
-        mins = [smallest for smallest, _ in status.sizes]
-        negated_maxs = [-largest for _, largest in status.sizes]
+        compared = (status.weights, *status.sizes)
+        values = (*flags, *compared, *[-value for value in compared])
         self._reduction: MinReduction | None
         # One exchange carries flags and numbers of ids: on sockets each collective costs a round
         # trip.
@@ -76,44 +89,28 @@ class ControlMessage:
             # Transposed: each rank gets one number for each lookup. `read` transposes what has come
             # from the ranks.
             to_ranks = [list(counts) for counts in zip(*status.counts, strict=True)]
-            self._reduction = ranks.start_min_and_exchange((*flags, *mins, *negated_maxs), to_ranks)
+            self._reduction = ranks.start_min_and_exchange(values, to_ranks)
         else:
-            self._reduction = ranks.start_all_reduce_min(*flags, *mins, *negated_maxs)
+            self._reduction = ranks.start_all_reduce_min(*values)
         self._agreed = status
 
     def read(self) -> BatchStatus:
         """Return the status over all ranks; waits for them the first time."""
         if self._reduction is not None:
-            (
-                state,
-                ready,
-                in_range,
-                failure,
-                form,
-                negated_form,
-                weights,
-                negated_weights,
-                *sizes,
-            ) = self._reduction.wait()
+            state, ready, in_range, failure, *compared = self._reduction.wait()
             counts = tuple(zip(*self._reduction.received, strict=True))
             self._reduction = None
-            half = len(sizes) // 2
-            pairs = tuple(
-                (smallest, -negated)
-                for smallest, negated in zip(sizes[:half], sizes[half:], strict=True)
-            )
-            # Where ids are out of range, all ranks raise in that step: the batch counts as ready,
-            # whatever its forms.
-            ready = ready and (form == -negated_form or not in_range)
+            half = len(compared) // 2
+            weights, *smallest = compared[:half]
+            most_weights, *largest = [-negated for negated in compared[half:]]
             self._agreed = BatchStatus(
                 state=state,
                 ready=bool(ready),
                 ids_in_range=bool(in_range),
-                form=form,
-                sizes=pairs,
+                size_ranges=tuple(map(_size_range, smallest, largest)),
                 failure=failure,
                 weights=weights,
-                weights_are_alike=weights == -negated_weights,
+                weights_are_alike=weights == most_weights,
                 counts=counts,
             )
         return self._agreed
@@ -129,18 +126,6 @@ class ControlMessage:
             return False
         status = self.read()
         return status.weights < 0 and status.weights_are_alike
-
-    def rank_of_differing_call(self) -> int | None:
-        """Return a rank on which a call differs, alike on all ranks; None: on none. Raises
-        RankError: a rank failed."""
-        failure = self.read().failure
-        if failure == NO_FAILURE:
-            return None
-        if failure >= DIFFERING_CALL:
-            return failure - DIFFERING_CALL
-        raise RankError(
-            f"rank {failure} failed inside of its step; that rank's own message says why."
-        )
 
 
 COMPARISON_SECONDS = 30.0

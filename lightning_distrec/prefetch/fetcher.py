@@ -284,12 +284,11 @@ class Streams:
             tensor.record_stream(stream)
 
     def _on_device(self, batch: Any) -> list[Tensor]:
-        return [
-            part
-            for tensor in tensors_in(batch)
-            if gpu.is_on_gpu(tensor)
-            for part in parts_of(tensor)
-        ]
+        parts: list[Tensor] = []
+        for tensor in tensors_in(batch):
+            if gpu.is_on_gpu(tensor):
+                parts += parts_of(tensor)
+        return parts
 
 
 @runtime_checkable

@@ -5,10 +5,18 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
+
 from lightning_distrec.errors import IdsError, ProvenanceError
 from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.computed_calls import ComputedCall, replaying
-from lightning_distrec.prefetch.control_message import REFUSED, UNREADY, BatchStatus, ControlMessage
+from lightning_distrec.prefetch.control_message import (
+    UNREADY,
+    BatchStatus,
+    ControlMessage,
+    with_form,
+)
+from lightning_distrec.prefetch.recorded_calls import PrefetchedCall, StepCalls
 from lightning_distrec.prefetch.sources import (
     BatchRoots,
     Compare,
@@ -16,7 +24,6 @@ from lightning_distrec.prefetch.sources import (
     is_same_input,
     versions,
 )
-from lightning_distrec.prefetch.step_calls import PrefetchedCall, StepCalls
 from lightning_distrec.ranks import Ranks
 
 
@@ -54,11 +61,10 @@ class PrefetchedLookup:
         # On a GPU numbers are compared for computed inputs only; what was found in the batch must
         # be the same memory.
         compare = compare if isinstance(self.call, ComputedCall) else None
-        is_same = all(
-            is_same_input(argument, prefetched, compare)
-            for argument, prefetched in zip(arguments, self._arguments, strict=True)
-        )
-        return is_same and are_unwritten(self._versions)
+        for argument, prefetched in zip(arguments, self._arguments, strict=True):
+            if not is_same_input(argument, prefetched, compare):
+                return False
+        return are_unwritten(self._versions)
 
     @property
     def is_looked_up(self) -> bool:
@@ -98,28 +104,34 @@ class InFlightBatch:
         self.prefetched: list[PrefetchedLookup] | None = None
         """None: nothing can be sent ahead, on some rank at least."""
         self.preparation_failure = ""
-        self.unready: list[ComputedCall] = []
-        """Calls whose input cannot be computed ahead of this batch's step on this rank."""
+        self.refused: list[ComputedCall] = []
+        """Calls of which this rank knows that no later batch's input can be computed either."""
         self.exchange: Any = None
         """Of its ids, in flight (sharding/lookup/ids_exchange.py)."""
         self._step: StepCalls | None = None
         self._lookups: list[PrefetchedLookup | None] = []
         """For each call of the step its lookup on this rank, None where it is unready."""
-        self.placed_paths: frozenset[str] = frozenset()
+        self.placed_paths: set[str] = set()
         """Tables of which some calls are prefetched: a call is distinguished by how many come
         before it."""
         self._places: dict[str, int] = {}
-        self._message: ControlMessage | None = None
-        self._is_read = False
+        self.message: ControlMessage | None = None
+        """Carries its status; None: that was not sent to the other ranks."""
+        self._agreed: BatchStatus | None = None
 
     def prepare(self, step: StepCalls, tables: Mapping[str, Any]) -> None:
         """Prepare the lookups of the step; those that cannot be are looked up as the step calls."""
-        self._step, self.unready = step, []
+        self._step = step
         try:
-            if difference := step.order.difference(self.roots):
+            difference = step.order.difference(self.roots)
+            if difference:
                 raise ValueError(difference)
-            with replaying():
-                self._lookups = [self._prepared(call, tables[call.path]) for call in step.calls]
+            # Tensors that are made in inference mode do not count writes in place.
+            with replaying() if step.computes else torch.inference_mode(False):
+                computes = step.computes and step.computes_from(self.roots)
+                self._lookups = []
+                for call in step.calls:
+                    self._lookups.append(self._prepared(call, tables[call.path], computes))
             self.prefetched = [lookup for lookup in self._lookups if lookup is not None]
         except Exception as error:
             self._fail(error)
@@ -127,13 +139,16 @@ class InFlightBatch:
         # of this batch.
         self.roots.memo.clear()
 
-    def _prepared(self, call: PrefetchedCall, table: Any) -> PrefetchedLookup | None:
-        try:
+    def _prepared(
+        self, call: PrefetchedCall, table: Any, computes: bool
+    ) -> PrefetchedLookup | None:
+        if not isinstance(call, ComputedCall):
             return PrefetchedLookup(call, table, self.roots)
-        except Exception:
-            if not isinstance(call, ComputedCall):
-                raise
-            self.unready.append(call)
+        try:
+            return PrefetchedLookup(call, table, self.roots) if computes else None
+        except Exception:  # it is looked up as the step calls
+            if call.refused:
+                self.refused.append(call)
             return None
 
     def finish_preparing(self) -> None:
@@ -156,119 +171,70 @@ class InFlightBatch:
         """Its status on this rank, to be sent."""
         if self.prefetched is None:
             return BatchStatus(self.state, ready=False)
-        in_range = all(lookup.request.problem is None for lookup in self.prefetched)
-        sizes, form = tuple(self._sizes()), self._form()
-        counts = tuple([
-            () if lookup is None else tuple(lookup.request.counts or ()) for lookup in self._lookups
-        ])
+        in_range = True
+        sizes: list[int] = []
+        counts: list[tuple[int, ...]] = []
+        for lookup in self._lookups:
+            if lookup is None:
+                sizes.append(UNREADY)
+                counts.append(())
+            else:
+                request = lookup.request
+                in_range = in_range and request.problem is None
+                sizes.append(with_form(request.num_examples, request.form))
+                counts.append(tuple(request.counts or ()))
         return BatchStatus(
-            self.state, ready=True, ids_in_range=in_range, form=form, sizes=sizes, counts=counts
+            self.state, ready=True, ids_in_range=in_range, sizes=tuple(sizes), counts=tuple(counts)
         )
-
-    def _sizes(self) -> list[tuple[int, int]]:
-        assert self._step is not None
-        # Ranks take the minimum: one that is unready, or refuses, decides for all of them.
-        return [
-            (lookup.request.num_examples,) * 2
-            if lookup is not None
-            else (REFUSED if isinstance(call, ComputedCall) and call.refused else UNREADY)
-            for call, lookup in zip(self._step.calls, self._lookups, strict=True)
-        ]
-
-    def _form(self) -> int:
-        """Return a number for the types of all lookups in order; for an unready one, those of a
-        batch before it.
-
-        Of one that a rank refuses there is none: the others may have had it ready once, and would
-        differ for ever.
-        """
-        assert self._step is not None
-        form = 0
-        for i, (call, lookup) in enumerate(zip(self._step.calls, self._lookups, strict=True)):
-            if isinstance(call, ComputedCall) and call.is_reported:
-                self._step.forms[i] = 0
-            elif lookup is not None:
-                self._step.forms[i] = lookup.request.form
-            # A polynomial hash that fits into an int64 of the message; Python's own hash differs
-            # between processes.
-            form = (form * 1_000_003 + self._step.forms[i]) % 2**61
-        return form
-
-    @property
-    def is_announced(self) -> bool:
-        """Whether its status was sent to the other ranks."""
-        return self._message is not None
 
     def announce(self, message: ControlMessage) -> None:
         """Note that `message` carries the status of this batch."""
-        self._message = message
-        self._is_read = False
+        self.message, self._agreed = message, None
 
     def agreed_status(self) -> BatchStatus:
         """Return its status over all ranks; waits for them the first time. It must be announced."""
-        assert self._message is not None
-        status = self._message.read()
-        if not self._is_read:
-            self._is_read = True
-            if not status.ready:
+        if self._agreed is None:
+            assert self.message is not None
+            self._agreed = self.message.read()
+            if not self._agreed.ready:
                 self.prefetched = None
             elif self._step is not None:
-                self._take_sizes(
-                    self._step, status.sizes, status.counts or ((),) * len(status.sizes)
-                )
-        return status
+                self._take_sizes(self._step, self._agreed)
+        return self._agreed
 
-    def _take_sizes(
-        self,
-        step: StepCalls,
-        sizes_by_lookup: tuple[tuple[int, int], ...],
-        counts: tuple[tuple[int, ...], ...],
-    ) -> None:
-        # A negative size: some rank has sent UNREADY or REFUSED.
-        unready = {
-            call.path
-            for call, sizes in zip(step.calls, sizes_by_lookup, strict=False)
-            if sizes[0] < 0
-        }
+    def _take_sizes(self, step: StepCalls, status: BatchStatus) -> None:
         # Decided by the agreed sizes, so that all ranks send the ids of the same lookups in one
         # exchange.
-        # Not strict below: messages are padded to the kind of step with the most calls.
-        self.prefetched, self.placed_paths = [], step.placed_paths | unready
-        for call, lookup, sizes, received in zip(
-            step.calls, self._lookups, sizes_by_lookup, counts, strict=False
-        ):
-            is_ready = sizes[0] >= 0 and (call.path in step.regular or call.path not in unready)
-            if lookup is not None and is_ready:
-                lookup.request.sizes, lookup.request.received = sizes, received
+        ready: list[int] = []
+        unready_paths: set[str] = set()
+        for i, call in enumerate(step.calls):
+            if status.size_ranges[i][0] < 0:
+                unready_paths.add(call.path)
+            else:
+                ready.append(i)
+        self.prefetched, self.placed_paths = [], step.placed_paths | unready_paths
+        for i in ready:
+            path, lookup = step.calls[i].path, self._lookups[i]
+            if lookup is not None and (path in step.regular or path not in unready_paths):
+                lookup.request.sizes = status.size_ranges[i]
+                lookup.request.received = status.counts[i] if status.counts else ()
                 self.prefetched.append(lookup)
 
     @property
     def is_complete(self) -> bool:
         """Whether all lookups of its step are prefetched."""
-        all_calls = self._step is not None and self._step.is_complete
-        return (
-            all_calls and self.prefetched is not None and len(self.prefetched) == len(self._lookups)
-        )
-
-    def refused_calls(self) -> list[ComputedCall]:
-        """Return the calls that a rank cannot compute ahead, alike on all ranks, once its status is
-        agreed."""
-        if self._step is None:
-            return []
-        pairs = zip(self._step.calls, self.agreed_status().sizes, strict=False)
-        # The smallest is that of a rank that refuses; the largest may be of another, which does
-        # not.
-        return [
-            call
-            for call, (smallest, _) in pairs
-            if smallest == REFUSED[0] and isinstance(call, ComputedCall)
-        ]
+        if self._step is None or self.prefetched is None:
+            return False
+        return self._step.is_complete and len(self.prefetched) == len(self._lookups)
 
     def raise_problem(self, ranks: Ranks) -> None:
         """Collective. Raise IdsError: what is wrong with the ids on one of the ranks."""
-        requests = [lookup.request for lookup in self._lookups if lookup is not None]
-        problems = [str(request.problem) for request in requests if request.problem is not None]
-        raise IdsError(next(chain.from_iterable(ranks.all_gather(problems))))
+        problems: list[str] = []
+        for lookup in self._lookups:
+            if lookup is not None and lookup.request.problem is not None:
+                problems.append(str(lookup.request.problem))
+        gathered = ranks.all_gather(problems)
+        raise IdsError(next(chain.from_iterable(gathered)))
 
     def start_exchange(self, start: Callable[[list[Any]], Any]) -> None:
         """Collective. Send the sizes of its ids, where that has not been done."""
@@ -281,23 +247,24 @@ class InFlightBatch:
     ) -> tuple[PrefetchedLookup | None, ProvenanceError | None]:
         """Return the prefetched lookup of this call, or None; the error: it was prefetched with
         other arguments."""
-        waiting = [
-            lookup
-            for lookup in self.prefetched or []
-            if lookup.call.path == path and not lookup.is_taken
-        ]
-        # Counted for calls that were not prefetched too, since all ranks make them.
-        # another call may have the same input by chance, but not on all ranks
+        place = None
+        # Counted for calls that were not prefetched too, since all ranks make them. Another call
+        # may have the same input by chance, but not on all ranks.
         if path in self.placed_paths:
             place = self._places.get(path, 0)
             self._places[path] = place + 1
-            waiting = [lookup for lookup in waiting if getattr(lookup.call, "place", None) == place]
-        for lookup in waiting:
+        first: PrefetchedLookup | None = None
+        for lookup in self.prefetched or ():
+            if lookup.is_taken or lookup.call.path != path:
+                continue
+            if place is not None and getattr(lookup.call, "place", None) != place:
+                continue
             if lookup.is_called_with(arguments, compare):
                 return lookup, None
-        if not waiting:
+            first = first or lookup
+        if first is None:
             return None, None
-        return waiting[0], ProvenanceError(_describe_difference(waiting[0].call))
+        return first, ProvenanceError(_describe_difference(first.call))
 
     @property
     def waiting(self) -> list[PrefetchedLookup]:
@@ -316,13 +283,11 @@ def cause_of_difference(call: PrefetchedCall) -> str:
     if isinstance(call, ComputedCall):
         return (
             "another input than its operations computed ahead of the step; something that they "
-            "depend on has changed "
-            "since the first steps"
+            "depend on has changed since the first steps"
         )
     return (
         "an input that is not the part of the batch it was called with in the first step, or that "
-        "was written to in "
-        "place since the batch was fetched"
+        "was written to in place since the batch was fetched"
     )
 
 
@@ -330,8 +295,7 @@ def _describe_difference(call: PrefetchedCall) -> str:
     option = "{'computed_ids': False}" if isinstance(call, ComputedCall) else "{'depth': 1}"
     return (
         f"'{call.path}' is called with {cause_of_difference(call)}; its ids have already been "
-        "sent, and other ranks "
-        "call it as before. Make what you look up in a method sparse_inputs(batch) of the module, "
-        "or set "
-        f"prefetch={option} to look it up as it is called."
+        "sent, and other ranks call it as before. Make what you look up in a method "
+        f"sparse_inputs(batch) of the module, or set prefetch={option} to look it up as it is "
+        "called."
     )

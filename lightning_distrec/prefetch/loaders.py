@@ -178,7 +178,8 @@ def is_stateful(loader: Any) -> bool:
 
 def has_position(loader: Any) -> bool:
     """Return whether `loader.state` is a position as position.py has it."""
-    return isinstance(state := getattr(loader, "state", None), dict) and "of_epoch" in state
+    state = getattr(loader, "state", None)
+    return isinstance(state, dict) and "of_epoch" in state
 
 
 def end_epoch(loader: Any, state: State) -> None:

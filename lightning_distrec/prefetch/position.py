@@ -244,15 +244,12 @@ def merge_states(rank_states: list[list[State]]) -> list[State]:
     loaders = list(zip(*rank_states, strict=True))
     if len(rank_states) == 1 or not all("of_epoch" in states[0] for states in loaders):
         return rank_states[0] if len(rank_states) == 1 else []
-    have_one_size = [len({state["batch_size"] for state in states}) == 1 for states in loaders]
-    orders = [
-        states[0]["order"] if is_alike else None
-        for states, is_alike in zip(loaders, have_one_size, strict=True)
-    ]
-    return [
-        {**states[0], "order": order, "rank": None}
-        for states, order in zip(loaders, orders, strict=True)
-    ]
+    merged = []
+    for states in loaders:
+        has_one_size = all(state["batch_size"] == states[0]["batch_size"] for state in states)
+        order = states[0]["order"] if has_one_size else None
+        merged.append({**states[0], "order": order, "rank": None})
+    return merged
 
 
 def adapt_progress(fit_loop: dict[str, Any], num_ranks: int, num_accumulated: int = 1) -> None:

@@ -3,13 +3,12 @@
 Each kind of step (training, validation of the first loader, ...) runs as it is the first time,
 while the inputs of its lookups are recorded and found in the batch. From then on:
 
-- fetch: the batch after the next one is drawn from the loader and copied to the device, and its
-  lookups are prepared.
-- The step begins: the sizes of the next batch's ids are sent. This batch's ids are here, and its
-  rows are looked up.
-- Rows arrive: the next batch's ids are sent over the free link; on NCCL at the end of forward.
-- The last lookup: the control message about the batch after the next one is sent.
-- backward: the control message is read.
+fetch           the batch after the next one is drawn, copied to the device, its lookups prepared
+step begins     the sizes of the next batch's ids are sent; this batch's ids are here, and its rows
+                are looked up
+rows arrive     the next batch's ids are sent over the free link; on NCCL at the end of forward
+last lookup     the control message about the batch after the next one is sent
+backward        the control message is read
 """
 
 from collections.abc import Callable, Mapping
@@ -56,6 +55,8 @@ class Step:
         self.was_sent = False
         """Whether its ids were sent before it began."""
         self.message: ControlMessage | None = None
+        self.has_read = False
+        """Whether the message was read."""
         self.pending_rows: set[int] = set()
         """Lookups, by the ids of their requests, whose rows have not arrived."""
         self.weighted_calls: list[WeightedCall] = []
@@ -123,8 +124,8 @@ class Prefetcher:
         if calls is not None:
             with self._exchange.preparing(calls.reads_written_tensors):
                 batch.prepare(calls, self._tables)
-            if batch.preparation_failure:
-                self._learner.report_unlike(batch)
+            if batch.preparation_failure or batch.refused:
+                self._learner.report_unprepared(batch)
         # With a depth of 2 its ids are sent in the step that begins next. With a higher one its
         # status goes along with the control message of a step.
         if self.depth == 2:
@@ -132,7 +133,7 @@ class Prefetcher:
 
     def agreed_status(self, batch: InFlightBatch) -> BatchStatus:
         """Collective. Return the status of a batch over all ranks."""
-        if not batch.is_announced:
+        if batch.message is None:
             batch.announce(self._message_about(batch))
         return batch.agreed_status()
 
@@ -147,16 +148,14 @@ class Prefetcher:
                 batch.finish_preparing()
         # Padded to one width: which step a rank's batch is for may differ at the end of an epoch.
         status = BatchStatus() if batch is None else batch.own_status
-        width = max((len(step.calls) for step in self._learner.calls.values()), default=0)
-        sizes = (*status.sizes, *((0, 0),) * (width - len(status.sizes)))
+        num_missing = self._learner.max_calls - len(status.sizes)
+        sizes = (*status.sizes, *(0,) * num_missing)
         counts: tuple[tuple[int, ...], ...] = ()
         if self._exchanges_counts:
             none = (0,) * self.ranks.num_ranks
             # A list, not a generator, of which each item is a call.
-            counts = (
-                *[lookup_counts or none for lookup_counts in status.counts],
-                *(none,) * (width - len(status.counts)),
-            )
+            counts_here = [lookup_counts or none for lookup_counts in status.counts]
+            counts = (*counts_here, *(none,) * num_missing)
         status = replace(status, sizes=sizes, counts=counts, failure=failure, weights=weights)
         return ControlMessage(self.ranks, status)
 
@@ -169,11 +168,10 @@ class Prefetcher:
         current = self.current
         if current is None or batch is not current.batch:
             return  # no fetcher of ours has drawn it, with dataloader_iter for example
-        self._step = step = Step(
-            current, self.following, self.counts.setdefault(current.kind, LookupCounts())
-        )
-        self._learner.report_refused(current)
-        self._learner.begin_step(current)
+        counts = self.counts.setdefault(current.kind, LookupCounts())
+        self._step = step = Step(current, self.following, counts)
+        if self._learner.needs_objects(current.kind):
+            self._learner.begin_step(current)
         if current.kind not in self._learner.calls:
             return
         # Agreed by all ranks, so that all of them reach the collective in `raise_problem`.
@@ -195,19 +193,15 @@ class Prefetcher:
         for i, lookup in enumerate(current.prefetched):
             # Lookups of one table are made in the order of the calls, in which their gradients are
             # added up.
-            in_order = (
-                lookup.call.path not in current.placed_paths and lookup.request.late_weights is None
-            )
-            if (
-                in_order
-                and self._tables[lookup.call.path].early
-                and (current.kind, i) not in self._late
-            ):
+            path = lookup.call.path
+            in_order = path not in current.placed_paths and lookup.request.late_weights is None
+            is_late = (current.kind, i) in self._late
+            if in_order and not is_late and self._tables[path].early:
                 lookup.look_up()
 
     def recording(self) -> AbstractContextManager[None]:
         """Return the context in which the user's step runs."""
-        is_recorded = self._step is not None and self._learner.records_operations
+        is_recorded = self._step is not None and self._learner.is_recording
         return self._learner.recording() if is_recorded else NOT_RECORDED
 
     def take(self, path: str, arguments: tuple[Any, ...]) -> Any:
@@ -220,15 +214,16 @@ class Prefetcher:
         step = self._step
         if step is None or not step.takes_prefetched:
             return None
+        if not self._learner.is_recording:
+            return self._take(step, path, arguments)
         # Our own operations are not those of the user's step: the recorder leaves them out.
         with LIBRARY_OPERATIONS:
+            self._learner.note_call(path, arguments)
             return self._take(step, path, arguments)
 
     def _take(self, step: Step, path: str, arguments: tuple[Any, ...]) -> Any:
         current = step.batch
         step.counts.lookups += 1
-        if self._learner.is_recording:
-            self._learner.note_call(path, arguments)
         differing = self.differing
         if not differing.late.is_empty:
             differing.check_late()
@@ -265,9 +260,8 @@ class Prefetcher:
         if step.message is not None:  # a call before this one has differed on this rank alone
             return False
         # Before that, other ranks may wait for this rank's rows.
-        if self._tables[lookup.call.path].early and not (
-            lookup.is_looked_up or lookup.request.late_weights is not None
-        ):
+        is_late = lookup.is_looked_up or lookup.request.late_weights is not None
+        if self._tables[lookup.call.path].early and not is_late:
             lookup.look_up()
         place = (current.prefetched or []).index(lookup)
         if not self._send_message(step, DIFFERING_CALL + self.ranks.rank, -1 - place).all_differ():
@@ -303,11 +297,8 @@ class Prefetcher:
     def num_waiting(self) -> int:
         """Return how many lookups of the running step were prefetched, and neither looked up nor
         called yet."""
-        return (
-            0
-            if self._step is None
-            else sum(not lookup.is_looked_up for lookup in self._step.batch.waiting)
-        )
+        waiting = [] if self._step is None else self._step.batch.waiting
+        return len([lookup for lookup in waiting if not lookup.is_looked_up])
 
     def end_step(self, has_backward: bool) -> None:
         """Collective. End the user's step. Raises ProvenanceError or RankError where no backward
@@ -337,6 +328,7 @@ class Prefetcher:
         if step is None:
             return
         self.failed = True
+        self._learner.drop()
         if not step.batch.is_complete:
             # The others are, or will be, in a collective that this rank does not reach. Not so
             # where all ranks raise in a lookup that a call differs: on that rank the message has
@@ -361,19 +353,23 @@ class Prefetcher:
         not announced."""
         if failure == NO_FAILURE and self.differing.failure is not None:
             failure = DIFFERING_CALL + self.ranks.rank
-        batch = next((batch for batch in step.following if not batch.is_announced), None)
+        unannounced = [batch for batch in step.following if batch.message is None]
+        batch = unannounced[0] if unannounced else None
         if step.weighted_calls and not weights:
             weights = number_weights(step.weighted_calls)
         step.message = message = self._message_about(batch, failure, weights)
+        step.has_read = False
         if batch is not None:
             batch.announce(message)
         return message
 
     def _read_message(self, step: Step, message: ControlMessage) -> None:
+        step.has_read = True
         with spans.span(spans.WAIT_CONTROL_MESSAGE):
             status = message.read()
         try:
-            if (rank := message.rank_of_differing_call()) is not None:
+            rank = status.rank_of_differing_call()
+            if rank is not None:
                 self.differing.raise_failure(rank)
             if not status.weights_are_alike:
                 self.differing.raise_unlike_weights(step.weighted_calls)
@@ -386,8 +382,9 @@ class Prefetcher:
         not been read."""
         # Unread where Lightning has skipped the backward, as after a training_step that returned
         # None.
-        if self._step is not None and self._step.message is not None:
-            self._read_message(self._step, self._step.message)
+        step = self._step
+        if step is not None and step.message is not None and not step.has_read:
+            self._read_message(step, step.message)
         self._step = None
 
     def _prefetch_following(self, step: Step) -> None:
@@ -411,7 +408,9 @@ class Prefetcher:
         """Forget the batch of this step, and `batches`, which will have no step."""
         if self._step is not None and self._step.message is not None and not self.failed:
             self._step.message.read()
-        for batch in [*([self.current] if self.current is not None else []), *batches]:
+        if self.current is not None:
+            batches = [self.current, *batches]
+        for batch in batches:
             batch.drop(wait=not self.failed)
         self.current, self.following, self._step = None, [], None
         self._learner.drop()

@@ -1,7 +1,7 @@
 """Records the operations of one step that depend on its batch, and on constants, alone.
 
-Used in the first steps of each kind, and where a later batch is unlike them. computed_calls.py
-repeats operations.
+computed_calls.py repeats them for later batches. Where Python has read a value of a tensor, what
+the step does with it is not seen: calls that follow are looked up as they are made.
 """
 
 import random
@@ -23,7 +23,14 @@ from lightning_distrec._compat.tensors import (
 )
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec.prefetch.batch_objects import BatchObjects
-from lightning_distrec.prefetch.sources import BatchRoots, Path, PathSource, object_at, path_text
+from lightning_distrec.prefetch.sources import (
+    BatchRoots,
+    Path,
+    PathSource,
+    Source,
+    object_at,
+    path_text,
+)
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 
 aten = torch.ops.aten
@@ -42,6 +49,7 @@ LARGEST = 2**62
 """torch writes x[:, 2:] with an end of 2**63 - 1."""
 COPIED_BYTES = 64 * 2**20
 """A larger held tensor is not copied, and counts as changed once it is written to."""
+READS_BATCH = "Python has read a value of the batch before the call, and may have branched on it"
 
 
 class HeldTensor:
@@ -73,16 +81,15 @@ class HeldTensor:
         """Whether it has another value now."""
         tensor = self.read()
         stamp = _stamp(tensor)
-        if stamp != self._stamp:
-            self._was_written = True
-            # A broadcast of buffers writes to them and changes nothing.
-            if (
-                self._copy is None
-                or not isinstance(tensor, Tensor)
-                or not are_equal(tensor, self._copy)
-            ):
-                return True
-            self._stamp = stamp
+        if stamp == self._stamp:
+            return False
+        self._was_written = True
+        if self._copy is None or not isinstance(tensor, Tensor):
+            return True
+        if not are_equal(tensor, self._copy):
+            return True
+        # A broadcast of buffers writes to them and changes nothing.
+        self._stamp = stamp
         return False
 
 
@@ -97,8 +104,7 @@ class Result:
 Input = PathSource | HeldTensor | Tensor | Result
 """A Tensor is one that the step makes of Python numbers: torch.tensor([...])."""
 Origin = tuple[Any, ...]
-"""Where a number may come from: ("const", value), ("size", path, dim), ("numel", path), or ("read",
-operation), for one that Python has read."""
+"""Where a number may come from: ("const", value), ("size", path, dim) or ("numel", path)."""
 
 
 @dataclass
@@ -108,21 +114,10 @@ class Number:
 
     origins: frozenset[Origin]
 
-    @property
-    def reads(self) -> list[int]:
-        """The operations whose value it may be."""
-        return [origin[1] for origin in self.origins if origin[0] == "read"]
-
-
-Guards = dict[int, bool | Number]
-"""Operation whose value Python has read before a call, and may have branched on -> what it was; the
-number that it has been."""
-
 
 @dataclass
 class Operation:
-    """One operation that torch has dispatched. storages: of its tensors, in the step that was
-    recorded."""
+    """One operation that torch has dispatched. storages: of its tensors, in the recorded step."""
 
     function: Any
     args: Any
@@ -136,29 +131,30 @@ class Operation:
 
 
 @dataclass(eq=False)
-class TracedSource:
+class TracedSource(Source):
     """A tensor that operations of the step make of its batch.
 
-    end: None for the guards alone. operations: by their place in the recording. recording: the key
-    of their repeated results in `BatchRoots.memo`.
+    operations: by their place in the recording. recording: the key of their repeated results in
+    `BatchRoots.memo`.
     """
 
-    end: Input | None
+    end: Input
     operations: dict[int, Operation]
     recording: object
 
     @property
     def parts(self) -> list[Any]:
         """What the operations are given, and the end."""
-        return [
-            *(part for operation in self.operations.values() for part in operation.parts),
-            self.end,
-        ]
+        parts = [self.end]
+        for operation in self.operations.values():
+            parts += operation.parts
+        return parts
 
     @property
     def paths(self) -> list[Path]:
         """Of the batch's tensors that it is made of."""
-        return list(dict.fromkeys(part.path for part in self.parts if isinstance(part, PathSource)))
+        paths = [part.path for part in self.parts if isinstance(part, PathSource)]
+        return list(dict.fromkeys(paths))
 
     def get(self, roots: BatchRoots, ids: Any = None) -> Any:
         """Return it, once the operations were repeated for this batch."""
@@ -166,14 +162,19 @@ class TracedSource:
 
 
 class Recorder:
-    """A recording of one step. module: whose tensors may be used. objects, roots: of the batch
-    before the step."""
+    """A recording of one step.
+
+    module: whose tensors may be used. objects, roots: of the batch before the step.
+    """
 
     def __init__(self, module: nn.Module, objects: BatchObjects, roots: BatchRoots) -> None:
         self.roots, self.objects = roots, objects
         self.read_refusal = ""
-        """Why a value that Python has read cannot be computed ahead."""
-        self._identity = object()  # numbers of operations have a meaning within one recording only
+        """Why nothing is computed ahead any more: Python has read a value."""
+        self.has_read_batch = False
+        """Whether Python has read a value that is computed of the batch."""
+        # Numbers of operations have a meaning within one recording only.
+        self._identity = object()
         self._operations: list[Operation] = []
         self._spoiled: dict[int, str] = {}
         """Storage of the batch, or of what is computed, that was written to -> a reason to refuse
@@ -188,31 +189,33 @@ class Recorder:
         # Tensor -> why it cannot be. By identity, since tensors compare element by element; weak,
         # so that activations are freed as usual.
         self._refused: Any = WeakIdKeyDictionary()
-        self.has_read = False
-        self.guards: Guards = {}
-        """What Python has read, without the numbers that an operation was given later."""
         self._origins: dict[int, set[Origin]] = {}
         """Number -> where it may come from."""
         self._random_states = _random_states()
         for tensor, path in objects.tensors_with_paths:
-            self._add(tensor, PathSource(path), path_text(path))
-            for dim, size in enumerate(tensor.shape):
-                self._origins.setdefault(size, set()).add(("size", path, dim))
-            # The number of elements of a vector is its size, which is noted above.
-            if tensor.dim() != 1:
-                self._origins.setdefault(tensor.numel(), set()).add(("numel", path))
+            self._add_input(tensor, path)
+        self._add_module(module)
+
+    def _add_input(self, tensor: Tensor, path: Path) -> None:
+        self._add(tensor, PathSource(path), path_text(path))
+        for dim, size in enumerate(tensor.shape):
+            self._origins.setdefault(size, set()).add(("size", path, dim))
+        # The number of elements of a vector is its size, which is noted above.
+        if tensor.dim() != 1:
+            self._origins.setdefault(tensor.numel(), set()).add(("numel", path))
+
+    def _add_module(self, module: nn.Module) -> None:
         for name, weight in module.named_parameters():
             # A step's update changes it after ids were computed of it for the next batch.
             if weight.requires_grad:
                 self._refused[weight] = f"it depends on the weight '{name}'"
         for prefix, child in module.named_modules():
-            attributes = [
-                *child.named_buffers(recurse=False),
-                *child.named_parameters(recurse=False),
-            ]
-            for key, value in [*attributes, *vars(child).items()]:
+            attributes = dict(child.named_buffers(recurse=False))
+            attributes |= child.named_parameters(recurse=False)
+            attributes |= vars(child)
+            for key, value in attributes.items():
                 if isinstance(value, Tensor) and not value.requires_grad:
-                    name = ".".join(filter(None, ("self", prefix, key)))
+                    name = f"self.{prefix}.{key}" if prefix else f"self.{key}"
                     self._add(value, HeldTensor(name, partial(getattr, child, key)), "")
 
     def recording(self) -> Any:
@@ -226,43 +229,47 @@ class Recorder:
             self._sources.pop(id(tensor), None)
             self._refused[tensor] = f"it depends on rows of '{path}'"
 
-    def trace(self, tensor: Tensor | None, guards: Guards) -> TracedSource | str:
-        """Return the operations that make a tensor (None: the guards alone), or why they cannot be
-        repeated ahead."""
-        if self._failure:
-            return self._failure
+    def trace(self, tensor: Tensor) -> TracedSource | str:
+        """Return the operations that make a tensor, or why they cannot be repeated ahead."""
+        refusal = self.read_refusal or self._failure
+        if refusal:
+            return refusal
         if self._random_states != _random_states():
             return "Python or numpy has drawn random numbers in the step before the call"
-        end = None if tensor is None else self._source_of(tensor)
+        end = self._source_of(tensor)
         if isinstance(end, str):
             return end
-        pending, needed = [*guards, *_operations_behind(end)], set[int]()
-        while pending:
-            index = pending.pop()
-            if index not in needed:
-                needed.add(index)
-                pending += [
-                    maker
-                    for part in self._operations[index].parts
-                    for maker in _operations_behind(part)
-                ]
-        source = TracedSource(
-            end, {index: self._operations[index] for index in sorted(needed)}, self._identity
-        )
-        # A write counts for all that shares the memory, also for operations that have read it
-        # before the write.
-        for storage in [
-            storage for operation in source.operations.values() for storage in operation.storages
-        ]:
-            if storage in self._spoiled:
-                return self._spoiled[storage]
-        for path in source.paths:
-            if not self.objects.is_unwritten(object_at(self.roots, path)):
-                return f"{path_text(path)} is changed in place"
+        source = TracedSource(end, self._operations_behind(end), self._identity)
+        refusal = self._written_part(source)
+        if refusal:
+            return refusal
         for part in source.parts:
             if isinstance(part, HeldTensor):
                 part.keep()
         return source
+
+    def _operations_behind(self, end: Input) -> dict[int, Operation]:
+        needed: dict[int, Operation] = {}
+        pending: list[Any] = [end]
+        while pending:
+            part = pending.pop()
+            if isinstance(part, Result) and part.operation not in needed:
+                operation = self._operations[part.operation]
+                needed[part.operation] = operation
+                pending += operation.parts
+        return dict(sorted(needed.items()))
+
+    def _written_part(self, source: TracedSource) -> str:
+        # A write counts for all that shares the memory, also for operations that have read it
+        # before the write.
+        for operation in source.operations.values():
+            for storage in operation.storages:
+                if storage in self._spoiled:
+                    return self._spoiled[storage]
+        for path in source.paths:
+            if not self.objects.is_unwritten(object_at(self.roots, path)):
+                return f"{path_text(path)} is changed in place"
+        return ""
 
     def _source_of(self, tensor: Tensor) -> Input | str:
         if id(tensor) in self._sources:
@@ -295,30 +302,31 @@ class Recorder:
             return
         inputs, outputs = _tensors_in((args, kwargs)), _tensors_in(output)
         reason = self._refusal(function, inputs)
-        # As of Tensor.item or bool(tensor): what Python does with the value is not recorded.
+        # As of Tensor.item or bool(tensor).
         if not outputs and isinstance(output, (bool, int, float)):
             if inputs:
-                self._note_read(function, args, kwargs, output, reason)
+                self._note_read(inputs, reason)
             return
-        for tensor in _tensors_in(list(written_by(function, args, kwargs))):
-            # Held tensors have no name, since their values are compared: a broadcast of buffers
-            # writes to them.
-            if name := self._storages.get(storage_key(tensor)):
-                self._spoiled[storage_key(tensor)] = f"{name} is changed in place"
+        self._note_writes(function, args, kwargs)
         # An operation in place returns its argument, which keeps its source: by now it is spoiled,
         # or held.
-        made = [
-            (i, tensor)
-            for i, tensor in enumerate(outputs)
-            if not any(tensor is argument for argument in inputs)
-        ]
-        if made and not reason:
-            index = self._record(function, args, kwargs, [*inputs, *outputs])
-        for i, tensor in made:
-            if reason:
+        input_ids = {id(tensor) for tensor in inputs}
+        made = [(i, tensor) for i, tensor in enumerate(outputs) if id(tensor) not in input_ids]
+        if reason:
+            for _, tensor in made:
                 self._refused[tensor] = reason
-            else:
+        elif made:
+            index = self._record(function, args, kwargs, [*inputs, *outputs])
+            for i, tensor in made:
                 self._add(tensor, Result(index, i))
+
+    def _note_writes(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in _tensors_in(list(written_by(function, args, kwargs))):
+            name = self._storages.get(storage_key(tensor))
+            # Held tensors have no name, since their values are compared: a broadcast of buffers
+            # writes to them.
+            if name:
+                self._spoiled[storage_key(tensor)] = f"{name} is changed in place"
 
     def _refusal(self, function: Any, inputs: list[Tensor]) -> str:
         """Return why the results of an operation cannot be computed ahead, or ""."""
@@ -328,31 +336,28 @@ class Recorder:
             return f"{function} draws random numbers"
         if function in UNINITIALIZED:
             return f"{function} is not initialized"
-        return next(
-            (source for tensor in inputs if isinstance(source := self._source_of(tensor), str)), ""
-        )
+        for tensor in inputs:
+            source = self._source_of(tensor)
+            if isinstance(source, str):
+                return source
+        return ""
 
-    def _note_read(self, function: Any, args: Any, kwargs: Any, value: Any, reason: str) -> None:
-        self.has_read = True
-        if reason:
-            self.read_refusal = self.read_refusal or (
-                f"Python has read a value before the call: {reason}"
-            )
-            return
-        index = self._record(function, args, kwargs, _tensors_in((args, kwargs)))
-        self.guards[index] = value if isinstance(value, bool) else self._number(value)
-        if type(value) is int:
-            self._origins.setdefault(value, set()).add(("read", index))
+    def _note_read(self, inputs: list[Tensor], reason: str) -> None:
+        reads_batch = not reason and any(map(self._is_of_batch, inputs))
+        self.has_read_batch |= reads_batch
+        refusal = f"Python has read a value before the call: {reason or 'it is of the module'}"
+        self.read_refusal = self.read_refusal or (READS_BATCH if reads_batch else refusal)
+
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        end = self._sources[id(tensor)][1]
+        return bool(TracedSource(end, self._operations_behind(end), self._identity).paths)
 
     def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> int:
-        encoded = [
-            self._encode(name, value)
-            for name, value in zip(argument_names(function), args, strict=False)
-        ]
+        named = zip(argument_names(function), args, strict=False)
+        encoded = [self._encode(name, value) for name, value in named]
         options = {name: self._encode(name, value) for name, value in kwargs.items()}
-        self._operations.append(
-            Operation(function, encoded, options, frozenset(map(storage_key, tensors)))
-        )
+        storages = frozenset(map(storage_key, tensors))
+        self._operations.append(Operation(function, encoded, options, storages))
         return len(self._operations) - 1
 
     def _encode(self, name: str, value: Any) -> Any:
@@ -366,29 +371,15 @@ class Recorder:
         # batch by chance.
         if type(value) is not int or value >= LARGEST or "dim" in name:
             return value
-        number = self._number(value)
-        # What Python does with the number is known from here on, so that it needs not be the same
-        # in later batches.
-        for index in number.reads:
-            self.guards.pop(index, None)
-        return number
-
-    def _number(self, value: Any) -> Number:
-        """Return a number with all origins that fit; a constant always does."""
-        origins = self._origins.get(value, set()) if type(value) is int else set()
-        return Number(frozenset(origins | {("const", value)}))
-
-
-def _operations_behind(part: Any) -> list[int]:
-    """Return the operations that make a tensor or number."""
-    if isinstance(part, Result):
-        return [part.operation]
-    return part.reads if isinstance(part, Number) else []
+        # All origins that fit; a constant always does.
+        return Number(frozenset(self._origins.get(value, set()) | {("const", value)}))
 
 
 def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple, dict)):
-        for child in value.values() if isinstance(value, dict) else value:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for child in value:
             yield from _flatten(child)
     else:
         yield value
@@ -400,9 +391,8 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 def are_equal(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values, of one type, on one device."""
-    return (
-        tensor.dtype == other.dtype and tensor.device == other.device and torch.equal(tensor, other)
-    )
+    is_alike = tensor.dtype == other.dtype and tensor.device == other.device
+    return is_alike and torch.equal(tensor, other)
 
 
 def _stamp(tensor: Any) -> tuple[int, int | None]:

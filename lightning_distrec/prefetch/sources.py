@@ -3,7 +3,7 @@ compared at the call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from lightning_distrec import gpu
 from lightning_distrec._compat.torch import version_of
 from lightning_distrec._compat.torchrec_modules import jagged_fields
 from lightning_distrec.recorded_step import LateWeights
-
-if TYPE_CHECKING:
-    from lightning_distrec.prefetch.recorder import TracedSource
 
 PathStep = tuple[str, Any]
 """("item", key) or ("attr", name)."""
@@ -49,8 +46,21 @@ def path_text(path: Path) -> str:
     return "".join((root if root == "batch" else "sparse_inputs(batch)", *steps))
 
 
+class Source:
+    """Where an argument of a lookup comes from."""
+
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of the batch's objects that it is made of."""
+        return []
+
+    def get(self, roots: Any, ids: Any = None) -> Any:
+        """Return it for a batch. ids: those that it is the lengths, offsets or weights of."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class ConstantSource:
+class ConstantSource(Source):
     """The same number, text or None in every step."""
 
     value: Any
@@ -61,26 +71,32 @@ class ConstantSource:
 
 
 @dataclass(frozen=True)
-class PathSource:
+class PathSource(Source):
     """An object of the batch."""
 
     path: Path
     aliases: tuple[Path, ...] = ()
     """Other paths at which the same object was found: which of them the step takes is not known."""
 
+    @property
+    def paths(self) -> list[Path]:
+        """Its own."""
+        return [self.path]
+
     def get(self, roots: Any, ids: Any = None) -> Any:
         """Return it. Raises as `object_at`, or ValueError: different objects at paths where the
         first batch had one."""
         value = object_at(roots, self.path)
-        if any(object_at(roots, path) is not value for path in self.aliases):
-            raise ValueError(
-                f"{path_text(self.path)} was the same as {path_text(self.aliases[0])}, and is not"
-            )
+        for path in self.aliases:
+            if object_at(roots, path) is not value:
+                raise ValueError(
+                    f"{path_text(self.path)} was the same as {path_text(path)}, and is not"
+                )
         return value
 
 
 @dataclass(frozen=True)
-class ViewSource:
+class ViewSource(Source):
     """A view of a tensor of the batch: a column, a range of columns, or another shape of the same
     rows."""
 
@@ -92,14 +108,19 @@ class ViewSource:
     """Of the dim that is picked from, or of all but the first: in a wider tensor, -1 would be
     another column."""
 
+    @property
+    def paths(self) -> list[Path]:
+        """That of its tensor."""
+        return self.base.paths
+
     def get(self, roots: Any, ids: Any = None) -> Tensor:
         """Return it. Raises ValueError: this batch's tensor is wider or narrower."""
         tensor: Tensor = self.base.get(roots)
-        size = (
-            tensor.shape[1:]
-            if self.form == "reshape"
-            else tensor.shape[self.numbers[0] : self.numbers[0] + 1]
-        )
+        if self.form == "reshape":
+            size = tensor.shape[1:]
+        else:
+            dim = self.numbers[0]
+            size = tensor.shape[dim : dim + 1]
         if tuple(size) != self.size:
             raise ValueError(f"{tuple(size)} in place of {self.size}")
         if self.form == "select":
@@ -110,7 +131,7 @@ class ViewSource:
 
 
 @dataclass(frozen=True)
-class UniformSource:
+class UniformSource(Source):
     """Lengths or offsets that the step makes itself, because all bags have one size: torch.full,
     torch.arange.
 
@@ -123,7 +144,7 @@ class UniformSource:
     has_end: bool
     dtype: torch.dtype
 
-    def get(self, roots: Any, ids: Any) -> Tensor:
+    def get(self, roots: Any, ids: Any = None) -> Tensor:
         """Return those of `ids`, (num_ids,). Raises ValueError: their number is no multiple of the
         bag size."""
         num_bags, remainder = divmod(ids.numel(), self.bag_size)
@@ -131,59 +152,48 @@ class UniformSource:
             raise ValueError(f"{ids.numel()} ids are no bags of {self.bag_size}")
         if self.form == "lengths":
             return torch.full((num_bags,), self.bag_size, dtype=self.dtype, device=ids.device)
-        return (
-            torch.arange(num_bags + self.has_end, dtype=self.dtype, device=ids.device)
-            * self.bag_size
-        )
+        places = torch.arange(num_bags + self.has_end, dtype=self.dtype, device=ids.device)
+        return places * self.bag_size
 
 
 @dataclass(frozen=True)
-class LateSource:
+class LateSource(Source):
     """Weights of ids that the step computes of what is not known ahead of it. They follow their ids
     at the call."""
 
-    def get(self, roots: Any, ids: Any) -> Tensor:
+    def get(self, roots: Any, ids: Any = None) -> Tensor:
         """Return what stands for those of `ids`."""
         return LateWeights.zeros_for(ids)
 
 
 @dataclass(frozen=True)
-class JaggedSource:
+class JaggedSource(Source):
     """A KeyedJaggedTensor that the step makes of tensors of the batch."""
 
     keys: tuple[str, ...]
     fields: tuple[tuple[str, "Source"], ...]
     """Argument of KeyedJaggedTensor -> where it comes from; values come first."""
 
+    @property
+    def paths(self) -> list[Path]:
+        """Of all its fields."""
+        paths = []
+        for _, source in self.fields:
+            paths += source.paths
+        return paths
+
     def get(self, roots: Any, ids: Any = None) -> KeyedJaggedTensor:
         """Return one that is made of this batch's tensors."""
         fields: dict[str, Any] = {}
         for name, source in self.fields:
             fields[name] = source.get(roots, fields.get("values"))
-        num_bags = (
-            fields["lengths"].numel()
-            if "lengths" in fields
-            else max(0, fields["offsets"].numel() - 1)
-        )
+        if "lengths" in fields:
+            num_bags = fields["lengths"].numel()
+        else:
+            num_bags = max(0, fields["offsets"].numel() - 1)
         if num_bags % len(self.keys):
             raise ValueError(f"{num_bags} bags are not the same number for {len(self.keys)} keys")
         return KeyedJaggedTensor(keys=list(self.keys), **fields)
-
-
-def paths_of(source: Any) -> list[Path]:
-    """Return the paths of the batch's objects that a source is made of."""
-    if isinstance(source, PathSource):
-        return [source.path]
-    if isinstance(source, ViewSource):
-        return paths_of(source.base)
-    if isinstance(source, JaggedSource):
-        return [path for _, field in source.fields for path in paths_of(field)]
-    return [] if isinstance(source, (ConstantSource, UniformSource, LateSource)) else source.paths
-
-
-Source = Union[
-    ConstantSource, PathSource, ViewSource, JaggedSource, UniformSource, LateSource, "TracedSource"
-]
 
 
 @dataclass(frozen=True)
@@ -206,24 +216,20 @@ class LookupCall:
 def find_uniform_source(tensor: Tensor, ids: Tensor | None) -> UniformSource | None:
     """Return `tensor` as lengths or offsets of `ids`, (num_ids,), in bags of one size, if it is; on
     a CPU alone."""
-    if (
-        ids is None
-        or tensor.dim() != 1
-        or tensor.dtype not in (torch.int32, torch.int64)
-        or ids.numel() == 0
-    ):
+    is_vector = tensor.dim() == 1 and tensor.dtype in (torch.int32, torch.int64)
+    if ids is None or not is_vector or tensor.device.type != "cpu" or ids.device.type != "cpu":
         return None
-    if tensor.device.type != "cpu" or ids.device.type != "cpu" or tensor.numel() == 0:
+    if ids.numel() == 0 or tensor.numel() == 0:
         return None
     size = int(tensor[0])
-    guesses = [UniformSource("lengths", size, False, tensor.dtype)] if size > 0 else []
-    # Offsets begin with 0. nn.EmbeddingBag takes them with or without the last one:
-    # include_last_offset.
-    if size == 0 and tensor.numel() > 1 and int(tensor[1]) > 0:
-        guesses += [
-            UniformSource("offsets", int(tensor[1]), has_end, tensor.dtype)
-            for has_end in (False, True)
-        ]
+    guesses: list[UniformSource] = []
+    if size > 0:
+        guesses.append(UniformSource("lengths", size, False, tensor.dtype))
+    elif size == 0 and tensor.numel() > 1 and int(tensor[1]) > 0:
+        # Offsets begin with 0. nn.EmbeddingBag takes them with or without the last one:
+        # include_last_offset.
+        for has_end in (False, True):
+            guesses.append(UniformSource("offsets", int(tensor[1]), has_end, tensor.dtype))
     for guess in guesses:
         if ids.numel() % guess.bag_size == 0 and torch.equal(guess.get(None, ids), tensor):
             return guess
@@ -241,20 +247,16 @@ def is_same_input(argument: Any, prefetched: Any, compare: Compare | None = None
         return True
     if isinstance(prefetched, LateWeights):
         # Their numbers follow the ids at the call; only the shape must be that of the ids.
-        return (
-            isinstance(argument, Tensor)
-            and argument.shape == prefetched.shape
-            and argument.is_floating_point()
-        )
+        if not isinstance(argument, Tensor) or not argument.is_floating_point():
+            return False
+        return argument.shape == prefetched.shape
     if isinstance(argument, Tensor) and isinstance(prefetched, Tensor):
         return same_memory(argument, prefetched) or _are_equal(argument, prefetched, compare)
     if isinstance(argument, KeyedJaggedTensor) and isinstance(prefetched, KeyedJaggedTensor):
         return _is_same_jagged(argument, prefetched, compare)
-    return (
-        type(argument) is type(prefetched)
-        and isinstance(argument, SCALARS)
-        and argument == prefetched
-    )
+    if type(argument) is not type(prefetched) or not isinstance(argument, SCALARS):
+        return False
+    return bool(argument == prefetched)
 
 
 def _is_same_jagged(
@@ -263,18 +265,17 @@ def _is_same_jagged(
     if argument.keys() != prefetched.keys() or argument.variable_stride_per_key():
         return False
     prefetched_fields, fields = jagged_fields(prefetched), jagged_fields(argument)
-    if not all(
-        is_same_input(fields[name], prefetched_fields[name], compare)
-        for name in ("values", "weights")
-    ):
-        return False
-    names = [
-        name
-        for name in ("lengths", "offsets")
-        if prefetched_fields[name] is not None and fields[name] is not None
-    ]
+    for name in ("values", "weights"):
+        if not is_same_input(fields[name], prefetched_fields[name], compare):
+            return False
     # Each of them determines the other, so that one is enough.
-    return any(is_same_input(fields[name], prefetched_fields[name], compare) for name in names)
+    for name in ("lengths", "offsets"):
+        field, prefetched_field = fields[name], prefetched_fields[name]
+        if field is None or prefetched_field is None:
+            continue
+        if is_same_input(field, prefetched_field, compare):
+            return True
+    return False
 
 
 def _are_equal(tensor: Tensor, other: Tensor, compare: Compare | None) -> bool:
@@ -288,12 +289,12 @@ def _are_equal(tensor: Tensor, other: Tensor, compare: Compare | None) -> bool:
 def same_memory(tensor: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same elements in the same order."""
     # No comparison of numbers: on a GPU the host would wait for them.
-    return (
-        tensor.data_ptr() == other.data_ptr()
-        and tensor.dtype == other.dtype
-        and tensor.device == other.device
-        and same_geometry(list(tensor.shape), list(tensor.stride()), other)
-    )
+    if tensor.data_ptr() != other.data_ptr() or tensor.dtype != other.dtype:
+        return False
+    if tensor.device != other.device or tensor.shape != other.shape:
+        return False
+    strides = tensor.stride()
+    return strides == other.stride() or same_geometry(list(tensor.shape), list(strides), other)
 
 
 def same_geometry(shape: list[int], strides: list[int], tensor: Tensor) -> bool:
@@ -321,9 +322,10 @@ def versions(*arguments: Any) -> list[tuple[Tensor, int | None]]:
 def are_unwritten(versioned: list[tuple[Tensor, int | None]]) -> bool:
     """Whether none of the tensors was written to in place since `versions`; false where writes are
     not counted."""
-    return all(
-        version is not None and version_of(tensor) == version for tensor, version in versioned
-    )
+    for tensor, version in versioned:
+        if version is None or version_of(tensor) != version:
+            return False
+    return True
 
 
 def has_same_leaves(argument: Any, batch: Any) -> bool:

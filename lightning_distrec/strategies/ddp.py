@@ -97,6 +97,11 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             raise ConfigError(
                 f"powersgd and comm_dtype={comm_dtype!r} both say how gradients are sent. Set one."
             )
+        if powersgd is not None and static_graph:
+            raise ConfigError(
+                "powersgd with static_graph=True: DDP would order gradients anew after the first "
+                "step, and lose what the compression has left over. Set one."
+            )
         self._powersgd = (
             None if powersgd is None else as_options("powersgd", PowerSGDOptions, powersgd)
         )

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec.prefetch import control_message
+from lightning_distrec.prefetch.recorder import READS_BATCH
 from tests.support.embedding_models import whole_state
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
@@ -90,7 +91,9 @@ class ShapeOfStep:
     reason: str | None
     """Why the computed calls are not prefetched; None: they are."""
     calls: int
-    """That a step makes ahead."""
+    """That are sent ahead of a step."""
+    found: int
+    """How many of these are also ahead of a batch of another size: found in it, not computed."""
 
 
 SHAPES: dict[str, ShapeOfStep] = {}
@@ -147,13 +150,15 @@ def ids(*shape: int, below: int = 100) -> Tensor:
 
 
 def shape(
-    make: Callable[[int], Batch] = plain, calls: int = 1, refused: str | None = None
+    make: Callable[[int], Batch] = plain,
+    calls: int = 1,
+    refused: str | None = None,
+    found: int = 0,
 ) -> Callable[[Callable[[Any, Any], Rows]], Callable[[Any, Any], Rows]]:
-    """Add a shape to SHAPES. calls: how many of its calls are sent ahead. refused: why others are
-    not."""
+    """Add a shape to SHAPES; see ShapeOfStep. refused: why other calls are not sent ahead."""
 
     def put(function: Callable[[Any, Any], Rows]) -> Callable[[Any, Any], Rows]:
-        SHAPES[function.__name__] = ShapeOfStep(function, make, refused, calls)
+        SHAPES[function.__name__] = ShapeOfStep(function, make, refused, calls, found)
         return function
 
     return put
@@ -239,19 +244,19 @@ def python_loop_offsets(m: Any, b: Any) -> Rows:
     return [m.t(b["x"][:, i] + i * 100) for i in range(4)]
 
 
-@shape(ragged)
+@shape(ragged, calls=0, refused=READS_BATCH)
 def truncate_to_longest(m: Any, b: Any) -> Rows:
     longest = int(b["len"].max())
     return [m.t(b["seq"][:, :longest])]
 
 
-@shape(padded)
+@shape(padded, calls=0, refused=READS_BATCH)
 def truncate_shorter(m: Any, b: Any) -> Rows:
     longest = int(b["len"].max())
     return [m.t(b["seq"][:, :longest])]
 
 
-@shape(padded)
+@shape(padded, calls=0, refused=READS_BATCH)
 def truncate_shorter_computed(m: Any, b: Any) -> Rows:
     longest = int(b["len"].max())
     return [m.t(b["seq"][:, :longest] + 1)]
@@ -336,7 +341,7 @@ def two_towers_in_batch(m: Any, b: Any) -> Rows:
     return [m.t(b["a"] % 50) @ m.u(b["b"] + 1).T]
 
 
-@shape(calls=2)
+@shape(calls=2, found=1)
 def roll_negatives(m: Any, b: Any) -> Rows:
     return [m.t(b["a"]), m.u(b["a"].roll(1))]
 
@@ -366,7 +371,7 @@ def numpy_negatives(m: Any, b: Any) -> Rows:
     return [m.u(torch.from_numpy(np.random.randint(0, ROWS, len(b["a"]))))]
 
 
-@shape(calls=1, refused="it depends on rows of")
+@shape(calls=1, refused="it depends on rows of", found=1)
 def from_rows(m: Any, b: Any) -> Rows:
     rows = m.t(b["a"])
     return [rows, m.u((rows.sum(1) > 0).long())]
@@ -387,17 +392,17 @@ def from_weight(m: Any, b: Any) -> Rows:
     return [m.u(m.weight[b["a"]].argmax(1))]
 
 
-@shape()
+@shape(calls=0, refused=READS_BATCH)
 def branch_never(m: Any, b: Any) -> Rows:
     return [m.t(b["x"] + 1 if b["flag"].any() else b["x"] + 2)]
 
 
-@shape()
+@shape(calls=0, refused=READS_BATCH)
 def branch_both(m: Any, b: Any) -> Rows:
     return [m.t(b["x"] + 1 if b["x"].sum() % 2 == 0 else b["x"] + 2)]
 
 
-@shape()
+@shape(calls=0, refused=READS_BATCH)
 def branch_between_inputs(m: Any, b: Any) -> Rows:
     return [m.t(b["a"] if b["x"].sum() % 2 == 0 else b["b"])]
 
@@ -408,12 +413,12 @@ def branch_on_rows(m: Any, b: Any) -> Rows:
     return [rows, m.u(b["b"] + 1 if rows.sum() > 0 else b["b"] + 2)]
 
 
-@shape()
+@shape(calls=0, refused=READS_BATCH)
 def branch_on_item(m: Any, b: Any) -> Rows:
     return [m.t(b["x"] + 1 if b["x"].max().item() > 97 else b["x"] + 2)]
 
 
-@shape()
+@shape(calls=0, refused=READS_BATCH)
 def assert_range(m: Any, b: Any) -> Rows:
     assert b["x"].max() < 100
     return [m.t(b["x"] + 1)]
@@ -479,7 +484,7 @@ def schedule_after(m: Any, b: Any) -> Rows:
     return [m.t(b["x"] + (1 if m.count < 8 else 2))]
 
 
-SHAPES["schedule_after"] = ShapeOfStep(schedule_after, plain, None, 1)
+SHAPES["schedule_after"] = ShapeOfStep(schedule_after, plain, None, 1, 0)
 
 
 def in_turns(m: Any, b: Any) -> Rows:
@@ -488,7 +493,7 @@ def in_turns(m: Any, b: Any) -> Rows:
     return [m.t(b["a" if m.count % 2 else "b"])]
 
 
-SHAPES["in_turns"] = ShapeOfStep(in_turns, plain, None, 1)
+SHAPES["in_turns"] = ShapeOfStep(in_turns, plain, None, 1, 1)
 
 
 def rewritten_buffer(m: Any, b: Any) -> Rows:
@@ -499,7 +504,7 @@ def rewritten_buffer(m: Any, b: Any) -> Rows:
     return [m.t(m.item_to_category[b["x"] % 100])]
 
 
-SHAPES["rewritten_buffer"] = ShapeOfStep(rewritten_buffer, plain, None, 1)
+SHAPES["rewritten_buffer"] = ShapeOfStep(rewritten_buffer, plain, None, 1, 0)
 
 
 def schedule_on_rank_1(m: Any, b: Any) -> Rows:
@@ -508,7 +513,7 @@ def schedule_on_rank_1(m: Any, b: Any) -> Rows:
     return [m.t(b["x"] + (2 if m.count >= 8 and rank_and_num_ranks()[0] == 1 else 1))]
 
 
-SHAPES["schedule_on_rank_1"] = ShapeOfStep(schedule_on_rank_1, plain, None, 1)
+SHAPES["schedule_on_rank_1"] = ShapeOfStep(schedule_on_rank_1, plain, None, 1, 0)
 
 
 def fewer_on_rank_1(m: Any, b: Any) -> Rows:
@@ -519,7 +524,7 @@ def fewer_on_rank_1(m: Any, b: Any) -> Rows:
     return [rows, m.u((rows.sum((1, 2)) > 0).long())]
 
 
-SHAPES["fewer_on_rank_1"] = ShapeOfStep(fewer_on_rank_1, plain, None, 1)
+SHAPES["fewer_on_rank_1"] = ShapeOfStep(fewer_on_rank_1, plain, None, 1, 0)
 
 
 def zeros_fail_on_rank_1(m: Any, b: Any) -> Rows:
@@ -529,7 +534,7 @@ def zeros_fail_on_rank_1(m: Any, b: Any) -> Rows:
     return rows
 
 
-SHAPES["zeros_fail_on_rank_1"] = ShapeOfStep(zeros_fail_on_rank_1, plain, None, 1)
+SHAPES["zeros_fail_on_rank_1"] = ShapeOfStep(zeros_fail_on_rank_1, plain, None, 1, 0)
 
 
 def zeros_fail_between_on_rank_1(m: Any, b: Any) -> Rows:
@@ -537,7 +542,9 @@ def zeros_fail_between_on_rank_1(m: Any, b: Any) -> Rows:
     return [*zeros_fail_on_rank_1(m, b), m.u(b["a"])]
 
 
-SHAPES["zeros_fail_between_on_rank_1"] = ShapeOfStep(zeros_fail_between_on_rank_1, plain, None, 2)
+SHAPES["zeros_fail_between_on_rank_1"] = ShapeOfStep(
+    zeros_fail_between_on_rank_1, plain, None, 2, 1
+)
 
 
 def other_bags_on_rank_1(m: Any, b: Any) -> Rows:
@@ -548,7 +555,7 @@ def other_bags_on_rank_1(m: Any, b: Any) -> Rows:
     return m.bags(KeyedJaggedTensor(["f", "g"], ids, lengths=torch.ones_like(ids)))
 
 
-SHAPES["other_bags_on_rank_1"] = ShapeOfStep(other_bags_on_rank_1, plain, None, 1)
+SHAPES["other_bags_on_rank_1"] = ShapeOfStep(other_bags_on_rank_1, plain, None, 1, 0)
 
 
 @dataclass

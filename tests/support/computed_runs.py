@@ -22,7 +22,7 @@ Batch = dict[str, Tensor]
 
 
 class Fields(pl.LightningModule):
-    """Adds offsets to fields, cuts a history to its longest, and takes the category of an item."""
+    """Adds offsets to fields, cuts off the last of a history, and takes the category of an item."""
 
     def __init__(self, manual: bool = False, compiler: str = "") -> None:
         super().__init__()
@@ -43,8 +43,7 @@ class Fields(pl.LightningModule):
         ).squeeze(1)
 
     def forward(self, batch: Batch) -> Tensor:
-        longest = int(batch["length"].max())
-        history = self.items((batch["history"] * 7 % ROWS)[:, :longest])
+        history = self.items((batch["history"] * 7 % ROWS)[:, :-1])
         rows = self.fields(batch["fields"] + self.offsets.to(self.device))
         return self.score(rows, history, self.items(self.category_of[batch["fields"][:, 0]]))
 

@@ -90,21 +90,28 @@ def checkpointed_layers(
         if not layers:
             raise ConfigError(
                 f"{OPTION}={option!r}: the module has no layers of parts that repeat, like a "
-                "transformer's. Name the "
-                f"layers, {OPTION}=[...]."
+                f"transformer's. Name the layers, {OPTION}=[...]."
             )
     for path in layers:
-        if inner := next((p for p in layers if p.startswith(f"{path}.")), None):
+        inner = _first_inside(path, layers)
+        if inner:
             raise ConfigError(
                 f"{OPTION}: '{inner}' is inside of '{path}', which recomputes it already. Name one."
             )
-        if inner := next((p for p in blocks or () if p.startswith(f"{path}.")), None):
+        inner = _first_inside(path, blocks or ())
+        if inner:
             raise ConfigError(
                 f"{OPTION}: '{path}' contains '{inner}', a block that FSDP2 gathers by itself. "
-                "Name that one, or let "
-                f"wrap name '{path}'."
+                f"Name that one, or let wrap name '{path}'."
             )
     return layers
+
+
+def _first_inside(path: str, paths: Iterable[str]) -> str:
+    for inner in paths:
+        if inner.startswith(f"{path}."):
+            return inner
+    return ""
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
@@ -224,5 +231,6 @@ class CheckpointedLayers:
         """Let the layers compute as they did before."""
         for path, layer in self._layers.items():
             vars(layer).pop("forward", None)
-            if (forward := self._forwards[path]) is not None:
+            forward = self._forwards[path]
+            if forward is not None:
                 layer.forward = forward

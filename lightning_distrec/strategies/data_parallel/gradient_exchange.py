@@ -7,10 +7,10 @@ step looks up few of many rows, and slow where it looks up most.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -45,7 +45,8 @@ class PowerSGDOptions:
     def __post_init__(self) -> None:
         plain_fields(self)
         for name, minimum in (("matrix_rank", 1), ("start_step", 0)):
-            if (value := getattr(self, name)) < minimum:
+            value = getattr(self, name)
+            if value < minimum:
                 raise ConfigError(f"powersgd: {name}={value} must be at least {minimum}.")
 
 
@@ -58,126 +59,84 @@ def sent_numbers(shape: torch.Size, matrix_rank: int) -> int:
     return factors if factors * 2 < shape.numel() else shape.numel()
 
 
-def _make_bucket(name: str, gradients: list[Tensor], is_last: bool) -> Any:
-    """Return what torch's hook reads of a dist.GradBucket, with copies of these gradients."""
-    values = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    parts = values.split([gradient.numel() for gradient in gradients])
-    copies = [
-        part.view(gradient.shape or (1,)) for part, gradient in zip(parts, gradients, strict=True)
-    ]
-    return SimpleNamespace(
-        index=lambda: name, buffer=lambda: values, gradients=lambda: copies, is_last=lambda: is_last
-    )
-
-
 class PowerSGD:
-    """Compresses gradients in one run: a hook for DistributedDataParallel, and its state in
-    checkpoints.
-
-    torch keeps its state by bucket, and DDP's buckets change after the first backward, on resuming,
-    and where layers unfreeze. So torch's hook gets buckets of the parameters in the module's order,
-    once DDP has all gradients.
-    """
+    """Compresses gradients in one run: torch's hook for DistributedDataParallel, and its state in
+    checkpoints. torch keeps its state by bucket, so that `GradientExchange` keeps the buckets."""
 
     def __init__(self, module: nn.Module, options: PowerSGDOptions, bucket_cap_mb: float) -> None:
-        self.__name__ = self.__qualname__ = "powersgd"  # DDP asks hooks for their names
-        self._module = module
-        self._bucket_bytes = bucket_cap_mb * 2**20
-        self._buckets: dict[str, list[nn.Parameter]] = {}
-        self._gradients: dict[int, Tensor] = {}
+        # DDP asks hooks for their names
+        self.__name__ = self.__qualname__ = "powersgd"
+        self._module, self._bucket_cap_mb = module, bucket_cap_mb
+        self._layout = ""
+        """What DDP makes its buckets of."""
         self._state = PowerSGDState(None, options.matrix_rank, orthogonalization_epsilon=1e-8)
+        # Its constructor takes no less than 2, after which DDP's buckets usually stay.
         self._state.start_powerSGD_iter = options.start_step
         shapes = [p.shape for p in module.parameters() if p.requires_grad]
         sent = sum(sent_numbers(shape, options.matrix_rank) for shape in shapes)
         rank_zero_info(
             f"ddp_tuned: from step {options.start_step} on, PowerSGD sends {sent:,} in place of "
-            f"{sum(shape.numel() for shape in shapes):,} numbers of gradients: training is not "
-            "the same as under ddp."
+            f"{sum(shape.numel() for shape in shapes):,} numbers of gradients: training is not the "
+            "same as under ddp."
         )
 
     def begin_wrapper(self) -> None:
-        """Note which parameters learn. Buckets with other parameters than before begin without
-        error feedback."""
-        names: dict[tuple[torch.dtype, int], list[str]] = {}
-        parameters = dict(self._module.named_parameters())
-        # By the module's order and bucket_cap_mb alone: the same buckets in every run, which DDP's
-        # are not.
-        ends = accumulate(parameter.nbytes for parameter in parameters.values())
-        for (name, parameter), end in zip(parameters.items(), ends, strict=True):
-            if parameter.requires_grad:
-                names.setdefault((parameter.dtype, int(end // self._bucket_bytes)), []).append(name)
-        self._buckets = {
-            " ".join(members): [parameters[name] for name in members] for members in names.values()
-        }
-        self._state.rng.seed(0)  # the first matrices are drawn alike in a run that resumes here
-        for memory in MEMORIES:
-            tensors = getattr(self._state, memory)
-            for name in set(tensors) - set(self._buckets):
-                del tensors[name]
+        """Note what DDP makes its buckets of. Others than before begin without error feedback."""
+        parameters = self._module.named_parameters()
+        learning = [(name, *p.shape) for name, p in parameters if p.requires_grad]
+        layout = f"{self._bucket_cap_mb} MiB: {learning}"
+        if self._layout != layout:
+            self._layout = layout
+            for memory in MEMORIES:
+                getattr(self._state, memory).clear()
+        # The first matrices are drawn alike in a run that resumes here.
+        self._state.rng.seed(0)
 
     def __call__(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Collective. Average a bucket: at once before the first compressed step, later at the last
-        one of backward."""
+        """Collective. Average a bucket."""
         if self._state.iter < self._state.start_powerSGD_iter:
             return powerSGD_hook(self._state, bucket)
-        self._gradients |= {
-            id(p): g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)
-        }
-        if bucket.is_last():
-            self._average()
-        # DDP wants a future for every bucket. Its buffer is filled by `_average` before backward
-        # ends, in place.
-        averaged: torch.futures.Future[Tensor] = torch.futures.Future()
-        averaged.set_result(bucket.buffer())
+        # torch takes the first dim for rows, which single numbers have not.
+        gradients = [gradient.view(gradient.shape or (1,)) for gradient in bucket.gradients()]
+        with_dims: Any = SimpleNamespace(
+            index=bucket.index,
+            buffer=bucket.buffer,
+            gradients=lambda: gradients,
+            is_last=bucket.is_last,
+        )
+        averaged = powerSGD_hook(self._state, with_dims)
+        # Awaited, as its second and third all-reduce start in threads of gloo, which would order
+        # those of two buckets differently on different ranks.
+        averaged.wait()
         return averaged
-
-    def _average(self) -> None:
-        final = list(self._buckets)[-1]
-        for name, parameters in self._buckets.items():
-            gradients = [self._gradients[id(parameter)] for parameter in parameters]
-            bucket = _make_bucket(name, gradients, name == final)
-            # Awaited, as its second and third all-reduce start in threads of gloo, which would
-            # order those of two buckets differently on different ranks.
-            powerSGD_hook(self._state, bucket).wait()
-            for gradient, average in zip(gradients, bucket.gradients(), strict=True):
-                gradient.copy_(average.view(gradient.shape))
-        self._gradients.clear()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this rank."""
-        tensors = {
-            memory: {
-                name: tensor.detach().cpu().clone()
-                for name, tensor in getattr(self._state, memory).items()
-            }
-            for memory in MEMORIES
-        }
-        return {"steps": self._state.iter, **tensors}
+        state: dict[str, Any] = {"steps": self._state.iter, "layout": self._layout}
+        for memory in MEMORIES:
+            tensors: dict[int, Tensor] = getattr(self._state, memory)
+            state[memory] = {i: tensor.detach().cpu().clone() for i, tensor in tensors.items()}
+        return state
 
     def restore(
         self, rank_state: Mapping[str, Any] | None, rank_0_state: Mapping[str, Any] | None
     ) -> None:
         """Continue from a checkpoint; None: of another number of ranks, or not in the
         checkpoint."""
-        saved: Mapping[str, Any] = (
-            rank_state or rank_0_state or {"steps": 0} | {memory: {} for memory in MEMORIES}
-        )
+        saved: Mapping[str, Any] = rank_state or rank_0_state or {"steps": 0, "layout": ""}
         self._state.iter = int(saved["steps"])
-        for memory in MEMORIES if rank_state else MEMORIES[:-1]:
-            # The two matrices are the same on all ranks; error feedback is a rank's own and means
-            # nothing to another.
-            tensors: dict[str, Tensor] = saved[memory]
-            matching = {
-                name: tensors[name].to(ps[0])
-                for name, ps in self._buckets.items()
-                if name in tensors
-            }
-            setattr(self._state, memory, matching)
-        if saved["error_dict"] and saved["error_dict"].keys() != self._state.error_dict.keys():
+        matches = saved["layout"] == self._layout
+        # The two matrices are the same on all ranks; error feedback is a rank's own and means
+        # nothing to another.
+        memories = MEMORIES if rank_state else MEMORIES[:-1]
+        device = next(self._module.parameters()).device
+        for memory in memories if matches else ():
+            tensors = {i: tensor.to(device) for i, tensor in saved[memory].items()}
+            setattr(self._state, memory, tensors)
+        if saved.get("error_dict") and not (matches and rank_state):
             rank_zero_warn(
                 "powersgd: the checkpoint was written by another number of ranks, or with other "
-                "buckets, and what the "
-                "compression had left over on each of them is dropped."
+                "buckets, and what the compression had left over on each of them is dropped."
             )
 
 
@@ -217,11 +176,15 @@ class GradientExchange:
     ) -> DistributedDataParallel:
         """Collective. Return the module in DDP. send_weights: whether rank 0's are sent to the
         others."""
+        if compression is not None:
+            # It warns of a walk over the graph, where all parameters are used.
+            warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         ddp = DistributedDataParallel(
             module,
             device_ids=device_ids,
             bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
+            # DDP does not order its buckets anew where it looks for unused parameters.
+            find_unused_parameters=self.find_unused_parameters or compression is not None,
             static_graph=self.static_graph,
             # Gradients are views of the buckets: one copy of them fewer in memory and in each step.
             gradient_as_bucket_view=True,
@@ -281,7 +244,8 @@ def refuse_powersgd(module: nn.Module, precision: str) -> None:
             "not be finite after "
             "gradients overflow. Use 'bf16-mixed', or no powersgd."
         )
-    if sparse := list(sparse_weights(module).values()):
+    sparse = list(sparse_weights(module).values())
+    if sparse:
         raise ConfigError(
             f"powersgd: '{sparse[0]}' has sparse gradients. Set sparse=False for "
             "it, or no powersgd."

@@ -125,15 +125,16 @@ class FullyShardedModule(ReplicatedLayers):
             self.reshard()
 
     def _refuse_writes(self, versions: list[int]) -> None:
-        if (current := versions_of(self._gathered)) == versions:
+        current = versions_of(self._gathered)
+        if current == versions:
             return
-        pairs = zip(self._gathered, versions, current, strict=True)
-        written = next(weight for weight, earlier, later in pairs if earlier != later)
+        changes = [earlier != later for earlier, later in zip(versions, current, strict=True)]
+        written = self._gathered[changes.index(True)]
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        shards = (
-            shard for shard, p in self._fsdp_parameters() if unsharded_parameter(p) is written
-        )
-        name = names.get(id(next(shards))) or names.get(id(written), "a weight")
+        name = names.get(id(written), "a weight")
+        for shard, fsdp_parameter in self._fsdp_parameters():
+            if unsharded_parameter(fsdp_parameter) is written:
+                name = names.get(id(shard), name)
         raise UnsupportedError(
             f"a step has written to '{name}' while it was gathered (an average of weights, "
             "max_norm), and the write is "

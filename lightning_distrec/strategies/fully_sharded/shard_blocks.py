@@ -149,7 +149,8 @@ def refuse_module(module: nn.Module) -> None:
     for kept in kept_parameters(module):
         if kept.parameter in parameters:
             kept.refuse_fixed()
-    if sparse := list(sparse_weights(module).values()):
+    sparse = list(sparse_weights(module).values())
+    if sparse:
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which FSDP2 does not reduce. Use "
             "strategy='torchrec_sharded', which "
@@ -212,7 +213,8 @@ def shard_module(
     else:
         blocks = consensus.all_or_none("setup", lambda: _choose_blocks(module, options))
         replicated = choose_replicated(module, blocks, module.automatic_optimization)
-        if large := {name: p.nbytes for name, p in replicated.items() if p.nbytes >= LARGE_BYTES}:
+        large = {name: p.nbytes for name, p in replicated.items() if p.nbytes >= LARGE_BYTES}
+        if large:
             size = decimal(sum(large.values()))
             rank_zero_info(
                 f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their "
@@ -265,7 +267,9 @@ def _shard(
         else OffloadPolicy()
     )
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
-    inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
+    inside: set[int] = set()
+    for block in blocks:
+        inside.update(id(inner) for inner in block.modules() if inner is not block)
     for block in blocks:
         policy = dtypes.block_policy(is_nested=id(block) in inside)
         reshards_block = block is not blocks[-1] if reshards == "auto" else reshards

@@ -85,7 +85,8 @@ def refuse_absent(module: nn.Module, strategy: str) -> None:
 def refuse_sharded_tables(module: nn.Module, strategy: str) -> None:
     """Raise ConfigError: an earlier run has sharded the module's tables, which would be averaged
     with unlike rows."""
-    if (tables := tables_of_modules.get(module)) is not None:
+    tables = tables_of_modules.get(module)
+    if tables is not None:
         raise ConfigError(
             f"{strategy}: tables of '{next(iter(tables.sharded))}' were sharded over the ranks by "
             "an earlier run under "
@@ -112,7 +113,8 @@ def refuse_stale(
     current = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
-            if stale := [tuple(p.shape) for p in group["params"] if id(p) not in current]:
+            stale = [tuple(p.shape) for p in group["params"] if id(p) not in current]
+            if stale:
                 raise error(
                     f"configure_optimizers gave {type(optimizer).__name__}, param group {i}, a "
                     "parameter of shape "
@@ -132,12 +134,12 @@ def swap_parameters(
     swapped: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
     with kept_up(module):
         for path, submodule in module.named_modules():
-            for name, parameter in list(
-                submodule.named_parameters(path, recurse=False, remove_duplicate=False)
-            ):
+            own = submodule.named_parameters(path, recurse=False, remove_duplicate=False)
+            for name, parameter in list(own):
                 if id(parameter) not in swapped:
                     swapped[id(parameter)] = parameter, make(name, parameter)
-                if (new := swapped[id(parameter)][1]) is not None:
+                new = swapped[id(parameter)][1]
+                if new is not None:
                     setattr(submodule, name.rpartition(".")[2], new)
                     note_replaced(parameter, new)
 
@@ -281,7 +283,8 @@ def guard(root: nn.Module) -> None:
 
 def _guard_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for name, _parameter in module.named_parameters(recurse=False):
-        if isinstance(value := state.get(f"{prefix}{name}"), DTensor):
+        value = state.get(f"{prefix}{name}")
+        if isinstance(value, DTensor):
             refuse_pickling(value, f"{prefix}{name}")
 
 
@@ -413,7 +416,8 @@ def unshard_module(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     swap_parameters(
         module, lambda name, p: full_or_meta(full, name, p) if isinstance(p, DTensor) else None
     )
-    users_steps = {name: step for name in STEPS if (step := _users_step(module, name)) is not None}
+    found_steps = {name: _users_step(module, name) for name in STEPS}
+    users_steps = {name: step for name, step in found_steps.items() if step is not None}
     is_sharded = isinstance(module, FSDPModule)
     for submodule in list(module.modules()) if is_sharded else []:
         added = ("__deepcopy__", *GUARDS) if isinstance(submodule, FSDPModule) else ()

@@ -8,20 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_distrec.prefetch.recorder import READS_BATCH
 from tests.support import computed_models as models
 from tests.support.computed_models import SHAPES, Fitted
 from tests.support.parameters import slow_except
 from tests.support.ranks import run_on_warm_ranks
 
 STEPS = 11
-LAST = (
-    "truncate_to_longest",
-    "branch_never",
-    "branch_both",
-    "branch_between_inputs",
-    "assert_range",
-    "branch_on_item",
-)
+READING = [name for name, shape in SHAPES.items() if shape.reason == READS_BATCH]
 """Shapes that read a value of the batch: what follows them in a step may depend on it."""
 CHANGES = {
     "schedule_after": "something that they depend on has changed since the first steps",
@@ -40,7 +34,7 @@ QUICK = [
         "write_to_clone",
         "item_to_category",
     ),
-    *("positions", "truncate_shorter", "kjt_concat", "random_negatives_of_one_table", "from_rows"),
+    *("positions", "kjt_concat", "random_negatives_of_one_table", "from_rows"),
     *("write_to_batch", "changing_buffer", "counter"),
 ]
 
@@ -66,12 +60,21 @@ def ahead_in_last_epoch(fitted: Fitted) -> int:
     return later - earlier
 
 
+def expected_ahead(*names: str) -> int:
+    """Return how many lookups of an epoch are sent ahead.
+
+    All but those of its first step; what is computed of its last batch, which is smaller, is not
+    sent either.
+    """
+    calls = sum(SHAPES[name].calls for name in names)
+    return calls * (STEPS - 2) + sum(SHAPES[name].found for name in names)
+
+
 def test_what_is_computed_in_the_step_is_prefetched_or_refused_with_the_reason() -> None:
     names = QUICK
     per_rank_results = fit(names)
     for _, ahead in per_rank_results:
-        # The first step of each epoch is looked up as it is called.
-        assert ahead_in_last_epoch(ahead) == sum(SHAPES[name].calls for name in names) * (STEPS - 1)
+        assert ahead_in_last_epoch(ahead) == expected_ahead(*names)
     warnings = per_rank_results[0][1].warnings
     refused = [name for name in names if SHAPES[name].reason is not None]
     assert len(warnings) == len(refused), warnings
@@ -87,45 +90,47 @@ def test_what_is_computed_in_the_step_is_prefetched_or_refused_with_the_reason()
     "name", [pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if name not in ALONE]
 )
 def test_each_shape_alone_trains_with_the_numbers_of_lookups_as_they_are_called(name: str) -> None:
-    # By the third epoch batches of many widths were seen.
-    for _, ahead in fit([name], epochs=3):
-        if name not in LAST:
-            assert ahead_in_last_epoch(ahead) == SHAPES[name].calls * (STEPS - 1)
+    for _, ahead in fit([name]):
+        assert ahead_in_last_epoch(ahead) == expected_ahead(name)
 
 
 @pytest.mark.slow
-def test_of_many_shapes_one_that_a_rank_refuses_late_does_not_hold_up_the_others() -> None:
-    names = [name for name in SHAPES if name not in (*LAST, *ALONE)]
-    calls = sum(SHAPES[name].calls for name in names)
-    per_rank_results = fit(names, epochs=3)
+def test_of_many_shapes_one_that_a_rank_refuses_does_not_hold_up_the_others() -> None:
+    names = [name for name in SHAPES if name not in (*READING, *ALONE)]
+    per_rank_results = fit(names)
     expected = [f"'tables.{name}." for name in names if SHAPES[name].reason is not None]
     refused = [
         warning
         for warning in per_rank_results[0][1].warnings
         if not any(name in warning for name in expected)
     ]
-    assert 0 < len(refused) < 6
+    assert len(refused) < 6, refused
     for _, ahead in per_rank_results:
-        assert ahead_in_last_epoch(ahead) >= (calls - len(refused)) * (STEPS - 1)
+        assert ahead_in_last_epoch(ahead) >= expected_ahead(*names) - len(refused) * (STEPS - 2)
 
 
 def test_ranks_with_batches_of_other_widths_prefetch_views_of_them() -> None:
     for _, ahead in fit(["shifted"]):
-        assert ahead_in_last_epoch(ahead) == SHAPES["shifted"].calls * (STEPS - 1)
+        assert ahead_in_last_epoch(ahead) == expected_ahead("shifted")
 
 
-def test_values_that_python_reads_decide_what_is_computed_ahead() -> None:
-    per_rank_results = fit(LAST[:-1])
+def test_what_follows_a_value_that_python_has_read_is_looked_up_as_it_is_called() -> None:
+    names = ["cat_two", "roll_negatives", *READING, "hashing"]
+    per_rank_results = fit(names)
+    warnings = per_rank_results[0][1].warnings
+    assert len(warnings) == len(READING) + 1, warnings
+    for name in (*READING, "hashing"):
+        [warning] = [warning for warning in warnings if f"'tables.{name}.t'" in warning]
+        assert READS_BATCH in warning
     for _, ahead in per_rank_results:
-        assert ahead.warnings == []
-        assert ahead_in_last_epoch(ahead) > 0
+        assert ahead_in_last_epoch(ahead) == expected_ahead("cat_two", "roll_negatives")
 
 
 @pytest.mark.parametrize(
     "name",
     slow_except(
         ["branch_on_rows", "python_random"],
-        ["numpy_negatives", "branch_on_rows", "python_random", "branch_on_item"],
+        ["numpy_negatives", "branch_on_rows", "python_random"],
     ),
 )
 def test_what_cannot_be_known_ahead_is_looked_up_as_it_is_called(name: str) -> None:
@@ -145,7 +150,7 @@ def test_calls_that_differ_on_all_ranks_are_looked_up_as_they_are_called_from_th
         ]
         assert cause in warning
     assert other.warnings == []
-    assert ahead_in_last_epoch(first) == SHAPES["attribute_offsets"].calls * (STEPS - 1)
+    assert ahead_in_last_epoch(first) == expected_ahead("attribute_offsets")
 
 
 BESIDE = [
@@ -174,7 +179,7 @@ def test_all_ranks_hear_of_a_call_that_differs_on_one_of_them() -> None:
 
 
 def test_the_switch_looks_up_what_is_computed_as_it_is_called() -> None:
-    names = ["schedule_after", "attribute_offsets", "truncate_shorter_computed", "roll_negatives"]
+    names = ["schedule_after", "attribute_offsets", "hashing", "roll_negatives"]
     for _, ahead in fit(names, computed_ids=False):
         # the input of roll_negatives that is in the batch
         assert ahead.ahead[-1][1] == 2 * (STEPS - 1)

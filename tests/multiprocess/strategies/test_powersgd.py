@@ -23,7 +23,7 @@ from tests.support.trainers import DEFAULTS
 
 POWERSGD = {"matrix_rank": 2, "start_step": 2}
 SMALL_BUCKETS = 0.005
-"""MiB: the layers below are in several buckets, which DDP orders anew after the first backward."""
+"""MiB: the layers below are in several buckets."""
 
 
 class Wide(Recording):
@@ -261,6 +261,10 @@ def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(
         (
             {"powersgd": {}, "comm_dtype": "bf16"},
             "powersgd and comm_dtype='bf16' both say how gradients are sent",
+        ),
+        (
+            {"powersgd": {}, "static_graph": True},
+            "powersgd with static_graph=True: DDP would order gradients anew",
         ),
     ],
 )

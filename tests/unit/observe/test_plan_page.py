@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from lightning_distrec.errors import MissingPackageError
+from lightning_distrec.observe import plan_pictures
 from lightning_distrec.observe.plan_page import (
     page,
     write_page,
     write_pictures,
 )
 from lightning_distrec.observe.plan_pictures import draw_plan
-from lightning_distrec.observe import plan_pictures
 from lightning_distrec.sharding.planning.report_text import (
     headline,
     memory_in_words,

@@ -3,6 +3,8 @@ ahead."""
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_distrec.prefetch.batch_objects import BatchObjects
-from lightning_distrec.prefetch.computed_calls import ComputedCall, replaying
+from lightning_distrec.prefetch.computed_calls import (
+    TRIAL_STEPS,
+    ComputedCall,
+    Trial,
+    have_known_sizes,
+    replaying,
+)
+from lightning_distrec.prefetch.recorded_calls import RecordedCall
 from lightning_distrec.prefetch.recorder import Recorder
 from lightning_distrec.prefetch.sources import BatchRoots
-from lightning_distrec.prefetch.step_calls import RecordedCall
 
 WIDTHS = (4, 7, 12)
+ALONE: Any = SimpleNamespace(all_gather=lambda value: [value])
+"""The only rank of its job."""
 Step = Callable[[Tensor, dict[str, Tensor]], Tensor]
 STEPS: list[Step] = [
     lambda x, b: x + 3,
@@ -45,21 +55,17 @@ def run(program: list[int], seed: int) -> tuple[int, int]:
     another one."""
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    call, module, ahead, wrong = ComputedCall("t", 0), nn.Module(), 0, 0
+    trial, module, ahead, wrong = Trial(["t"], ["t"]), nn.Module(), 0, 0
+    calls: list[ComputedCall] = []
     width = draw.choice(WIDTHS)
     for step in range(14):
         size = draw.choice((8, 8, 8, 5))
-        batch = {
-            "x": torch.randint(0, 50, (size, width)),
-            "len": torch.randint(1, width + 1, (size,)),
-        }
+        lengths = torch.randint(1, width + 1, (size,))
+        batch = {"x": torch.randint(0, 50, (size, width)), "len": lengths}
         roots, computed = BatchRoots(batch), None
-        if step >= 3:
-            with replaying():
-                try:
-                    computed = call.get(roots)[0]
-                except Exception:
-                    computed = None
+        if calls and have_known_sizes(roots, trial.sizes):
+            with replaying(), suppress(Exception):
+                computed = calls[0].get(roots)[0]
         roots.memo.clear()
         recorder: Any = Recorder(module, BatchObjects(roots), roots)
         with recorder.recording():
@@ -69,9 +75,11 @@ def run(program: list[int], seed: int) -> tuple[int, int]:
         if computed is not None:
             ahead += 1
             wrong += not (computed.dtype == x.dtype and torch.equal(computed, x))
-        if step < 3 or computed is None:
-            recorded = RecordedCall("t", (x,), recorder.objects, recorder)
-            call.learn(recorded.reason or recorded.variant)  # type: ignore[arg-type]
+        if step < TRIAL_STEPS:
+            call = RecordedCall("t", (x,), recorder.objects, recorder)
+            recorded: dict[str, Any] = {"t": [call.recording or call.reason]}
+            if trial.end_step(recorded, recorder.objects.tensors_with_paths):
+                calls = trial.agree(ALONE)
     return ahead, wrong
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec.prefetch.batch_objects import BatchObjects, tensors_in
+from lightning_distrec.prefetch.recorded_calls import RecordedCall, StepCalls
 from lightning_distrec.prefetch.sources import (
     BatchRoots,
     ConstantSource,
@@ -26,7 +27,6 @@ from lightning_distrec.prefetch.sources import (
     path_text,
     versions,
 )
-from lightning_distrec.prefetch.step_calls import RecordedCall, StepCalls
 from lightning_distrec.recorded_step import LateWeights
 
 Pair = namedtuple("Pair", "left right")
@@ -299,8 +299,8 @@ def test_weights_that_the_step_computes_come_late() -> None:
     batch, other = _batch(5, 10), _batch(8, 20)
     features = _jagged(batch, lengths=batch["lengths"], weights=batch["weights"] * 2)
     recorded = RecordedCall("bags", (features,), BatchObjects(BatchRoots(batch)))
-    assert recorded.call is not None, recorded.reason
-    (actual,) = recorded.call.get(BatchRoots(other))
+    assert recorded.recording is not None, recorded.reason
+    (actual,) = recorded.recording.get(BatchRoots(other))
     assert type(actual.weights()) is LateWeights
     called = _jagged(other, lengths=other["lengths"], weights=other["weights"] * 3)
     assert is_same_input(called, actual)
@@ -319,7 +319,7 @@ def test_weights_that_the_step_computes_come_late() -> None:
 def test_ids_that_look_like_lengths_or_offsets_are_refused_with_the_reason(ids: Tensor) -> None:
     recorded = RecordedCall("positions", (ids,), BatchObjects(BatchRoots(_batch(5, 10))))
     assert "no part of the batch" in recorded.reason
-    assert recorded.call is None
+    assert recorded.recording is None
 
 
 @pytest.mark.parametrize("offsets", ["arange", "of the batch"])
@@ -333,8 +333,9 @@ def test_a_call_with_several_arguments_is_built_from_another_batch(offsets: str,
     batch, other = _batch(5, 10), _batch(size, 20)
     recorded = RecordedCall("bags", arguments(batch), BatchObjects(BatchRoots(batch)))
     assert recorded.reason == ""
-    assert isinstance(recorded.call, LookupCall)
-    actual = recorded.call.get(BatchRoots(other))
+    assert recorded.recording is not None
+    assert isinstance(recorded.recording.call, LookupCall)
+    actual = recorded.recording.get(BatchRoots(other))
     assert len(actual) == 3
     for argument, expected in zip(actual, arguments(other), strict=True):
         assert is_same_input(expected, argument)
@@ -622,4 +623,4 @@ def test_a_step_of_random_lookups_has_the_same_features_in_another_batch_of_the_
             source = objects.source_of(_view(leaf, view))
             assert not isinstance(source, str), source
             calls.append(LookupCall("table", (source,)))
-    assert StepCalls(calls, objects).order.difference(BatchRoots(other)) == ""
+    assert StepCalls(calls, objects, True).order.difference(BatchRoots(other)) == ""
