@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec.checkpoint.atomic_folder import read_marker
-from lightning_distrec.checkpoint.checksums import ByteRange
+from lightning_distrec.checkpoint.checksums import SummedFile
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
 from lightning_distrec.checkpoint.load import CheckpointFolder, Loaded
 from lightning_distrec.checkpoint.plain_state import map_nested
@@ -39,8 +39,6 @@ class Mark:
     changed: dict[str, int]
     """Full name of a table -> rows that the difference has of it; the other tables are in it in
     full."""
-    row_bits: int = 32
-    """Bits a number of the rows; early versions wrote 8 as well, which was not exact."""
 
     @property
     def is_difference(self) -> bool:
@@ -56,12 +54,8 @@ def read_mark(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
         return None
     try:
         mark = Mark(**fields)
-        if not (
-            mark.id
-            and all(
-                isinstance(t, str) for t in (mark.id, mark.series, mark.base_name, mark.base_id)
-            )
-        ):
+        texts = (mark.id, mark.series, mark.base_name, mark.base_id)
+        if not mark.id or any(not isinstance(text, str) for text in texts):
             raise TypeError("no text")
         # A marker is text that anyone may edit: its base must not lead out of the folder of the
         # difference.
@@ -71,10 +65,6 @@ def read_mark(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
         raise CheckpointError(
             f"{path} is damaged: its marker says {fields!r} of its base ({error})."
         ) from None
-    if mark.row_bits != 32:
-        raise CheckpointError(
-            f"{path} has its rows in {mark.row_bits!r} bits a number. Use the full checkpoint."
-        )
     return mark
 
 
@@ -176,13 +166,12 @@ class Difference(CheckpointFolder):
         return self._lay_over_base(super().contents(pickles), pickles)
 
     @override
-    def ranges(self) -> list[ByteRange]:
+    def files(self) -> list[SummedFile]:
         base = self._base()
-        base_ranges = [
-            item._replace(label=f"{item.label} of its base {base.path.name}")
-            for item in base.ranges()
-        ]
-        return [*super().ranges(), *base_ranges]
+        files = super().files()
+        for file in base.files():
+            files.append(file._replace(label=f"{file.label} of its base {base.path.name}"))
+        return files
 
     def _base(self) -> CheckpointFolder:
         """Return the full checkpoint. Raises CheckpointError: it is not the one, or damaged."""
@@ -210,26 +199,26 @@ class Difference(CheckpointFolder):
         # Handles of the base's large tensors: nothing of them is read before a rank asks for its
         # rectangle.
         base_tensors = collect_tensors(base.contents(pickles).checkpoint)
+        ids: dict[str, Any] = {}
+        # Weights and optimizer state of a shard have their ids in common; these are read once for
+        # all.
+        read_ids: dict[str, RowIds] = {}
+
+        def patch(leaf: Any, place: str) -> Any:
+            if not (isinstance(leaf, Mapping) and CHANGED in leaf):
+                return leaf
+            base_tensor = base_tensors.get(place)
+            if base_tensor is None or tuple(base_tensor.shape) != tuple(leaf["shape"]):
+                raise CheckpointError(
+                    f"{path} is a difference of '{place}', which its base {base.path} has not."
+                )
+            shards = [_shard_rows(shard, ids, read_ids) for shard in leaf[CHANGED]]
+            return PatchedTensor(base_tensor, shards)
+
         try:
-            ids = {
-                name: as_lazy(value) for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items()
-            }
-            # Weights and optimizer state of a shard have their ids in common; these are read once
-            # for all.
-            read_ids: dict[str, RowIds] = {}
-
-            def patch(item: Any, place: str) -> Any:
-                if not (isinstance(item, Mapping) and CHANGED in item):
-                    return map_nested(item, place, patch)
-                base_tensor = base_tensors.get(place)
-                if base_tensor is None or tuple(base_tensor.shape) != tuple(item["shape"]):
-                    raise CheckpointError(
-                        f"{path} is a difference of '{place}', which its base {base.path} has not."
-                    )
-                shards = [_shard_rows(shard, ids, read_ids) for shard in item[CHANGED]]
-                return PatchedTensor(base_tensor, shards)
-
-            checkpoint: dict[str, Any] = patch(loaded.checkpoint, "")
+            for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items():
+                ids[name] = as_lazy(value)
+            checkpoint = map_nested(loaded.checkpoint, patch, whole=frozenset({CHANGED}))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is damaged: its rows are not as they were written ({error!r})."
@@ -242,11 +231,8 @@ def _shard_rows(
 ) -> ShardRows:
     offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
     rows, numbers = as_lazy(shard["rows"]), ids[name]
-    if (
-        rows is None
-        or tuple(rows.shape) != (*numbers.shape, *sizes[1:])
-        or len(offsets) != len(sizes)
-    ):
+    expected_shape = (*numbers.shape, *sizes[1:])
+    if rows is None or tuple(rows.shape) != expected_shape or len(offsets) != len(sizes):
         raise ValueError(f"rows of {offsets}")
     if name not in read_ids:
         read_ids[name] = RowIds(numbers, offsets[0], sizes[0])

@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-import zlib
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +23,10 @@ from lightning_distrec.checkpoint.atomic_folder import (
     is_checkpoint,
     remove,
 )
+from lightning_distrec.checkpoint.checksums import checksums_of
 from lightning_distrec.checkpoint.host_copies import copy_to_host
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
-from lightning_distrec.checkpoint.storage import write_tensors
+from lightning_distrec.checkpoint.tensor_files import write_tensors
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.host_memory import release_free_memory
@@ -119,22 +120,17 @@ class FolderSnapshot:
     def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
         """Collective. Write the folder."""
 
-        def write_other_files() -> dict[str, int]:
+        def write_files() -> dict[str, list[int]]:
+            checksums = write_tensors(folder, self.tensors, ranks.rank, pace)
             for name, content in self.files.items():
                 write_file(folder / name, content)
-            return {
-                **read_checksums(),
-                **{name: zlib.crc32(content) for name, content in self.files.items()},
-            }
+                checksums[name] = checksums_of(content)
+            return checksums
 
         def complete() -> None:
             if unfinished is not None:
-                crc32 = {
-                    name: checksum
-                    for local_crc32 in per_rank_crc32
-                    for name, checksum in local_crc32.items()
-                }
-                unfinished.complete({**self.marker, CHECKSUMS: crc32})
+                checksums = dict(ChainMap(*per_rank_checksums))
+                unfinished.complete({**self.marker, CHECKSUMS: checksums})
 
         # Each part ends with an agreement: a rank that cannot write makes all ranks raise, and none
         # is left in a collective that it never reaches.
@@ -144,8 +140,8 @@ class FolderSnapshot:
             # 0 alone.
             folder = self.path.parent / ranks.all_gather(name)[0]
             on_all_ranks(ranks, self.path, lambda: _must_see(folder))
-            read_checksums = write_tensors(folder, self.tensors, ranks.group, self.path, pace)
-            per_rank_crc32 = ranks.all_gather(on_all_ranks(ranks, self.path, write_other_files))
+            checksums = on_all_ranks(ranks, self.path, write_files)
+            per_rank_checksums = ranks.all_gather(checksums)
             on_all_ranks(ranks, self.path, complete)
 
 
@@ -158,30 +154,20 @@ def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSn
     per_rank_tensors = [set(tensors) for tensors in ranks.all_gather(large_tensors(checkpoint))]
     on_all = {path for path, _, _ in set.intersection(*per_rank_tensors)}
     plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks, pickles)
+    marker = {"num_ranks": ranks.num_ranks, **content.facts}
+    for key in ("epoch", "global_step"):
+        if key in checkpoint:
+            marker.setdefault(key, checkpoint[key])
+
+    def to_files() -> dict[str, bytes]:
+        files = {rank_file(ranks.rank): to_bytes(dict(content.rank_state))}
+        if ranks.rank == 0:
+            files |= {STATE_FILE: to_bytes(plain, pickles), **content.extra_files}
+        return files
+
     # Into bytes now: training may change these values while a thread writes them. A value of no
     # plain type stops all ranks before any of them makes a file.
-    state, rank_state = ranks.all_or_none(
-        "saving a checkpoint",
-        lambda: (
-            to_bytes(plain, pickles) if ranks.rank == 0 else None,
-            to_bytes(dict(content.rank_state)),
-        ),
-    )
-    extra_files = dict(content.extra_files) if ranks.rank == 0 else {}
-    marker = {
-        "num_ranks": ranks.num_ranks,
-        **{key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint},
-        **content.facts,
-        "tensors": {
-            name: [list(t.shape), str(t.dtype).removeprefix("torch.")]
-            for name, t in tensors.items()
-        },
-    }
-    files = {
-        rank_file(ranks.rank): rank_state,
-        **({} if state is None else {STATE_FILE: state}),
-        **extra_files,
-    }
+    files = ranks.all_or_none("saving a checkpoint", to_files)
     return FolderSnapshot(content.path, tensors, files, marker)
 
 

@@ -1,0 +1,295 @@
+"""Tensors in safetensors files: each rank writes its chunks into files of its own, and reads from
+all of them what it needs, by the rectangle.
+
+The header's length, 8 bytes, little-endian; the header, JSON, with each tensor's type, shape and
+place; the tensors' bytes, little-endian, without gaps.
+Source: https://github.com/huggingface/safetensors#format
+Where chunks begin is in the metadata, as torch.distributed.checkpoint writes it: its
+HuggingFaceStorageReader reads our folders, too. Its writer copies all chunks of a rank twice, and
+keeps the last one of several of one tensor.
+"""
+
+import json
+import math
+import mmap
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_distrec.atomic_files import UNLIMITED, Pace, fsync
+from lightning_distrec.checkpoint.checksums import READ_BYTES, BlockChecksums
+from lightning_distrec.checkpoint.lazy_tensors import MappedTensor, read_blocks
+from lightning_distrec.checkpoint.plain_state import STORED_TYPES
+from lightning_distrec.chunks import (
+    Box,
+    Chunk,
+    ChunkedTensor,
+    LazyTensor,
+    narrowed,
+    num_bytes,
+    overlap,
+    row_ranges,
+)
+from lightning_distrec.errors import CheckpointError
+
+SUFFIX = ".safetensors"
+_DTYPES = {name: dtype for dtype, name in STORED_TYPES.items()}
+PLAIN = {"format": "pt"}
+"""Metadata of a file whose tensors are whole."""
+PLACES = "DCP_SHARDING_INFO"
+"""Key in the metadata: JSON, name of a tensor -> {OFFSETS: where its chunk begins}."""
+OFFSETS = "saved_offsets"
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, LazyTensor],
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+    metadata: Mapping[str, str] = PLAIN,
+    pace: Pace = UNLIMITED,
+) -> list[int]:
+    """Write a file, byte for byte as the library does, and return its checksums.
+
+    on_progress: called with numbers of bytes. Raises OSError; CheckpointError: a type is unknown.
+    """
+    for name, lazy in tensors.items():
+        if lazy.dtype not in STORED_TYPES:
+            problem = f"'{name}' is a tensor of {lazy.dtype}, which safetensors files cannot hold"
+            raise CheckpointError(f"{problem}. Use another type.")
+    order = list(STORED_TYPES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
+    checksums = BlockChecksums()
+    with pace.open(path) as file:
+        header = _header({name: tensors[name] for name in names}, metadata)
+        checksums.update(memoryview(header))
+        file.write(header)
+        for name in names:
+            write_blocks(file, tensors[name], on_progress, checksums)
+    return checksums.crc32
+
+
+def _header(tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name, lazy in tensors.items():
+        end = begin + num_bytes(lazy)
+        entries[name] = {
+            "dtype": STORED_TYPES[lazy.dtype],
+            "shape": list(lazy.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # Blanks up to a multiple of 8 bytes, as the library has them: the tensors behind are aligned.
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write_blocks(
+    file: IO[bytes],
+    lazy: LazyTensor,
+    on_progress: Callable[[int], None],
+    checksums: BlockChecksums | None = None,
+) -> None:
+    """Write a tensor's bytes. A function of its own, so that no block of it is held while the next
+    tensor is read."""
+    for block in read_blocks(lazy):
+        content = block.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        # Few at a time: they are still in a core's cache when they are written.
+        for begin in range(0, len(content), READ_BYTES):
+            part = content[begin : begin + READ_BYTES]
+            if checksums is not None:
+                checksums.update(part)
+            file.write(part)
+        on_progress(len(content))
+
+
+def tensors_file(rank: int, number: int = 0) -> str:
+    """Return the name of a file with tensors of a rank."""
+    return f"rank_{rank}{f'_{number}' if number else ''}{SUFFIX}"
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, ChunkedTensor], rank: int, pace: Pace = UNLIMITED
+) -> dict[str, list[int]]:
+    """Write this rank's chunks of tensors, and wait until they are on disk; return the checksums of
+    the files, by name.
+
+    A file has a name once: a rank's second chunk of a tensor goes into a second file.
+    Raises OSError; CheckpointError: a type is unknown.
+    """
+    files: list[dict[str, Chunk]] = []
+    for name, chunked in tensors.items():
+        chunks = [chunk for chunk in chunked.chunks if math.prod(chunk.box[1])]
+        files += [{} for _ in range(len(files), len(chunks))]
+        for number, chunk in enumerate(chunks):
+            files[number][name] = chunk
+    checksums = {}
+    for number, chunk_by_name in enumerate(files):
+        file_name = tensors_file(rank, number)
+        places = {name: {OFFSETS: chunk.offsets} for name, chunk in chunk_by_name.items()}
+        metadata = {**PLAIN, "DCP_VERSION": "1.0", PLACES: json.dumps(places)}
+        lazy = {name: _lazy_chunk(chunk) for name, chunk in chunk_by_name.items()}
+        path = folder / file_name
+        checksums[file_name] = write_safetensors(path, lazy, metadata=metadata, pace=pace)
+        fsync(path)
+    return checksums
+
+
+def _lazy_chunk(chunk: Chunk) -> LazyTensor:
+    # Tools put handles in place of tensors, which are read when they are written.
+    source: Any = chunk.tensor
+    return source if isinstance(source, LazyTensor) else MappedTensor(source.detach())
+
+
+class StoredChunk(NamedTuple):
+    """A rectangle of a tensor in a file."""
+
+    box: Box
+    dtype: torch.dtype
+    path: Path
+    begin: int
+    """Where its bytes begin in the file."""
+
+    def copy_into(self, chunk: Chunk) -> None:
+        """Copy what the chunk has of it; a block of rows at a time is mapped into memory."""
+        box = overlap(chunk.box, self.box)
+        if box is None:
+            return
+        target = narrowed(chunk.tensor.detach(), chunk.offsets, box)
+        if not box[0]:
+            target.copy_(self._map_rows(0, 1)[0])
+            return
+        (offsets, sizes), (begins, counts) = self.box, box
+        row_shape = (counts[0], *sizes[1:])
+        for first, count in row_ranges(row_shape, self.dtype.itemsize):
+            row = begins[0] + first
+            rows = self._map_rows(row - offsets[0], count)
+            columns = (row, *begins[1:]), (count, *counts[1:])
+            target[first : first + count] = narrowed(rows, (row, *offsets[1:]), columns)
+
+    def _map_rows(self, first: int, count: int) -> Tensor:
+        """Return rows of it, by their numbers in the chunk. Mapped for them alone: pages count as
+        memory of this process for as long as they are mapped."""
+        shape = (count, *self.box[1][1:])
+        row_bytes = self.dtype.itemsize * math.prod(shape[1:])
+        begin = self.begin + first * row_bytes
+        start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        size = begin + count * row_bytes - start
+        with open(self.path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
+        return torch.frombuffer(memory, dtype=self.dtype, offset=begin - start).view(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor(LazyTensor):
+    """A tensor in safetensors files."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: Sequence[StoredChunk]
+
+    @override
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        for stored in self.stored:
+            try:
+                for chunk in chunks:
+                    stored.copy_into(chunk)
+            except (OSError, ValueError, OverflowError, RuntimeError) as error:
+                problem = f"{stored.path}: '{self.name}' cannot be read: {error!r}."
+                raise CheckpointError(problem) from error
+
+
+def read_header(path: Path) -> dict[str, StoredChunk]:
+    """Return the chunks in a file, by the names of their tensors. Raises CheckpointError."""
+    try:
+        # The library compares what the header says with the file: tensors fill it, without overlap.
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+        places = json.loads(metadata.get(PLACES, "{}"))
+        with open(path, "rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        return {name: _chunk(path, name, header[name], places, 8 + size) for name in header}
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no safetensors file: {error}.") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {PLACES} is {error!r}.") from None
+
+
+def _chunk(
+    path: Path, name: str, entry: dict[str, Any], places: dict[str, Any], data_begin: int
+) -> StoredChunk:
+    kind, shape = entry["dtype"], tuple(entry["shape"])
+    if kind not in _DTYPES:
+        raise CheckpointError(f"{path}: '{name}' has the type {kind}, which is not supported.")
+    offsets = tuple(places[name][OFFSETS]) if places else (0,) * len(shape)
+    if len(offsets) != len(shape) or any(type(offset) is not int for offset in offsets):
+        raise CheckpointError(f"{path} is damaged: '{name}' begins at {offsets!r}.")
+    begin = data_begin + entry["data_offsets"][0]
+    return StoredChunk((offsets, shape), _DTYPES[kind], path, begin)
+
+
+def read_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """Return handles of the tensors in a file, whole ones. Raises CheckpointError."""
+    tensors: dict[str, LazyTensor] = {}
+    for name, chunk in read_header(path).items():
+        offsets, shape = chunk.box
+        if any(offsets):
+            problem = f"{path} has a part of '{name}', from {offsets}"
+            raise CheckpointError(f"{problem}. Give the folder that it is from.")
+        tensors[name] = StoredTensor(name, shape, chunk.dtype, [chunk])
+    return tensors
+
+
+class StoredTensors:
+    """The tensors of a checkpoint's folder. Raises CheckpointError: one of `files` is damaged."""
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        self._folder = folder
+        self.chunks: dict[str, list[StoredChunk]] = {}
+        """Name of a tensor -> its chunks."""
+        for file in files:
+            for name, chunk in read_header(folder / file).items():
+                self.chunks.setdefault(name, []).append(chunk)
+
+    def handle(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
+        """Return a tensor's handle. Raises CheckpointError: its chunks are not all of it, once."""
+        chunks = self.chunks.get(name, [])
+        # State and tensors are in several files: if they are of two checkpoints, it shows here.
+        same_type = all(chunk.dtype == dtype for chunk in chunks)
+        if not same_type or not cover([chunk.box for chunk in chunks], shape):
+            problem = f"the chunks of '{name}' are not all of it, once: {shape} of {dtype}"
+            raise CheckpointError(f"{self._folder} is damaged: {problem}.")
+        return StoredTensor(name, shape, dtype, chunks)
+
+
+def cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether rectangles cover a tensor of this shape, nothing of it twice."""
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape):
+            return False
+        for offset, size, end in zip(offsets, sizes, shape, strict=True):
+            if offset < 0 or offset + size > end:
+                return False
+    # Boxes of the right total size that do not overlap leave no gap.
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        return False
+    reaching: list[Box] = []  # boxes that begin at earlier rows and reach down to this one
+    for box in sorted(boxes):
+        # Sorted by their first row, so that boxes which end above this one meet no later box
+        # either. A number has no rows, and one box.
+        reaching = [other for other in reaching if other[0][0] + other[1][0] > box[0][0]]
+        if any(overlap(box, other) is not None for other in reaching):
+            return False
+        reaching.append(box)
+    return True
