@@ -42,10 +42,10 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTenso
             host.copy_(source)
         return Chunk(chunk.offsets, host)
 
-    copies = {
-        name: ChunkedTensor(full.shape, full.dtype, [copy(chunk) for chunk in full.chunks])
-        for name, full in tensors.items()
-    }
+    copies = {}
+    for name, full in tensors.items():
+        chunks = [copy(chunk) for chunk in full.chunks]
+        copies[name] = ChunkedTensor(full.shape, full.dtype, chunks)
     ring.finish()
     return copies
 

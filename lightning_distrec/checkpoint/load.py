@@ -212,7 +212,8 @@ class CheckpointFolder:
         return checkpoint
 
     def _must_list(self, names: set[str]) -> None:
-        if missing := sorted(names - self.marker["files"].keys()):
+        missing = sorted(names - self.marker["files"].keys())
+        if missing:
             raise CheckpointError(
                 f"{self.path} is damaged: its list of files lacks {', '.join(missing)}."
             )

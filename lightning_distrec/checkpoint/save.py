@@ -41,7 +41,8 @@ writing: dict[Path, Thread] = {}
 def wait_for_checkpoint(path: Path) -> bool:
     """Return whether there is a complete checkpoint, a file or a folder; where one is being
     written, once it is."""
-    if (thread := writing.get(path.absolute())) is not None:
+    thread = writing.get(path.absolute())
+    if thread is not None:
         thread.join()
     # A write that failed ends its thread as well, so the disk is asked in any case.
     return is_checkpoint(path)

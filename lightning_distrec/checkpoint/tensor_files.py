@@ -212,7 +212,8 @@ def read_header(path: Path) -> dict[str, StoredChunk]:
     """Return the chunks in a file, by the names of their tensors. Raises CheckpointError."""
     try:
         # The library compares what the header says with the file: tensors fill it, without overlap.
-        with safe_open(path, framework="pt") as opened:
+        # Through numpy, since through torch it would map the file as memory that may be written.
+        with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}
         places = json.loads(metadata.get(PLACES, "{}"))
         with open(path, "rb") as file:

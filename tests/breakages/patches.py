@@ -1083,8 +1083,8 @@ BREAKAGES = (
     Breakage(
         "difference-base-removed",
         "lightning_distrec/strategies/checkpoints",
-        r" \| \{mark\.base_name for _, _, mark in newest\[:keep\]\}",
-        "",
+        r"needed \|= \{path\.name, mark\.base_name\}",
+        "needed |= {path.name}",
         "The full checkpoint that a kept difference needs is removed: a restart starts at step 0.",
         ("multiprocess/checkpoint/test_incremental.py",),
     ),

@@ -192,7 +192,8 @@ def print_description(description: Description, console: Console, show_all: bool
         )
     listed = description.tensors if show_all else description.tensors[:NUM_LISTED]
     console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
-    if unlisted := description.tensors[len(listed) :]:
+    unlisted = description.tensors[len(listed) :]
+    if unlisted:
         size = format_bytes(sum(tensor.num_bytes for tensor in unlisted))
         console.print(
             f"and {quantity(len(unlisted), 'smaller tensor')}, {size} in all; --all lists them"

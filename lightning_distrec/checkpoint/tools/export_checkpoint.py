@@ -108,7 +108,8 @@ def export(
         )
     value = _read_content(source, target, pickles)
     total = sum(num_bytes(lazy) for lazy in collect_tensors(value).values())
-    if total > (free := shutil.disk_usage(target.parent).free):
+    free = shutil.disk_usage(target.parent).free
+    if total > free:
         raise CheckpointError(
             f"{target} needs {total:,} bytes, and its file system has {free:,} free."
         )
@@ -156,7 +157,8 @@ def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
     """Return what to write, with handles for tensors."""
     check_bytes(source, open_checkpoint(source))
     checkpoint = read_contents(source, pickles).checkpoint
-    if not isinstance(state := checkpoint.get("state_dict"), dict):
+    state = checkpoint.get("state_dict")
+    if not isinstance(state, dict):
         raise CheckpointError(
             f"{source} holds no state_dict, only {sorted(map(str, checkpoint))}; there is nothing "
             "to export."

@@ -118,26 +118,10 @@ class Checkpointing:
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
         if not self.options.pickles:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
-            if module.trainer.state.fn == TrainerFn.FITTING and module.trainer.checkpoint_callbacks:
-                prepare_hyperparameters(current_hyperparameters(module.trainer), self._warned)
-                # What it returns is known when it is called: a trial could change what the user's
-                # hook changes.
-                if is_overridden("on_save_checkpoint", module):
-                    rank_zero_info(
-                        f"What {type(module).__name__}.on_save_checkpoint adds to checkpoints "
-                        "must be of plain types: "
-                        "objects are an error when the first one is saved, unless "
-                        "checkpoint={'pickles': True} is set."
-                    )
         if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
-        if (
-            incremental := self.options.incremental
-        ) is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            label = self._job.label if self._job is not None else ""
-            self._incremental = IncrementalSaves(
-                incremental, self._ranks, tables, module.trainer, label, self._saver.remove
-            )
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._begin_fit()
         path = self.options.start_from
         # Once in the life of a strategy: a second fit goes on from what the first one has learned.
         if path is None or self._has_started:
@@ -146,6 +130,28 @@ class Checkpointing:
         self.load_model(loaded.checkpoint, module.strict_loading)
         self._has_started = True
         rank_zero_info(f"The run starts from the weights in {path}.")
+
+    def _begin_fit(self) -> None:
+        trainer = self._module.trainer
+        if not self.options.pickles and trainer.checkpoint_callbacks:
+            prepare_hyperparameters(current_hyperparameters(trainer), self._warned)
+            # What it returns is known when it is called: a trial could change what the user's hook
+            # changes.
+            if is_overridden("on_save_checkpoint", self._module):
+                rank_zero_info(
+                    f"What {type(self._module).__name__}.on_save_checkpoint adds to checkpoints "
+                    "must be of plain types: objects are an error when the first one is saved, "
+                    "unless checkpoint={'pickles': True} is set."
+                )
+        if self.options.incremental is not None:
+            self._incremental = IncrementalSaves(
+                self.options.incremental,
+                self._ranks,
+                self._tables,
+                trainer,
+                self._job.label if self._job is not None else "",
+                self._saver.remove,
+            )
 
     @property
     def _own_optimizers(self) -> list[Optimizer]:
@@ -161,9 +167,8 @@ class Checkpointing:
         if not meet(MEETING_SECONDS):
             raise CheckpointError(
                 "no checkpoint is saved after the exception above: it was raised on rank "
-                f"{self._ranks.rank}, and not "
-                "all of the other ranks arrived to save their shards within "
-                f"{MEETING_SECONDS:.0f} s."
+                f"{self._ranks.rank}, and not all of the other ranks arrived to save their shards "
+                f"within {MEETING_SECONDS:.0f} s."
             )
 
     def full_state(self, state: Mapping[str, Any], everywhere: bool = False) -> dict[str, Any]:
@@ -402,20 +407,20 @@ def prepare_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> Non
     """
     reasons: dict[str, str] = {}
     for key in HYPERPARAMETERS.keys() & checkpoint.keys():
-        if not isinstance(values := checkpoint[key], dict):  # a container of OmegaConf's
+        if not isinstance(checkpoint[key], dict):  # a container of OmegaConf's
             continue
-        forms = {name: saved_form(name, value) for name, value in values.items()}
-        checkpoint[key] = {name: form for name, (form, _) in forms.items()}
-        reasons |= {
-            name: reason for name, (_, reason) in forms.items() if reason and name not in warned
-        }
+        saved = {}
+        for name, value in checkpoint[key].items():
+            saved[name], reason = saved_form(name, value)
+            if reason and name not in warned:
+                reasons[name] = reason
+        checkpoint[key] = saved
     if reasons:
         rank_zero_warn(
             "checkpoints of this run hold hyperparameters that are objects: "
-            f"{'; '.join(reasons.values())}. "
-            "load_from_checkpoint(path) asks for these by name; load_from_checkpoint(path, "
-            "weights_only=False) reads "
-            "those that can be saved, and runs their code."
+            f"{'; '.join(reasons.values())}. load_from_checkpoint(path) asks for these by name; "
+            "load_from_checkpoint(path, weights_only=False) reads those that can be saved, and "
+            "runs their code."
         )
         warned.update(reasons)
 

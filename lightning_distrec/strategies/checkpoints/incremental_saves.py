@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,10 +25,7 @@ from lightning_distrec.chunks import Box, Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
-from lightning_distrec.strategies.checkpoints.table_states import SavedTables
-
-if TYPE_CHECKING:  # it loads torchrec, which modules without tables do not need
-    from lightning_distrec.sharding.row_gradients import LocalShard
+from lightning_distrec.strategies.checkpoints.table_states import SavedTables, shard_box
 
 WORTH = 0.8
 """Share of a table's rows from which on it is written in full."""
@@ -118,7 +115,7 @@ class ChangedRows:
         chunks = {chunk.box: chunk.tensor for chunk in tensor.chunks}
         found = []
         for shard, ids in zip(self._shards, self._ids, strict=True):
-            box = self._box(shard, tensor.shape)
+            box = shard_box(shard, tensor.shape, self._config.embedding_dim)
             chunk = chunks.get(box)
             # EMAWeightAveraging puts averages in the place of rows: those have other memory, and
             # stay in full.
@@ -128,16 +125,6 @@ class ChangedRows:
                 name = f"{shard.table}@{shard.row},{shard.column}"
                 found.append(ShardRows(box, name, ids, chunk))
         return found
-
-    def _box(self, shard: LocalShard, shape: tuple[int, ...]) -> Box:
-        """Return where a shard lies in a tensor of elements, of one column, or of one number per
-        row."""
-        rows, columns = shard.values.shape
-        if len(shape) == 1:
-            return (shard.row,), (rows,)
-        if shape[1] == self._config.embedding_dim:
-            return (shard.row, shard.column), (rows, columns)
-        return (shard.row, 0), (rows, 1)
 
 
 def turn_into_difference(
@@ -366,11 +353,13 @@ def no_longer_needed(stored: list[tuple[int, Path, Mark]], keep: int, base: str)
     """Return what to remove of a series, differences before their bases; `base` and the `keep`
     newest stay."""
     newest = sorted(stored, key=lambda entry: entry[0], reverse=True)
-    needed = (
-        {base}
-        | {path.name for _, path, _ in newest[:keep]}
-        | {mark.base_name for _, _, mark in newest[:keep]}
-    )
-    old = [(path, mark) for _, path, mark in newest if path.name not in needed]
+    needed = {base}
+    for _, path, mark in newest[:keep]:
+        needed |= {path.name, mark.base_name}
+    differences: list[Path] = []
+    full: list[Path] = []
+    for _, path, mark in newest:
+        if path.name not in needed:
+            (differences if mark.is_difference else full).append(path)
     # If the process dies in between, no difference has lost its base.
-    return [path for path, _ in sorted(old, key=lambda entry: not entry[1].is_difference)]
+    return differences + full

@@ -142,11 +142,8 @@ class HookDraws:
 
     @contextmanager
     def _around(self, trainer: Trainer, hook: str) -> Iterator[None]:
-        states_before, earlier, is_resumed = (
-            generator_states(),
-            fingerprint(),
-            self._saved is not None,
-        )
+        states_before, earlier = generator_states(), fingerprint()
+        is_resumed = self._saved is not None
         saved = (self._saved or {}).pop(hook, None)
         if saved is not None and self._has_begun and self._is_due(trainer):
             saved = None  # the run that never stopped makes new loaders here, too
@@ -160,11 +157,11 @@ class HookDraws:
             # The sanity check undoes what is drawn in it, and loaders may have been made again, or
             # for the first time, in a later epoch: hooks that come next draw as if this one had
             # been called where the first run called it.
-            set_generator_states(
-                states_before if self._has_begun else self._starts.get(hook, states_before)
-            )
             if self._has_begun:
+                set_generator_states(states_before)
                 set_reload_epochs(trainer, [None, self._reload_epochs[1]])
+            else:
+                set_generator_states(self._starts.get(hook, states_before))
         elif is_resumed and not self._has_begun and fingerprint() != earlier:
             rank_zero_warn(
                 f"{hook} draws random numbers, and the run that is resumed had not called it yet: "
@@ -259,12 +256,10 @@ class Positions:
         positioned = resumable(loader, *self.data_ranks, rank_zero_warn)
         # Other loaders draw seeds when they begin, which belong to the run: with the first batch,
         # once they are set.
-        self._loaders.append(
-            positioned
-            if isinstance(positioned, (PositionedLoader, EvenLoader))
-            else LateLoader(loader)
-        )
-        return self._loaders[-1]
+        if not isinstance(positioned, (PositionedLoader, EvenLoader)):
+            positioned = LateLoader(loader)
+        self._loaders.append(positioned)
+        return positioned
 
     def keep_rank_state(self, name: str, holder: "RankState") -> None:
         """Save what each rank has of its own under this name."""
@@ -276,22 +271,28 @@ class Positions:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # Taken out: the state that is written is rank 0's, and each rank's loaders are elsewhere.
         loader_states: list[Any] = state.pop("combined_loader", [])
-        state[NUM_STEPPED] = (
-            num_batches_stepped(trainer) if self.num_stepped is None else self.num_stepped
-        )
+        state[NUM_STEPPED] = self.num_stepped
+        if self.num_stepped is None:
+            state[NUM_STEPPED] = num_batches_stepped(trainer)
         # After the fit batches in flight are gone, and the user's code may have drawn random
         # numbers.
         last = self._last or self._now(trainer, loader_states)
         loader_states = last["loaders"]
         # Every rank gathers, though only rank 0 writes them.
-        if shared := merge_states(self._ranks.all_gather(loader_states)):
+        shared = merge_states(self._ranks.all_gather(loader_states))
+        if shared:
             state[POSITIONS] = shared
         return last
 
     def _now(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
-        states = {name: holder.state() for name, holder in self._rank_states.items()}
-        hooks, generators = self.draws.state(trainer), self._generators or generator_states()
-        return {"loaders": loader_states, "generators": generators, "hooks": hooks, **states}
+        rank_state = {
+            "loaders": loader_states,
+            "generators": self._generators or generator_states(),
+            "hooks": self.draws.state(trainer),
+        }
+        for name, holder in self._rank_states.items():
+            rank_state[name] = holder.state()
+        return rank_state
 
     def end(self, trainer: Trainer) -> None:
         """End the fit: checkpoints that are saved later hold what is the position now."""
@@ -308,10 +309,8 @@ class Positions:
         if not rank_state["loaders"] or POSITIONS in state:
             return checkpoint
         state = {**state, "combined_loader": rank_state["loaders"]}
-        return {
-            **checkpoint,
-            "loops": {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}},
-        }
+        loops = {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}}
+        return {**checkpoint, "loops": loops}
 
     def restore(self, loaded: Loaded, num_accumulated: int = 1) -> None:
         """Let the run continue where the checkpoint was saved. num_accumulated: batches to an
@@ -320,7 +319,8 @@ class Positions:
         self.num_stepped = fit_loop["state_dict"].pop(NUM_STEPPED, None)
         # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the
         # shared positions.
-        if shared := fit_loop["state_dict"].pop(POSITIONS, []):
+        shared = fit_loop["state_dict"].pop(POSITIONS, [])
+        if shared:
             fit_loop["state_dict"]["combined_loader"] = shared
         if loaded.rank_state is not None:
             fit_loop["state_dict"]["combined_loader"] = loaded.rank_state["loaders"]
@@ -329,26 +329,22 @@ class Positions:
         elif loaded.rank_0_state is not None and loaded.marker is not None:
             rank_zero_info(
                 f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there "
-                "are "
-                f"{self._ranks.num_ranks}: random generators are not restored, and start from the "
-                "seed."
+                f"are {self._ranks.num_ranks}: random generators are not restored, and start from "
+                "the seed."
             )
-        if hooks := (loaded.rank_state or loaded.rank_0_state or {}).get("hooks"):
+        rank_0_state = loaded.rank_0_state or {}
+        rank_state = loaded.rank_state or {}
+        hooks = (rank_state or rank_0_state).get("hooks")
+        if hooks:
             self.draws.restore(hooks, is_same_number=loaded.rank_state is not None)
         for name, holder in self._rank_states.items():
-            holder.restore(
-                (loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name)
-            )
+            holder.restore(rank_state.get(name), rank_0_state.get(name))
         # After the loaders' states have their place in fit_loop, for it compares counts with them.
         adapt_progress(fit_loop, self.data_ranks[1], num_accumulated)
-        epochs, batches = (
-            fit_loop["epoch_progress"]["current"],
-            fit_loop["epoch_loop.batch_progress"],
-        )
-        is_last, is_unfinished = (
-            bool(batches["is_last_batch"]),
-            epochs["completed"] < epochs["ready"],
-        )
+        epochs = fit_loop["epoch_progress"]["current"]
+        batches = fit_loop["epoch_loop.batch_progress"]
+        is_last = bool(batches["is_last_batch"])
+        is_unfinished = epochs["completed"] < epochs["ready"]
         self._begins_at_an_end = is_last and is_unfinished
         self._begins_in_an_epoch = not is_last and is_unfinished and batches["current"]["ready"] > 0
         self._loader_states = list(fit_loop["state_dict"].get("combined_loader", []))
@@ -356,10 +352,9 @@ class Positions:
     def begins_late(self) -> bool:
         """Return whether nothing is drawn before `on_train_start`: only loaders of a position are
         where they go on."""
-        has_position = self._begins_in_an_epoch and any(
-            is_stateful(loader) for loader in self._loaders
-        )
-        return self._is_resumed and not has_position
+        if not self._is_resumed:
+            return False
+        return not (self._begins_in_an_epoch and any(map(is_stateful, self._loaders)))
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Set the random generators, after all hooks, and Lightning's count of batches to the
