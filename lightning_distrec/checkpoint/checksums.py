@@ -40,18 +40,18 @@ class BlockChecksums:
     def __init__(self) -> None:
         self.crc32: list[int] = []
         """Of each block; the last one may be shorter."""
-        self._room = 0
+        self._num_left = 0
         """Bytes that the last block still takes."""
 
     def update(self, content: memoryview) -> None:
         """Count in the bytes that follow."""
         while content:
-            if not self._room:
+            if not self._num_left:
                 self.crc32.append(0)
-                self._room = BLOCK_BYTES
-            part = content[: self._room]
+                self._num_left = BLOCK_BYTES
+            part = content[: self._num_left]
             self.crc32[-1] = zlib.crc32(part, self.crc32[-1])
-            self._room -= len(part)
+            self._num_left -= len(part)
             content = content[len(part) :]
 
 

@@ -218,7 +218,7 @@ class Difference(CheckpointFolder):
         try:
             for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items():
                 ids[name] = as_lazy(value)
-            checkpoint = map_nested(loaded.checkpoint, patch, whole=frozenset({CHANGED}))
+            checkpoint = map_nested(loaded.checkpoint, patch, leaf_keys=frozenset({CHANGED}))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is damaged: its rows are not as they were written ({error!r})."

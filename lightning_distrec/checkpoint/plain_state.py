@@ -158,7 +158,7 @@ def insert_tensors(value: Any, stored: Callable[[Mapping[str, Any]], Any]) -> An
     def put(leaf: Any, path: str) -> Any:
         return stored(leaf) if isinstance(leaf, Mapping) and STORED in leaf else leaf
 
-    return map_nested(value, put, whole=frozenset({STORED}))
+    return map_nested(value, put, leaf_keys=frozenset({STORED}))
 
 
 def _is_large(leaf: Any) -> bool:
@@ -173,18 +173,18 @@ PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def map_nested(
-    value: Any, function: Callable[[Any, str], Any], path: str = "", whole: frozenset[str] = NONE
+    value: Any, function: Callable[[Any, str], Any], path: str = "", leaf_keys: frozenset[str] = NONE
 ) -> Any:
     """Return a copy of nested dicts, lists and tuples with `function(leaf, path)` for each value in
     them, but for numbers and text, which stay.
 
-    whole: a dict with one of these keys is a value, too.
+    leaf_keys: a dict with one of these keys is a value, too.
     """
     kind = type(value)
     # By exact type: subclasses, such as defaultdict and named tuples, are built in other ways.
     if kind in (dict, OrderedDict):
         items = value.items()
-        is_leaf = not whole.isdisjoint(value)
+        is_leaf = not leaf_keys.isdisjoint(value)
     elif kind in (list, tuple):
         items = enumerate(value)
         is_leaf = False
@@ -196,7 +196,7 @@ def map_nested(
     for key, child in items:
         # Most values are plain: they take no call.
         if type(child) not in PLAIN_TYPES:
-            child = map_nested(child, function, f"{path}/{key}" if path else str(key), whole)
+            child = map_nested(child, function, f"{path}/{key}" if path else str(key), leaf_keys)
         children.append((key, child))
     return kind(children) if kind in (dict, OrderedDict) else kind(child for _, child in children)
 

@@ -42,7 +42,7 @@ from lightning_distrec.errors import CheckpointError
 SUFFIX = ".safetensors"
 _DTYPES = {name: dtype for dtype, name in STORED_TYPES.items()}
 PLAIN = {"format": "pt"}
-"""Metadata of a file whose tensors are whole."""
+"""Metadata of a file of full tensors."""
 PLACES = "DCP_SHARDING_INFO"
 """Key in the metadata: JSON, name of a tensor -> {OFFSETS: where its chunk begins}."""
 OFFSETS = "saved_offsets"
@@ -241,7 +241,7 @@ def _chunk(
 
 
 def read_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Return handles of the tensors in a file, whole ones. Raises CheckpointError."""
+    """Return handles of the tensors in a file, which are full. Raises CheckpointError."""
     tensors: dict[str, LazyTensor] = {}
     for name, chunk in read_header(path).items():
         offsets, shape = chunk.box

@@ -312,4 +312,4 @@ def _full_state(
         return reference(place, shape, lazy.dtype, is_sharded)
 
     state = {key: value for key, value in raw.items() if key != ROW_IDS}
-    return map_nested(state, put, whole=frozenset({STORED, CHANGED})), tensors
+    return map_nested(state, put, leaf_keys=frozenset({STORED, CHANGED})), tensors

@@ -73,22 +73,20 @@ class SavedTable(NamedTuple):
             return None
         shard = shards[0]
         described: dict[str, Description] = {}
-        rows, columns = shard.values.shape
         num_rows, dim = self._size()
-        full_shapes: dict[Any, tuple[int, int]] = {
-            (rows, columns): (num_rows, dim),
-            (rows, 1): (num_rows, 1),
-        }
+        full_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for full_shape in ((num_rows, dim), (num_rows, 1), (num_rows,)):
+            _, shape = self._box(shard, full_shape)
+            full_shapes[shape] = full_shape
         for key, value in optimizer.state.get(shard.weight, {}).items():
             if not isinstance(value, Tensor):
                 described[key] = (None, value)
             elif value.dim() == 0:
                 described[key] = (None, value.cpu())
-            elif tuple(value.shape) == (rows,):
-                described[key] = ((num_rows,), value.dtype)
             elif tuple(value.shape) in full_shapes:
                 described[key] = (full_shapes[tuple(value.shape)], value.dtype)
             else:
+                rows, columns = shard.values.shape
                 raise CheckpointError(
                     f"table '{shard.table}': {class_name(optimizer)} keeps '{key}' of shape "
                     f"{tuple(value.shape)} for a shard of {rows} x {columns}, which cannot be "
