@@ -173,7 +173,10 @@ PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 def map_nested(
-    value: Any, function: Callable[[Any, str], Any], path: str = "", leaf_keys: frozenset[str] = NONE
+    value: Any,
+    function: Callable[[Any, str], Any],
+    path: str = "",
+    leaf_keys: frozenset[str] = NONE,
 ) -> Any:
     """Return a copy of nested dicts, lists and tuples with `function(leaf, path)` for each value in
     them, but for numbers and text, which stay.

@@ -163,17 +163,17 @@ class StoredChunk(NamedTuple):
         box = overlap(chunk.box, self.box)
         if box is None:
             return
-        target = narrowed(chunk.tensor.detach(), chunk.offsets, box)
+        target = chunk.tensor.detach()
         if not box[0]:
             target.copy_(self._map_rows(0, 1)[0])
             return
         (offsets, sizes), (begins, counts) = self.box, box
-        row_shape = (counts[0], *sizes[1:])
-        for first, count in row_ranges(row_shape, self.dtype.itemsize):
+        for first, count in row_ranges((counts[0], *sizes[1:]), self.dtype.itemsize):
             row = begins[0] + first
             rows = self._map_rows(row - offsets[0], count)
-            columns = (row, *begins[1:]), (count, *counts[1:])
-            target[first : first + count] = narrowed(rows, (row, *offsets[1:]), columns)
+            block = (row, *begins[1:]), (count, *counts[1:])
+            values = narrowed(rows, (row, *offsets[1:]), block)
+            narrowed(target, chunk.offsets, block).copy_(values)
 
     def _map_rows(self, first: int, count: int) -> Tensor:
         """Return rows of it, by their numbers in the chunk. Mapped for them alone: pages count as

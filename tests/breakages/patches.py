@@ -254,8 +254,8 @@ BREAKAGES = (
     Breakage(
         "reshard-offsets",
         "lightning_distrec/checkpoint",
-        r"narrowed\(rows, \(row, \*offsets\[1:\]\), columns\)",
-        "narrowed(rows, columns[0], columns)",
+        r"narrowed\(rows, \(row, \*offsets\[1:\]\), block\)",
+        "narrowed(rows, block[0], block)",
         "A checkpoint that is resumed on other ranks puts rows into wrong places.",
         ("unit/checkpoint/test_export.py", "multiprocess/checkpoint/test_resuming.py"),
     ),

@@ -440,17 +440,15 @@ def add_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return
     parameters = dict(trainer.lightning_module.named_parameters(remove_duplicate=False))
-    for number, (optimizer, state) in enumerate(
-        zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)
-    ):
+    pairs = zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)
+    for number, (optimizer, state) in enumerate(pairs):
         groups, saved = len(optimizer.param_groups), len(state["param_groups"])
         for group in state["param_groups"][groups:]:
             if not parameters.keys() >= set(group["params"]):
                 raise CheckpointError(
                     f"optimizer {number} has {groups} param group(s), and the checkpoint's had "
-                    f"{saved}: a "
-                    "BaseFinetuning callback has added some, and would unfreeze nothing now. "
-                    "Return as many, " + START
+                    f"{saved}: a BaseFinetuning callback has added some, and would unfreeze "
+                    f"nothing now. Return as many, {START}"
                 )
             unfrozen = [parameters[name].requires_grad_() for name in group["params"]]
             optimizer.add_param_group({**group, "params": unfrozen})
@@ -464,11 +462,8 @@ def refuse_callbacks(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         # Lightning's averages are copies of the whole model, also in subclasses; its other
         # callbacks have plain types.
-        is_lightnings = type(callback).__module__.startswith("lightning.")
-        if not is_lightnings and not isinstance(
-            callback, (StochasticWeightAveraging, WeightAveraging)
-        ):
-            refuse_not_plain(
-                with_plain_types(callback.state_dict()),
-                f"the state_dict of {type(callback).__name__}: state",
-            )
+        is_average = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+        if is_average or type(callback).__module__.startswith("lightning."):
+            continue
+        state = with_plain_types(callback.state_dict())
+        refuse_not_plain(state, f"the state_dict of {type(callback).__name__}: state")

@@ -31,8 +31,7 @@ WORTH = 0.8
 """Share of a table's rows from which on it is written in full."""
 
 
-@dataclass(frozen=True)
-class TensorOfTable:
+class TensorOfTable(NamedTuple):
     """A sharded tensor in a checkpoint that lies along a table: the dict that holds it, and its key
     there."""
 
@@ -40,12 +39,8 @@ class TensorOfTable:
     table: str
     holder: dict[str, Any]
     key: str
-
-    @property
-    def tensor(self) -> ChunkedTensor:
-        """The tensor, of which this rank has its chunks."""
-        tensor: ChunkedTensor = self.holder[self.key]
-        return tensor
+    tensor: ChunkedTensor
+    """Of which this rank has its chunks."""
 
 
 def find_table_tensors(checkpoint: Mapping[str, Any], tables: SavedTables) -> list[TensorOfTable]:
@@ -57,7 +52,7 @@ def find_table_tensors(checkpoint: Mapping[str, Any], tables: SavedTables) -> li
 
     def note(path: str, table: str, holder: dict[str, Any], key: str) -> None:
         if isinstance(holder[key], ChunkedTensor):
-            tensors.append(TensorOfTable(path, table, holder, key))
+            tensors.append(TensorOfTable(path, table, holder, key, holder[key]))
 
     state = checkpoint["state_dict"]
     for key in names.keys() & state.keys():
@@ -82,10 +77,6 @@ class ShardRows(NamedTuple):
     """Counted from the shard's first row."""
     chunk: Tensor
     """All rows of the shard."""
-
-    def facts(self) -> tuple[Box, str, int]:
-        """Return what other ranks need to know."""
-        return self.box, self.name, len(self.ids)
 
 
 class ChangedRows:
@@ -150,7 +141,8 @@ def turn_into_difference(
     local_rows = {t.path: tables[t.table].in_tensor(t.tensor) for t in tensors}
     local_facts = {}
     for path, shards in local_rows.items():
-        local_facts[path] = None if shards is None else [shard.facts() for shard in shards]
+        if shards is not None:
+            local_facts[path] = [(shard.box, shard.name, len(shard.ids)) for shard in shards]
     counts = {name: table.num_rows for name, table in tables.items()}
     # What follows depends on gathered values only, so that all ranks write the same names.
     per_rank = ranks.all_gather((counts, local_facts))
@@ -161,7 +153,7 @@ def turn_into_difference(
     by_rows = {}
     for tensor in tensors:
         count = num_rows[tensor.table]
-        per_rank_facts = [facts[tensor.path] for _, facts in per_rank]
+        per_rank_facts = [facts.get(tensor.path) for _, facts in per_rank]
         if None in per_rank_facts or not tables[tensor.table].is_worth(count):
             continue
         entries = []
