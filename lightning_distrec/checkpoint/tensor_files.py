@@ -59,11 +59,11 @@ def write_safetensors(
 
     on_progress: called with numbers of bytes. Raises OSError; CheckpointError: a type is unknown.
     """
+    order = list(STORED_TYPES)
     for name, lazy in tensors.items():
-        if lazy.dtype not in STORED_TYPES:
+        if lazy.dtype not in order:
             problem = f"'{name}' is a tensor of {lazy.dtype}, which safetensors files cannot hold"
             raise CheckpointError(f"{problem}. Use another type.")
-    order = list(STORED_TYPES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
     checksums = BlockChecksums()
     with pace.open(path) as file:
@@ -127,26 +127,34 @@ def write_tensors(
     """
     files: list[dict[str, Chunk]] = []
     for name, chunked in tensors.items():
-        chunks = [chunk for chunk in chunked.chunks if math.prod(chunk.box[1])]
-        files += [{} for _ in range(len(files), len(chunks))]
-        for number, chunk in enumerate(chunks):
+        number = 0
+        for chunk in chunked.chunks:
+            if not math.prod(chunk.tensor.shape):
+                continue
+            if number == len(files):
+                files.append({})
             files[number][name] = chunk
+            number += 1
     checksums = {}
     for number, chunk_by_name in enumerate(files):
-        file_name = tensors_file(rank, number)
-        places = {name: {OFFSETS: chunk.offsets} for name, chunk in chunk_by_name.items()}
-        metadata = {**PLAIN, "DCP_VERSION": "1.0", PLACES: json.dumps(places)}
-        lazy = {name: _lazy_chunk(chunk) for name, chunk in chunk_by_name.items()}
-        path = folder / file_name
-        checksums[file_name] = write_safetensors(path, lazy, metadata=metadata, pace=pace)
-        fsync(path)
+        path = folder / tensors_file(rank, number)
+        checksums[path.name] = _write_chunks(path, chunk_by_name, pace)
     return checksums
 
 
-def _lazy_chunk(chunk: Chunk) -> LazyTensor:
-    # Tools put handles in place of tensors, which are read when they are written.
-    source: Any = chunk.tensor
-    return source if isinstance(source, LazyTensor) else MappedTensor(source.detach())
+def _write_chunks(path: Path, chunk_by_name: Mapping[str, Chunk], pace: Pace) -> list[int]:
+    places = {}
+    handles: dict[str, LazyTensor] = {}
+    for name, chunk in chunk_by_name.items():
+        places[name] = {OFFSETS: chunk.offsets}
+        # Tools put handles in place of tensors, which are read when they are written.
+        source: Any = chunk.tensor
+        is_handle = isinstance(source, LazyTensor)
+        handles[name] = source if is_handle else MappedTensor(source.detach())
+    metadata = {**PLAIN, "DCP_VERSION": "1.0", PLACES: json.dumps(places)}
+    checksums = write_safetensors(path, handles, metadata=metadata, pace=pace)
+    fsync(path)
+    return checksums
 
 
 class StoredChunk(NamedTuple):
@@ -164,11 +172,12 @@ class StoredChunk(NamedTuple):
         if box is None:
             return
         target = chunk.tensor.detach()
-        if not box[0]:
+        (offsets, sizes), (begins, counts) = self.box, box
+        if not begins:
             target.copy_(self._map_rows(0, 1)[0])
             return
-        (offsets, sizes), (begins, counts) = self.box, box
-        for first, count in row_ranges((counts[0], *sizes[1:]), self.dtype.itemsize):
+        block_shape = (counts[0], *sizes[1:])
+        for first, count in row_ranges(block_shape, self.dtype.itemsize):
             row = begins[0] + first
             rows = self._map_rows(row - offsets[0], count)
             block = (row, *begins[1:]), (count, *counts[1:])
@@ -178,14 +187,16 @@ class StoredChunk(NamedTuple):
     def _map_rows(self, first: int, count: int) -> Tensor:
         """Return rows of it, by their numbers in the chunk. Mapped for them alone: pages count as
         memory of this process for as long as they are mapped."""
-        shape = (count, *self.box[1][1:])
-        row_bytes = self.dtype.itemsize * math.prod(shape[1:])
+        _, sizes = self.box
+        shape = (count, *sizes[1:])
+        row_bytes = self.dtype.itemsize * math.prod(sizes[1:])
         begin = self.begin + first * row_bytes
-        start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        size = begin + count * row_bytes - start
+        # Memory is mapped from a multiple of a page's size.
+        before = begin % mmap.ALLOCATIONGRANULARITY
+        size = before + count * row_bytes
         with open(self.path, "rb") as file:
-            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=start)
-        return torch.frombuffer(memory, dtype=self.dtype, offset=begin - start).view(shape)
+            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin - before)
+        return torch.frombuffer(memory, dtype=self.dtype, offset=before).view(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,29 +226,34 @@ def read_header(path: Path) -> dict[str, StoredChunk]:
         # Through numpy, since through torch it would map the file as memory that may be written.
         with safe_open(path, framework="numpy") as opened:
             metadata = opened.metadata() or {}
-        places = json.loads(metadata.get(PLACES, "{}"))
+        places = json.loads(metadata.get(PLACES, "null"))
         with open(path, "rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(size))
-        header.pop("__metadata__", None)
-        return {name: _chunk(path, name, header[name], places, 8 + size) for name in header}
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {error}.") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {PLACES} is {error!r}.") from None
+    header.pop("__metadata__", None)
+    chunks = {}
+    for name, entry in header.items():
+        shape = tuple(entry["shape"])
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            problem = f"'{name}' has the type {entry['dtype']}, which is not supported"
+            raise CheckpointError(f"{path}: {problem}.")
+        offsets = (0,) * len(shape) if places is None else _offsets(path, places, name)
+        begin = 8 + size + entry["data_offsets"][0]
+        chunks[name] = StoredChunk((offsets, shape), dtype, path, begin)
+    return chunks
 
 
-def _chunk(
-    path: Path, name: str, entry: dict[str, Any], places: dict[str, Any], data_begin: int
-) -> StoredChunk:
-    kind, shape = entry["dtype"], tuple(entry["shape"])
-    if kind not in _DTYPES:
-        raise CheckpointError(f"{path}: '{name}' has the type {kind}, which is not supported.")
-    offsets = tuple(places[name][OFFSETS]) if places else (0,) * len(shape)
-    if len(offsets) != len(shape) or any(type(offset) is not int for offset in offsets):
-        raise CheckpointError(f"{path} is damaged: '{name}' begins at {offsets!r}.")
-    begin = data_begin + entry["data_offsets"][0]
-    return StoredChunk((offsets, shape), _DTYPES[kind], path, begin)
+def _offsets(path: Path, places: Any, name: str) -> tuple[int, ...]:
+    """Return where a chunk begins in its tensor. Raises CheckpointError: it is not known."""
+    try:
+        # A TypeError where these are no integers.
+        return tuple(torch.Size(places[name][OFFSETS]))
+    except (KeyError, TypeError, RuntimeError, OverflowError) as error:
+        problem = f"where '{name}' begins is not as it was written ({error!r})"
+        raise CheckpointError(f"{path} is damaged: {problem}.") from None
 
 
 def read_safetensors(path: Path) -> dict[str, LazyTensor]:
@@ -276,14 +292,16 @@ class StoredTensors:
 
 def cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Whether rectangles cover a tensor of this shape, nothing of it twice."""
+    num_elements = 0
     for offsets, sizes in boxes:
         if len(offsets) != len(shape):
             return False
+        num_elements += math.prod(sizes)
         for offset, size, end in zip(offsets, sizes, shape, strict=True):
             if offset < 0 or offset + size > end:
                 return False
     # Boxes of the right total size that do not overlap leave no gap.
-    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+    if num_elements != math.prod(shape):
         return False
     reaching: list[Box] = []  # boxes that begin at earlier rows and reach down to this one
     for box in sorted(boxes):
