@@ -17,7 +17,7 @@ from lightning_distrec.checkpoint.checksums import SummedFile
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
 from lightning_distrec.checkpoint.load import CheckpointFolder, Loaded
 from lightning_distrec.checkpoint.plain_state import map_nested
-from lightning_distrec.chunks import Box, Chunk, LazyTensor, narrowed, overlap, row_ranges
+from lightning_distrec.chunks import Chunk, LazyTensor, narrowed, overlap, row_ranges
 from lightning_distrec.errors import CheckpointError
 
 INCREMENTAL = "incremental"
@@ -112,12 +112,9 @@ class PatchedTensor(LazyTensor):
     """A tensor of one checkpoint with rows of a later one in their places."""
 
     def __init__(self, base: LazyTensor, shards: Sequence[ShardRows]) -> None:
-        self._base, self._shards, self.shape, self.dtype = (
-            base,
-            shards,
-            tuple(base.shape),
-            base.dtype,
-        )
+        self._base, self._shards = base, shards
+        self.shape = tuple(base.shape)
+        self.dtype = base.dtype
 
     @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
@@ -125,26 +122,31 @@ class PatchedTensor(LazyTensor):
         self._base.read_into(chunks)
         for shard in self._shards:
             for chunk in chunks:
-                box = overlap((shard.offsets, shard.sizes), chunk.box)
-                if box is not None:
-                    _put_rows(narrowed(chunk.tensor.detach(), chunk.offsets, box), box, shard)
+                _put_rows(chunk, shard)
 
 
-def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
-    """Write the shard's rows into `target`, which lies in `box` of the tensor."""
-    first, count = box[0][0], box[1][0]
+def _put_rows(chunk: Chunk, shard: ShardRows) -> None:
+    """Write the shard's rows that lie in a chunk of the tensor into it."""
+    box = overlap((shard.offsets, shard.sizes), chunk.box)
+    if box is None:
+        return
+    target = narrowed(chunk.tensor.detach(), chunk.offsets, box)
+    (first, *first_column), (count, *num_columns) = box
     ids = shard.ids.numbers
     # Ids ascend, see RowIds: those in a rectangle follow each other, and so do their rows in the
     # file.
-    begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
-    columns = shard.sizes[1:]
-    for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):
-        values = torch.empty((number, *columns), dtype=shard.rows.dtype)
-        shard.rows.read_into([Chunk((begin + start, *[0] * len(columns)), values)])
+    bounds = torch.tensor([first, first + count])
+    begin, end = torch.searchsorted(ids, bounds).tolist()
+    row_shape = shard.sizes[1:]
+    dtype = shard.rows.dtype
+    for start, number in row_ranges((end - begin, *row_shape), dtype.itemsize):
+        position = begin + start
+        values = torch.empty((number, *row_shape), dtype=dtype)
+        shard.rows.read_into([Chunk((position, *[0] * len(row_shape)), values)])
         # Ids count the table's rows, `target` begins at row `first` of it.
-        places = ids[begin + start : begin + start + number] - first
-        if columns:
-            values = values.narrow(1, box[0][1] - shard.offsets[1], box[1][1])
+        places = ids[position : position + number] - first
+        if row_shape:
+            values = values.narrow(1, first_column[0] - shard.offsets[1], num_columns[0])
         target[places.to(target.device)] = values.to(target.device, target.dtype)
 
 
@@ -229,8 +231,11 @@ class Difference(CheckpointFolder):
 def _shard_rows(
     shard: Mapping[str, Any], ids: Mapping[str, Any], read_ids: dict[str, RowIds]
 ) -> ShardRows:
-    offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
-    rows, numbers = as_lazy(shard["rows"]), ids[name]
+    offsets = tuple(shard["offsets"])
+    sizes = tuple(shard["sizes"])
+    rows = as_lazy(shard["rows"])
+    name = shard["ids"]
+    numbers = ids[name]
     expected_shape = (*numbers.shape, *sizes[1:])
     if rows is None or tuple(rows.shape) != expected_shape or len(offsets) != len(sizes):
         raise ValueError(f"rows of {offsets}")

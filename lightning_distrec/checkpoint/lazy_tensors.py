@@ -20,7 +20,9 @@ class MappedTensor(LazyTensor):
     """A tensor of a plain file, mapped into memory: only what is copied from it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
 
     @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
@@ -148,9 +150,8 @@ def materialized_as(value: Any, parameter: Any) -> Any:
         return materialized(value)
     mesh = parameter.device_mesh
     if tuple(lazy.shape) != tuple(parameter.shape):
-        return DTensor.from_local(
-            lazy.read().to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim
-        )
+        full = lazy.read().to(parameter.to_local().device)
+        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim)
     local = torch.empty_like(parameter.to_local(), dtype=lazy.dtype)
     if local.numel():
         lazy.read_into([Chunk(local_offsets(parameter), local)])

@@ -47,29 +47,32 @@ def split_replicated(tensor: Tensor, rank: int, num_ranks: int, turn: int) -> Ch
     """Return the rows of a replicated tensor that this rank writes. turn: small ones are written by
     one rank each."""
     shape = tuple(tensor.shape)
+    other_offsets = (0,) * (len(shape) - 1)
     if not shape or shape[0] < num_ranks or tensor.nbytes < SMALL_BYTES:
-        chunks = [Chunk((0,) * len(shape), tensor.detach())] if turn % num_ranks == rank else []
+        chunks = []
+        if turn % num_ranks == rank:
+            chunks.append(Chunk((0,) * len(shape), tensor.detach()))
         return ChunkedTensor(shape, tensor.dtype, chunks)
     # One rank's end is the next one's first row, for any number of rows: nothing is missing or
     # written twice.
-    first, end = shape[0] * rank // num_ranks, shape[0] * (rank + 1) // num_ranks
-    return ChunkedTensor(
-        shape, tensor.dtype, [Chunk((first, *[0] * (len(shape) - 1)), tensor.detach()[first:end])]
-    )
+    first = shape[0] * rank // num_ranks
+    end = shape[0] * (rank + 1) // num_ranks
+    rows = Chunk((first, *other_offsets), tensor.detach()[first:end])
+    return ChunkedTensor(shape, tensor.dtype, [rows])
 
 
 def _chunked_dtensor(tensor: DTensor) -> ChunkedTensor:
     """Return this rank's rectangle; of what several ranks hold replicated, the first rank's."""
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
+    chunks = []
+    local = tensor.to_local().detach()
     # Along a dimension of the mesh that replicates, the first rank writes; along the others each
     # has other rows.
-    is_first = not any(
-        coordinate and isinstance(placement, Replicate)
-        for coordinate, placement in zip(coordinates, tensor.placements, strict=True)
-    )
-    local = tensor.to_local().detach()
-    chunks = [Chunk(local_offsets(tensor), local)] if is_first and local.numel() else []
+    pairs = zip(coordinates, tensor.placements, strict=True)
+    is_copy = any(place and isinstance(placement, Replicate) for place, placement in pairs)
+    if local.numel() and not is_copy:
+        chunks.append(Chunk(local_offsets(tensor), local))
     return ChunkedTensor(tuple(tensor.shape), tensor.dtype, chunks)
 
 
@@ -185,23 +188,21 @@ def map_nested(
     """
     kind = type(value)
     # By exact type: subclasses, such as defaultdict and named tuples, are built in other ways.
-    if kind in (dict, OrderedDict):
+    is_dict = kind in (dict, OrderedDict)
+    if is_dict and leaf_keys.isdisjoint(value):
         items = value.items()
-        is_leaf = not leaf_keys.isdisjoint(value)
     elif kind in (list, tuple):
         items = enumerate(value)
-        is_leaf = False
     else:
-        is_leaf = True
-    if is_leaf:
         return value if kind in PLAIN_TYPES else function(value, path)
-    children = []
+    prefix = f"{path}/" if path else ""
+    children = {}
     for key, child in items:
         # Most values are plain: they take no call.
         if type(child) not in PLAIN_TYPES:
-            child = map_nested(child, function, f"{path}/{key}" if path else str(key), leaf_keys)
-        children.append((key, child))
-    return kind(children) if kind in (dict, OrderedDict) else kind(child for _, child in children)
+            child = map_nested(child, function, f"{prefix}{key}", leaf_keys)
+        children[key] = child
+    return kind(children if is_dict else children.values())
 
 
 def leaves_of(value: Any) -> dict[str, Any]:
