@@ -196,9 +196,8 @@ def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[Unfinishe
 def _must_see(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"rank 0 made the folder {folder}, which this rank does not see. Set "
-            "default_root_dir, or the dirpath of "
-            "ModelCheckpoint, to a folder that all ranks share."
+            f"rank 0 made the folder {folder}, which this rank does not see. Set default_root_dir, "
+            "or the dirpath of ModelCheckpoint, to a folder that all ranks share."
         )
 
 
@@ -213,9 +212,8 @@ def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T
             existing = next(folder for folder in path.absolute().parents if folder.exists())
             free = format_bytes(shutil.disk_usage(existing).free)
             raise CheckpointError(
-                f"the checkpoint {path} cannot be written: {error}. {free} are free there. "
-                "Earlier checkpoints are "
-                "unchanged."
+                f"the checkpoint {path} cannot be written: {error}. {free} are free there. Earlier "
+                "checkpoints are unchanged."
             ) from error
 
     return ranks.all_or_none("saving a checkpoint", checked)

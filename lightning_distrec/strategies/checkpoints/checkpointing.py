@@ -296,9 +296,8 @@ class Checkpointing:
             and "optimizer_states" not in checkpoint
         ):
             raise CheckpointError(
-                f"{path} holds weights only, so that training cannot resume from it. To start "
-                "from them, set "
-                "checkpoint={'start_from': path} in the strategy, and no ckpt_path."
+                f"{path} holds weights only, so that training cannot resume from it. To start from "
+                "them, set checkpoint={'start_from': path} in the strategy, and no ckpt_path."
             )
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             add_groups(self._module.trainer, checkpoint)

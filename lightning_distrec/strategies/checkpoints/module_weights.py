@@ -66,15 +66,13 @@ def load_weights(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. "
-            "Build the module "
-            "that was saved, map names by checkpoint={'rename': {old: new}}, or set "
-            "strict_loading=False on the module."
+            "Build the module that was saved, map names by checkpoint={'rename': {old: new}}, or "
+            "set strict_loading=False on the module."
         )
     if missing or unexpected:
         rank_zero_warn(
             "the checkpoint was loaded in part, as strict_loading=False allows: missing, and "
-            f"unchanged, {missing}; "
-            f"in the checkpoint only {unexpected}."
+            f"unchanged, {missing}; in the checkpoint only {unexpected}."
         )
 
 
@@ -86,10 +84,8 @@ def _refuse_resized_mapping(
     if (num_rows, shape[0]) in sizes:
         raise CheckpointError(
             f"table '{name}' has {num_rows} rows, and the checkpoint's '{key}' has {shape[0]}, to "
-            "which its ids are "
-            f"mapped: such a table cannot grow or shrink. Keep {shape[0]} rows; or let it start "
-            "over under another "
-            "name, with strict_loading=False on the module."
+            f"which its ids are mapped: such a table cannot grow or shrink. Keep {shape[0]} rows; "
+            "or let it start over under another name, with strict_loading=False on the module."
         )
 
 

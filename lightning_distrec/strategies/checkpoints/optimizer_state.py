@@ -168,16 +168,13 @@ class OptimizerStates:
         if len(saved_of_tables) != len(own_optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(saved_of_tables)} optimizers of tables "
-                "alone, and this run has "
-                f"{len(own_optimizers)} (table_optimizer, optimizer in tables, "
-                "apply_optimizer_in_backward). Set them "
-                f"as they were, {START}"
+                f"alone, and this run has {len(own_optimizers)} (table_optimizer, optimizer in "
+                f"tables, apply_optimizer_in_backward). Set them as they were, {START}"
             )
         if len(saved) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(saved)} optimizers, and "
-                "configure_optimizers returned "
-                f"{len(optimizers)}. Return as many, {START}"
+                f"configure_optimizers returned {len(optimizers)}. Return as many, {START}"
             )
         for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
             self._load(f"optimizer {number}", state, optimizer)
@@ -190,9 +187,8 @@ class OptimizerStates:
         if "param_groups" not in saved:
             raise CheckpointError(
                 f"{label}: the checkpoint has its state in the form of torchrec's KeyedOptimizer, "
-                "without param "
-                "groups, as other strategies save it. Start a new run from its weights by "
-                "checkpoint.start_from."
+                "without param groups, as other strategies save it. Start a new run from its "
+                "weights by checkpoint.start_from."
             )
         if saved.get("optimizer", kind) != kind:
             rank_zero_warn(

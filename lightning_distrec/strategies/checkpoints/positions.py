@@ -129,11 +129,10 @@ class HookDraws:
         if self._has_drawn and state["environment"] != self._environment:
             rank_zero_warn(
                 "prepare_data or setup drew random numbers, and the generators began with another "
-                "seed than in the run "
-                "that is resumed: a random_split, for one, has other parts now, and positions in "
-                "the epoch point into "
-                "them. Call lightning.seed_everything(N) before the Trainer is made, with the "
-                "same N in both runs."
+                "seed than in the run that is resumed: a random_split, for one, has other parts "
+                "now, and positions in the epoch point into them. Call "
+                "lightning.seed_everything(N) before the Trainer is made, with the same N in both "
+                "runs."
             )
 
     def watch(self, trainer: Trainer) -> Patches:
@@ -374,10 +373,9 @@ class Positions:
                 if config.reduce_on_plateau and config.interval == "epoch":
                     rank_zero_warn(
                         f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the "
-                        "checkpoint was saved at "
-                        "the end of one, before Lightning updated the scheduler. Resume from one "
-                        "of the middle of an "
-                        "epoch (ModelCheckpoint(every_n_train_steps=N)) to update it in each."
+                        "checkpoint was saved at the end of one, before Lightning updated the "
+                        "scheduler. Resume from one of the middle of an epoch "
+                        "(ModelCheckpoint(every_n_train_steps=N)) to update it in each."
                     )
 
     def _continue_order(self, loader: Any, state: Any) -> None:
@@ -393,10 +391,9 @@ class Positions:
         if loses_order(loader):
             rank_zero_warn(
                 f"{describe_loader(loader)} continues in another order than in the run that is "
-                "resumed: Lightning has "
-                "wrapped its sampler in a DistributedSamplerWrapper, which has no state. Give the "
-                "loader torchdata's "
-                "StatefulDistributedSampler, or a dataset without a state of its own."
+                "resumed: Lightning has wrapped its sampler in a DistributedSamplerWrapper, which "
+                "has no state. Give the loader torchdata's StatefulDistributedSampler, or a "
+                "dataset without a state of its own."
             )
 
     def _count_batches(self, trainer: Trainer) -> None:
@@ -422,12 +419,10 @@ class Positions:
         names = ", ".join(dict.fromkeys(describe_loader(loader) for loader in restarted))
         if restarted:
             rank_zero_warn(
-                "resuming in the middle of an epoch: the checkpoint holds no position of "
-                f"{names}, which this rank can "
-                "continue from. So this epoch starts again, with samples that were trained. "
-                "Resume from the end of an "
-                "epoch, on as many ranks, or use a map-style dataset, or a loader with state_dict "
-                "and load_state_dict "
-                "(torchdata's StatefulDataLoader)."
+                f"resuming in the middle of an epoch: the checkpoint holds no position of {names}, "
+                "which this rank can continue from. So this epoch starts again, with samples that "
+                "were trained. Resume from the end of an epoch, on as many ranks, or use a "
+                "map-style dataset, or a loader with state_dict and load_state_dict (torchdata's "
+                "StatefulDataLoader)."
             )
         return restarted

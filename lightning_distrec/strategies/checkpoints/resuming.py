@@ -358,10 +358,8 @@ class Resuming:
         unused_path = f" ckpt_path={str(ckpt_path)!r} was for its first start." if ckpt_path else ""
         rank_zero_info(
             f"{self._beginning()}: training resumes from {newest.path}, step {newest.step}, the "
-            "furthest complete "
-            f"checkpoint of the job {self.job.name}. {progress}{unused_path} To start over, set "
-            "another run_name, or "
-            "stopping={'resume': 'never'}."
+            f"furthest complete checkpoint of the job {self.job.name}. {progress}{unused_path} To "
+            "start over, set another run_name, or stopping={'resume': 'never'}."
         )
 
     def _explain_first_start(self, ckpt_path: Any) -> None:
