@@ -97,21 +97,24 @@ def changed_files(files: Sequence[SummedFile], ranks: Ranks | None = None) -> li
             blocks.append(_Block(file, begin, min(BLOCK_BYTES, file.size - begin), crc32))
     rank, num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.num_ranks)
     # Blocks that follow each other: a rank's own file, where as many ranks load as have saved.
-    first, end = len(blocks) * rank // num_ranks, len(blocks) * (rank + 1) // num_ranks
-    share = blocks[first:end]
+    first = len(blocks) * rank // num_ranks
+    end = len(blocks) * (rank + 1) // num_ranks
+    changed = set()
     with ThreadPoolExecutor(NUM_THREADS) as threads:
-        are_unchanged = list(threads.map(_Block.is_unchanged, share))
-    changed = {
-        block.file.label for block, same in zip(share, are_unchanged, strict=True) if not same
-    }
+        share = blocks[first:end]
+        for block, is_unchanged in zip(share, threads.map(_Block.is_unchanged, share), strict=True):
+            if not is_unchanged:
+                changed.add(block.file.label)
     if ranks is None:
         return sorted(changed)
-    expected = zlib.crc32(repr([(file.label, file.size, file.crc32) for file in files]).encode())
-    reports = ranks.all_gather((expected, changed))
-    if any(rank_expected != expected for rank_expected, _ in reports):
-        place = files[0].path if files else "one"
-        raise CheckpointError(f"the ranks see different files in the place of {place}.")
-    return sorted(set().union(*(rank_changed for _, rank_changed in reports)))
+    expected = [(file.label, file.size, file.crc32) for file in files]
+    fingerprint = zlib.crc32(repr(expected).encode())
+    for other_fingerprint, rank_changed in ranks.all_gather((fingerprint, sorted(changed))):
+        if other_fingerprint != fingerprint:
+            place = files[0].path if files else "one"
+            raise CheckpointError(f"the ranks see different files in the place of {place}.")
+        changed.update(rank_changed)
+    return sorted(changed)
 
 
 def read_crc32(path: Path, begin: int, size: int) -> int:

@@ -112,8 +112,9 @@ class CheckpointFile:
         its checksum. None: it has none, or is not local."""
 
         def test() -> list[str] | None:
-            is_read = self._is_local and (ranks is None or ranks.rank == 0)
-            return damaged_records(self._path) if is_read else None
+            if not self._is_local or (ranks is not None and ranks.rank):
+                return None
+            return damaged_records(self._path)
 
         if ranks is None:
             return test()

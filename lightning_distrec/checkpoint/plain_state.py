@@ -379,9 +379,11 @@ def named_optimizer_state(state: Mapping[str, Any], names: list[str]) -> dict[st
 def _renamed_state(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a state with its groups' parameters by other names, and what is saved next to it but
     for the optimizer's class."""
-    renamed = {key: value for key, value in state.items() if key != "optimizer"}
-    renamed["state"] = {new[name]: values for name, values in state["state"].items()}
-    renamed["param_groups"] = []
+    states = {new[name]: values for name, values in state["state"].items()}
+    groups = []
     for group in state["param_groups"]:
-        renamed["param_groups"].append({**group, "params": [new[name] for name in group["params"]]})
+        parameters = [new[name] for name in group["params"]]
+        groups.append({**group, "params": parameters})
+    renamed = {**state, "state": states, "param_groups": groups}
+    renamed.pop("optimizer", None)
     return renamed

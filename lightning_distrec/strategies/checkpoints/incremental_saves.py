@@ -49,21 +49,18 @@ def find_table_tensors(checkpoint: Mapping[str, Any], tables: SavedTables) -> li
     names = tables.shards.keys_in_tree()
     names |= {table.key: table.full_name for table in tables.shards.tables}
     tensors = []
-
-    def note(path: str, table: str, holder: dict[str, Any], key: str) -> None:
-        if isinstance(holder[key], ChunkedTensor):
-            tensors.append(TensorOfTable(path, table, holder, key, holder[key]))
-
     state = checkpoint["state_dict"]
-    for key in names.keys() & state.keys():
-        note(f"state_dict/{key}", names[key], state, key)
+    for key, table in names.items():
+        value = state.get(key)
+        if isinstance(value, ChunkedTensor):
+            tensors.append(TensorOfTable(f"state_dict/{key}", table, state, key, value))
     for i, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        states = optimizer.get("state", {})
-        for name in names.keys() & states.keys():
-            for key in states[name]:
-                path = f"optimizer_states/{i}/state/{name}/{key}"
-                note(path, names[name], states[name], key)
-    return sorted(tensors, key=lambda tensor: tensor.path)
+        for weight, values in optimizer.get("state", {}).items():
+            for key, value in values.items():
+                if weight in names and isinstance(value, ChunkedTensor):
+                    path = f"optimizer_states/{i}/state/{weight}/{key}"
+                    tensors.append(TensorOfTable(path, names[weight], values, key, value))
+    return tensors
 
 
 class ShardRows(NamedTuple):

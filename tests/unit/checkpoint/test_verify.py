@@ -219,4 +219,4 @@ def test_ranks_read_each_byte_once_and_find_what_has_changed(
         assert sum(read) == sum(sizes.values())
         assert max(num_read) <= len(read) // num_ranks + 1
     with pytest.raises(CheckpointError, match="the ranks see different files in the place of .*a"):
-        changed_files(files, OneOf(1, 2, [(7, set())]))
+        changed_files(files, OneOf(1, 2, [(7, [])]))
