@@ -264,7 +264,8 @@ def _exchange(new: Path, old: Path) -> None:
     """Exchange two paths in one step, where the file system can; else there is a moment without
     `old`."""
     # Python has no function for it. Numbers of Linux: fcntl.h and linux/fs.h.
-    AT_FDCWD, RENAME_EXCHANGE = -100, 2
+    AT_FDCWD = -100
+    RENAME_EXCHANGE = 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         if renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:

@@ -119,7 +119,8 @@ def changed_files(files: Sequence[SummedFile], ranks: Ranks | None = None) -> li
 
 def read_crc32(path: Path, begin: int, size: int) -> int:
     """Return the checksum of bytes in a file. Raises OSError: they cannot be read."""
-    crc32, buffer = 0, memoryview(bytearray(min(size, READ_BYTES)))
+    crc32 = 0
+    buffer = memoryview(bytearray(min(size, READ_BYTES)))
     # Read, not mapped: an error of a disk is an exception, and no signal that ends the process.
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)

@@ -91,7 +91,9 @@ class RowIds:
     """Rows of a tensor by number, ascending; read once. first, count: the rows that they are of."""
 
     def __init__(self, lazy: LazyTensor, first: int, count: int) -> None:
-        self._lazy, self._first, self._count = lazy, first, count
+        self._lazy = lazy
+        self._first = first
+        self._count = count
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -112,7 +114,8 @@ class PatchedTensor(LazyTensor):
     """A tensor of one checkpoint with rows of a later one in their places."""
 
     def __init__(self, base: LazyTensor, shards: Sequence[ShardRows]) -> None:
-        self._base, self._shards = base, shards
+        self._base = base
+        self._shards = shards
         self.shape = tuple(base.shape)
         self.dtype = base.dtype
 
@@ -179,7 +182,8 @@ class Difference(CheckpointFolder):
         """Return the full checkpoint. Raises CheckpointError: it is not the one, or damaged."""
         # Resolved, because last.ckpt may be a link into another folder, and the base lies next to
         # its target.
-        path, base_path = self.path, self.path.resolve().parent / self._mark.base_name
+        path = self.path
+        base_path = self.path.resolve().parent / self._mark.base_name
         try:
             base = CheckpointFolder(base_path, read_marker(base_path))
             mark = read_mark(base_path, base.marker)
@@ -197,7 +201,8 @@ class Difference(CheckpointFolder):
 
     def _lay_over_base(self, loaded: Loaded, pickles: bool) -> Loaded:
         """Return a checkpoint with tensors of its base where the difference has some rows only."""
-        path, base = self.path, self._base()
+        path = self.path
+        base = self._base()
         # Handles of the base's large tensors: nothing of them is read before a rank asks for its
         # rectangle.
         base_tensors = collect_tensors(base.contents(pickles).checkpoint)

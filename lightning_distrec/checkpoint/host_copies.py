@@ -55,7 +55,8 @@ class Ring:
     others are filled."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
-        self._num_slots, self._slot_bytes = num_slots, slot_bytes
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
         self._in_flight: deque[tuple[Any, Tensor, Tensor]] = deque()
         """Of each copy on its way: what to wait for, its slot, and the place that it goes to."""
 

@@ -76,7 +76,8 @@ class UnreadTensor(Tensor):
         unread: Any = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta").as_subclass(
             UnreadTensor
         )
-        unread.lazy, unread.full = lazy, None
+        unread.lazy = lazy
+        unread.full = None
         return unread  # type: ignore[no-any-return]
 
     @classmethod
@@ -157,7 +158,9 @@ def materialized_as(value: Any, parameter: Any) -> Any:
         lazy.read_into([Chunk(local_offsets(parameter), local)])
     # from_local infers the shape from equal shards, and the last rank's may be smaller: hence shape
     # and stride.
-    placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
+    placements = parameter.placements
+    shape = parameter.shape
+    stride = parameter.stride()
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 

@@ -124,7 +124,8 @@ class CheckpointFile:
 
     def _content(self, pickles: bool) -> dict[str, Any]:
         """Return a Lightning checkpoint; a bare state_dict becomes one."""
-        content, path = self._read(pickles), self._path
+        content = self._read(pickles)
+        path = self._path
         if not isinstance(content, Mapping):
             raise CheckpointError(
                 f"{path} holds a {type(content).__name__}, no checkpoint and no state_dict."
@@ -143,7 +144,8 @@ class CheckpointFolder:
     """A folder that all ranks have written. marker: see `read_marker`."""
 
     def __init__(self, path: Path, marker: dict[str, Any]) -> None:
-        self.path, self.marker = path, marker
+        self.path = path
+        self.marker = marker
 
     def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
         """Read it; replicated tensors are read, of sharded ones there are handles."""
@@ -176,7 +178,8 @@ class CheckpointFolder:
 
     def files(self) -> list[SummedFile]:
         """Return its files with their checksums."""
-        checksums, sizes = self.marker.get(CHECKSUMS), self.marker["files"]
+        checksums = self.marker.get(CHECKSUMS)
+        sizes = self.marker["files"]
         files = []
         for name, size in sizes.items():
             crc32 = checksums.get(name) if isinstance(checksums, dict) else None

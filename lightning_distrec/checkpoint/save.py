@@ -50,7 +50,8 @@ def wait_for_checkpoint(path: Path) -> bool:
 
 T = TypeVar("T")
 
-WRITER_NICENESS, MAX_NICENESS = 10, 19
+MAX_NICENESS = 19
+WRITER_NICENESS = 10
 """By how much a thread that writes yields to steps: a tenth of a core that both need (sched(7)), so
 that it ends."""
 
@@ -149,7 +150,8 @@ class FolderSnapshot:
 def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSnapshot:
     """Collective. Return what this rank writes. Raises CheckpointError on every rank: something is
     no plain type."""
-    checkpoint, pickles = content.checkpoint, content.pickles
+    checkpoint = content.checkpoint
+    pickles = content.pickles
     # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for
     # writing.
     per_rank_tensors = [set(tensors) for tensors in ranks.all_gather(large_tensors(checkpoint))]
@@ -230,7 +232,8 @@ class Saver:
         note_writing: Callable[[bool], object] = bool,
     ) -> None:
         """note_writing: called when a thread begins to write, and when it ends."""
-        self._ranks, self._note_writing = ranks, note_writing
+        self._ranks = ranks
+        self._note_writing = note_writing
         self._is_async = is_async
         self._pace = Pace(bytes_per_second)
         self._thread: threading.Thread | None = None
@@ -313,8 +316,10 @@ class Saver:
         self._thread = self.in_flight = None
         # Old checkpoints are removed only after the new one is complete, and not at all where it
         # failed.
-        failure, self._failure = self._failure, None
-        to_remove, self._to_remove = self._to_remove, []
+        failure = self._failure
+        self._failure = None
+        to_remove = self._to_remove
+        self._to_remove = []
         if failure is not None:
             raise failure
         for path in to_remove:

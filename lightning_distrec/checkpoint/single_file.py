@@ -66,7 +66,8 @@ def fits_in_one_file(
     # Options are the same on all ranks: none of them reaches the all_gather below.
     if options.distributed is not None:
         return not options.distributed
-    plain, sharded = 0, 0
+    plain = 0
+    sharded = 0
     for leaf in leaves_of(checkpoint).values():
         chunked = as_chunked(leaf)
         if chunked is not None:

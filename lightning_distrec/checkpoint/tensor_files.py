@@ -172,7 +172,8 @@ class StoredChunk(NamedTuple):
         if box is None:
             return
         target = chunk.tensor.detach()
-        (offsets, sizes), (begins, counts) = self.box, box
+        offsets, sizes = self.box
+        begins, counts = box
         if not begins:
             target.copy_(self._map_rows(0, 1)[0])
             return

@@ -92,7 +92,8 @@ def describe(path: Path) -> Description:
 
 
 def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Description:
-    checkpoint, marker = contents.checkpoint, contents.marker or {}
+    checkpoint = contents.checkpoint
+    marker = contents.marker or {}
     plan = marker.get("plan", {})
     mark = read_mark(path, marker)
     tables = {key: table_plan for name, table_plan in plan.items() for key in _weight_keys(name)}

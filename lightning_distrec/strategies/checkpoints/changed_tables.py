@@ -37,7 +37,8 @@ class ChangedTables:
     def __init__(self, tables: SavedTables, plugin: Any) -> None:
         from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
 
-        self.tables, self._writes = tables, tables.shards.state.writes
+        self.tables = tables
+        self._writes = tables.shards.state.writes
         # FBGEMM's kernels count no versions: rows are noted as they get gradients.
         self._touched = TouchedRows(tables.shards.kernels)
         self._undo: list[Callable[[], None]] = [self._touched.release]

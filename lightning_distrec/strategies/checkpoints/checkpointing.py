@@ -99,13 +99,11 @@ class Checkpointing:
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
         """Drop what belongs to the run before; called when a run's set-up starts. job: what its
         checkpoints are of."""
-        self._module, self._tables, self.state_ranks, self._job, self._incremental = (
-            module,
-            None,
-            None,
-            job,
-            None,
-        )
+        self._module = module
+        self._tables = None
+        self.state_ranks = None
+        self._job = job
+        self._incremental = None
         # else the position is that of the last fit
         if job is None or module.trainer.state.fn == TrainerFn.FITTING:
             self.positions = Positions(self._ranks, HookDraws(*self.fingerprints))
@@ -113,7 +111,8 @@ class Checkpointing:
     def begin(self, tables: SavedTables | None) -> None:
         """Collective, when a run is set up. Load the weights that it starts from, unless an earlier
         run has."""
-        self._tables, module = tables, self._module
+        self._tables = tables
+        module = self._module
         # Agreed on with the other flags of a step: all ranks raise at the same step.
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
         if not self.options.pickles:
@@ -343,7 +342,8 @@ class Checkpointing:
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Collective. Load the module's state; every rank reads its own shards of tables."""
         shards = None if self._tables is None else self._tables.shards
-        state, grow = checkpoint["state_dict"], self.options.grow_tables
+        state = checkpoint["state_dict"]
+        grow = self.options.grow_tables
         self._ranks.all_or_none(
             "loading a checkpoint",
             lambda: load_weights(self._module, shards, state, strict=strict, grow=grow),
@@ -351,7 +351,8 @@ class Checkpointing:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
-        states, saved = self._optimizer_states(), checkpoint["optimizer_states"]
+        states = self._optimizer_states()
+        saved = checkpoint["optimizer_states"]
         self._ranks.all_or_none(
             "loading a checkpoint", lambda: states.load(saved, optimizers, self._own_optimizers)
         )
@@ -426,7 +427,8 @@ def prepare_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> Non
 
 def current_hyperparameters(trainer: Trainer) -> dict[str, Any]:
     """Return what Lightning will save of the hyperparameters."""
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    module = trainer.lightning_module
+    data = getattr(trainer, "datamodule", None)
     sources = [source for source in (module, data) if source is not None and source.hparams]
     return {source.CHECKPOINT_HYPER_PARAMS_KEY: source.hparams for source in sources}
 
@@ -441,7 +443,8 @@ def add_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     parameters = dict(trainer.lightning_module.named_parameters(remove_duplicate=False))
     pairs = zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)
     for number, (optimizer, state) in enumerate(pairs):
-        groups, saved = len(optimizer.param_groups), len(state["param_groups"])
+        groups = len(optimizer.param_groups)
+        saved = len(state["param_groups"])
         for group in state["param_groups"][groups:]:
             if not parameters.keys() >= set(group["params"]):
                 raise CheckpointError(

@@ -215,7 +215,10 @@ class IncrementalSaves(Callback):
                 "checkpoint: incremental saves changed rows of sharded tables, and "
                 "this module has none."
             )
-        self._options, self._ranks, self._tables, self._remove = options, ranks, tables, remove
+        self._options = options
+        self._ranks = ranks
+        self._tables = tables
+        self._remove = remove
         self._trainer = trainer
         self._series: str = ranks.all_gather(job or f"fit-{secrets.token_hex(4)}")[0]
         folder = options.dirpath or Path(trainer.default_root_dir, FOLDER, self._series)
@@ -245,7 +248,9 @@ class IncrementalSaves(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, last, every = trainer.global_step, self._last_step, self._options.every
+        step = trainer.global_step
+        last = self._last_step
+        every = self._options.every
         self._last_step = step
         # While gradients accumulate the step stays the same: it is saved once.
         if step // every > last // every:
@@ -262,7 +267,8 @@ class IncrementalSaves(Callback):
             # `take`.
             self._trainer.save_checkpoint(self._writing, weights_only=False)
         finally:
-            written, self._writing = self._writing, None
+            written = self._writing
+            self._writing = None
         # Only if saving did not raise: differences must not name a base that is not there.
         self._base = self._next_base
         if self._ranks.rank == 0:

@@ -204,7 +204,8 @@ class OptimizerStates:
                 f"Return as many, {START}"
             )
         for member in members:
-            first, groups = groups[: len(member.param_groups)], groups[len(member.param_groups) :]
+            first = groups[: len(member.param_groups)]
+            groups = groups[len(member.param_groups) :]
             self._load_member(label, {**saved, "param_groups": first}, member)
 
     def _load_member(self, label: str, saved: Mapping[str, Any], optimizer: Optimizer) -> None:

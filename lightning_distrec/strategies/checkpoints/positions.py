@@ -99,7 +99,8 @@ class HookDraws:
     def __init__(self, environment: str = "", setup: str = "") -> None:
         """environment, setup: fingerprints when the ranks had met, and after the last `setup`
         hook."""
-        self._environment, self._has_drawn = environment, environment != setup
+        self._environment = environment
+        self._has_drawn = environment != setup
         self._calls: dict[str, Any] = {}
         self._starts: dict[str, Any] = {}
         """States before the last call of each hook, and after the one before training, and after
@@ -110,7 +111,8 @@ class HookDraws:
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what a checkpoint holds of this rank's."""
-        calls, starts = dict(self._calls), dict(self._starts)
+        calls = dict(self._calls)
+        starts = dict(self._starts)
         return {
             "environment": self._environment,
             "calls": calls,
@@ -123,7 +125,8 @@ class HookDraws:
         they use the seed."""
         self._reload_epochs = state["reloads"]
         if is_same_number:
-            self._saved, self._starts = dict(state["calls"]), dict(state["starts"])
+            self._saved = dict(state["calls"])
+            self._starts = dict(state["starts"])
             for states in (*self._saved.values(), *self._starts.values()):
                 check_generator_states(states)
         if self._has_drawn and state["environment"] != self._environment:
@@ -141,7 +144,8 @@ class HookDraws:
 
     @contextmanager
     def _around(self, trainer: Trainer, hook: str) -> Iterator[None]:
-        states_before, earlier = generator_states(), fingerprint()
+        states_before = generator_states()
+        earlier = fingerprint()
         is_resumed = self._saved is not None
         saved = (self._saved or {}).pop(hook, None)
         if saved is not None and self._has_begun and self._is_due(trainer):
@@ -314,7 +318,8 @@ class Positions:
     def restore(self, loaded: Loaded, num_accumulated: int = 1) -> None:
         """Let the run continue where the checkpoint was saved. num_accumulated: batches to an
         optimizer step."""
-        fit_loop, self._is_resumed = loaded.checkpoint["loops"]["fit_loop"], True
+        fit_loop = loaded.checkpoint["loops"]["fit_loop"]
+        self._is_resumed = True
         self.num_stepped = fit_loop["state_dict"].pop(NUM_STEPPED, None)
         # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the
         # shared positions.
@@ -365,7 +370,9 @@ class Positions:
         self._loader_states = []
         if self._generators is not None:
             set_generator_states(self._generators)
-        self._generators, self._is_resumed, self.num_stepped = None, False, None
+        self._generators = None
+        self._is_resumed = False
+        self.num_stepped = None
         self.draws.begin(trainer)
         if self._begins_at_an_end:
             self._begins_at_an_end = False

@@ -102,7 +102,8 @@ class JobFit:
 
     def take_name(self, name: str) -> None:
         """Take rank 0's name: programs' arguments may differ between ranks."""
-        self.name, self.places = name, Places()
+        self.name = name
+        self.places = Places()
         self.path = self._root / f"{name}.ckpt"
         """The checkpoint that is saved when the job is asked to stop."""
         self._record = self._root / FOLDER / f"{name}.json"
@@ -151,7 +152,8 @@ class JobFit:
         # Checkpoints of another start are not looked for any more.
         if self.places.start != self.start:
             self.places = Places(self.start)
-        places, local = self.places, Path(path).absolute()
+        places = self.places
+        local = Path(path).absolute()
         if "://" in path:
             places.elsewhere = [path]
         # Others in the folder of the checkpoint on stopping are not of this job.
@@ -251,8 +253,11 @@ class Resuming:
         never: bool,
         pickles: bool = False,
     ) -> None:
-        self.job, self._pickles = job, pickles
-        self._attempt, self._launcher, self._never = attempt, launcher, never
+        self.job = job
+        self._pickles = pickles
+        self._attempt = attempt
+        self._launcher = launcher
+        self._never = never
         callbacks = [
             callback
             for callback in trainer.checkpoint_callbacks
