@@ -95,7 +95,8 @@ def reset_after_failure(module: Any) -> None:
     for state in root._state_ctx.all_states:
         state._training_state = TrainingState.IDLE
         state._modules_to_run_forward.clear()
-        if (group := state._fsdp_param_group) is not None:
+        group = state._fsdp_param_group
+        if group is not None:
             group.wait_for_unshard()
             group._post_forward_indices.clear()
             group._training_state = TrainingState.IDLE
@@ -257,7 +258,8 @@ def output_strides(stage: Any) -> list[tuple[int, ...]]:
     buffers."""
     # Source: torch/distributed/pipelining/stage.py. Up to torch 2.12 they are tensors on the meta
     # device.
-    if (learned := getattr(stage, "_stage_meta", None)) is not None:
+    learned = getattr(stage, "_stage_meta", None)
+    if learned is not None:
         return [output.stride for output in learned.outputs]
     return [output.stride() for output in stage.get_outputs_meta()]
 
