@@ -84,7 +84,6 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 EXTRAS = {
     "matplotlib": "plots",
     "pyarrow": "parquet",
-    "safetensors": "safetensors",
     "shtab": "completion",
     "tensorboard": "tensorboard",
 }

@@ -1,9 +1,6 @@
-"""Private names of torch.distributed: fully_shard, checkpoints and pipelining."""
+"""Private names of torch.distributed: fully_shard and pipelining."""
 
-import dataclasses
-import importlib
 import inspect
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -254,59 +250,6 @@ def draw_dtensors_with(draw: Any) -> Callable[[], None]:
         handlers.update(original_handlers)
 
     return undo
-
-
-DCP_METADATA_NAMES = frozenset({
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-})
-"""Module and name of every class and function in the pickle of a checkpoint's metadata, except
-torch's dtypes: plain dataclasses, an enum, and a lookup among torch's layouts. Source:
-torch/distributed/checkpoint/filesystem.py, finish."""
-
-PythonUnpickler: Any = pickle._Unpickler
-"""The unpickler written in Python: its opcodes can be overridden, those of the C one cannot.
-Source: Lib/pickle.py."""
-
-
-def metadata_classes() -> set[type]:
-    """Return the dataclasses among DCP_METADATA_NAMES; unpickling creates objects first, then sets
-    their state."""
-    members = (
-        getattr(importlib.import_module(module), name) for module, name in DCP_METADATA_NAMES
-    )
-    return {
-        member
-        for member in members
-        if isinstance(member, type) and dataclasses.is_dataclass(member)
-    }
-
-
-def is_torch_constant(module: str, name: str) -> bool:
-    """Return whether `module.name` is one of torch's dtypes, such as torch.float32."""
-    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-
-
-def chunk_locations(metadata: Any) -> Iterator[tuple[str, tuple[int, ...], str, int, int]]:
-    """Yield each chunk's tensor, offsets in it, file, place there and length, as a checkpoint's
-    metadata record them.
-
-    Raises ValueError: a record is not a _StorageInfo with a relative path, or its bytes were
-    transformed.
-    """
-    # Source: torch/distributed/checkpoint/filesystem.py.
-    for index, info in (metadata.storage_data or {}).items():
-        is_known = isinstance(info, _StorageInfo) and isinstance(info.relative_path, str)
-        if not is_known or info.transform_descriptors is not None:
-            raise ValueError(f"'{index}' has the storage record {info!r}")
-        yield index.fqn, tuple(index.offset), info.relative_path, info.offset, info.length
 
 
 def output_strides(stage: Any) -> list[tuple[int, ...]]:

@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_distrec.atomic_files import fsync, write_file
-from lightning_distrec.checkpoint.checksums import read_crc32
+from lightning_distrec.checkpoint.checksums import read_checksums
 from lightning_distrec.errors import CheckpointError
 
 MARKER = "complete.json"
 CHECKSUMS = "crc32"
-"""Key in the marker: name of each file -> its checksum; early ones have those of files alone that
-hold none."""
+"""Key in the marker: name of each file -> the checksums of its blocks."""
 MARKER_CHECKSUM = "marker_crc32"
 """Key in the marker: the checksum of the rest of it."""
-FORMAT = 1
-"""Version of a folder's content; other versions are refused."""
+FORMAT = 2
+"""Version of a folder's content; other versions are refused. Tensors of the first were pickled."""
 UNFINISHED = ".distrec-unfinished-"
 """Prefix of the names of folders that are being written, or removed."""
 REMOVED = f"{UNFINISHED}removed-"
@@ -91,14 +90,14 @@ def marker_crc32(marker: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(marker, sort_keys=True).encode())
 
 
-def check_format(path: Path, version: Any) -> None:
-    """Raise CheckpointError: a checkpoint has another format than FORMAT."""
-    if version != FORMAT:
-        problem = (
-            f"{path} has format {version}, and this version of lightning_distrec reads "
-            f"format {FORMAT}."
+def check_format(path: Path, version: Any, expected: int = FORMAT) -> None:
+    """Raise CheckpointError: a checkpoint has another format."""
+    if version != expected:
+        raise CheckpointError(
+            f"{path} has format {version}, and this version of lightning_distrec reads format "
+            f"{expected}. Install the version that wrote it; there, `lightning-distrec export "
+            f"{path} {path.stem}-plain.ckpt` makes a file that all versions read."
         )
-        raise CheckpointError(f"{problem} Install the version that wrote it, or a later one.")
 
 
 def _is_bare(name: Any) -> bool:
@@ -142,15 +141,14 @@ class UnfinishedFolder:
 
         marker: with the checksums of files that are known; the others are read.
         """
-        files = {
-            file.name: file.stat().st_size
-            for file in sorted(self.path.iterdir())
-            if file.name != _LOCK
-        }
-        missing = files.keys() - marker.get(CHECKSUMS, {}).keys()
-        crc32 = {name: read_crc32(self.path / name, 0, files[name]) for name in missing}
+        files = {}
+        checksums = dict(marker.get(CHECKSUMS, {}))
+        for file in sorted(self.path.iterdir()):
+            if file.name != _LOCK:
+                files[file.name] = file.stat().st_size
+                checksums[file.name] = checksums.get(file.name) or read_checksums(file)
         content = {"format": FORMAT, "name": self._final.name, **marker, "files": files}
-        content[CHECKSUMS] = {**marker.get(CHECKSUMS, {}), **crc32}
+        content[CHECKSUMS] = checksums
         # The marker goes last: it lists files that are on disk already, and without it a folder is
         # no checkpoint.
         signed = {**content, MARKER_CHECKSUM: marker_crc32(content)}
@@ -266,7 +264,8 @@ def _exchange(new: Path, old: Path) -> None:
     """Exchange two paths in one step, where the file system can; else there is a moment without
     `old`."""
     # Python has no function for it. Numbers of Linux: fcntl.h and linux/fs.h.
-    AT_FDCWD, RENAME_EXCHANGE = -100, 2
+    AT_FDCWD = -100
+    RENAME_EXCHANGE = 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None:
         if renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE) == 0:

@@ -96,7 +96,8 @@ class CheckpointOptions:
             raise ConfigError(
                 "checkpoint: incremental writes folders. Leave distributed=False out."
             )
-        if (limit := self.async_bytes_per_second) is not None:
+        limit = self.async_bytes_per_second
+        if limit is not None:
             setting = f"checkpoint: async_bytes_per_second={limit!r}"
             parse_bandwidth(limit, setting)
             if not self.async_save:

@@ -1,12 +1,10 @@
 """Opens a checkpoint on disk, of whichever form: for a run that loads it, and for tools outside of
 any run."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_distrec.checkpoint.atomic_folder import read_marker
-from lightning_distrec.checkpoint.checksums import ByteRange, changed_ranges
 from lightning_distrec.checkpoint.difference import Difference, read_mark
 from lightning_distrec.checkpoint.lazy_tensors import UnreadTensor, materialized
 from lightning_distrec.checkpoint.load import (
@@ -50,35 +48,34 @@ def read_contents(path: Path, pickles: bool = False) -> Loaded:
         ) from error
 
 
-def verify(path: Path, on_progress: Callable[[int], None] = lambda num_bytes: None) -> list[str]:
+def verify(path: Path) -> list[str]:
     """Read all of a checkpoint, and its base, and return what has changed since it was written, by
-    its checksums.
-
-    on_progress: called with numbers of bytes. Raises CheckpointError: it cannot be read, or has no
-    checksums.
-    """
-    if not (ranges := open_checkpoint(path).ranges()):
+    its checksums; of a single file, the first. Raises CheckpointError: it cannot be read, or has no
+    checksums."""
+    damage = open_checkpoint(path).find_damage()
+    if damage is None:
         raise CheckpointError(f"{path} has no checksums: only torch.save's newer format has.")
-    return sorted(changed_ranges(ranges, on_progress=on_progress))
+    return damage
 
 
-def check_bytes(path: Path | str, ranges: Sequence[ByteRange], ranks: Ranks | None = None) -> None:
+def check_bytes(path: Path | str, stored: StoredCheckpoint, ranks: Ranks | None = None) -> None:
     """Collective, alone without `ranks`. Read all bytes, each by one rank. Raises CheckpointError
     on all: damaged.
 
     Before anything is loaded: a rank reads some rows, a checksum covers a table, and a restart can
     still take another.
     """
-    if changed := sorted(changed_ranges(ranges, ranks)):
+    damage = stored.find_damage(ranks)
+    if damage:
         raise CheckpointError(
-            f"{path} is damaged: {changed[0]} does not match its checksum. Use another checkpoint."
+            f"{path} is damaged: {damage[0]} does not match its checksum. Use another checkpoint."
         )
 
 
 def check_file(path: Path) -> None:
     """Raise CheckpointError: a file's bytes do not match its checksums; without these nothing is
     compared."""
-    check_bytes(path, CheckpointFile(path).ranges())
+    check_bytes(path, CheckpointFile(path))
 
 
 def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[str, Any]:
@@ -88,22 +85,18 @@ def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[
     Without optimizers, for a module that copies them, large tensors stay in the file until they are
     copied.
     """
-    check_bytes(path, open_checkpoint(path).ranges())
+    check_bytes(path, open_checkpoint(path))
     checkpoint = read_contents(path, pickles).checkpoint
     states = checkpoint.pop("optimizer_states", None)
     if states is not None:
-        checkpoint["optimizer_states"] = (
-            [plain_optimizer_state(state) for state in states] if with_optimizers else []
-        )
+        used = states if with_optimizers else []
+        checkpoint["optimizer_states"] = [plain_optimizer_state(state) for state in used]
 
-    def read(value: Any, place: str) -> Any:
-        if (
-            not with_optimizers
-            and isinstance(value, LazyTensor)
-            and num_bytes(value) > UNREAD_BYTES
-        ):
-            return UnreadTensor.of_lazy(value)
-        return map_nested(materialized(value), place, read)
+    def read(leaf: Any, place: str) -> Any:
+        is_lazy = isinstance(leaf, LazyTensor)
+        if is_lazy and not with_optimizers and num_bytes(leaf) > UNREAD_BYTES:
+            return UnreadTensor.of_lazy(leaf)
+        return materialized(leaf)
 
-    full: dict[str, Any] = read(checkpoint, "")
+    full: dict[str, Any] = map_nested(checkpoint, read)
     return full

@@ -13,11 +13,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_distrec.checkpoint.atomic_folder import read_marker
-from lightning_distrec.checkpoint.checksums import ByteRange
+from lightning_distrec.checkpoint.checksums import SummedFile
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
 from lightning_distrec.checkpoint.load import CheckpointFolder, Loaded
 from lightning_distrec.checkpoint.plain_state import map_nested
-from lightning_distrec.chunks import Box, Chunk, LazyTensor, narrowed, overlap, row_ranges
+from lightning_distrec.chunks import Chunk, LazyTensor, narrowed, overlap, row_ranges
 from lightning_distrec.errors import CheckpointError
 
 INCREMENTAL = "incremental"
@@ -39,8 +39,6 @@ class Mark:
     changed: dict[str, int]
     """Full name of a table -> rows that the difference has of it; the other tables are in it in
     full."""
-    row_bits: int = 32
-    """Bits a number of the rows; early versions wrote 8 as well, which was not exact."""
 
     @property
     def is_difference(self) -> bool:
@@ -56,12 +54,8 @@ def read_mark(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
         return None
     try:
         mark = Mark(**fields)
-        if not (
-            mark.id
-            and all(
-                isinstance(t, str) for t in (mark.id, mark.series, mark.base_name, mark.base_id)
-            )
-        ):
+        texts = (mark.id, mark.series, mark.base_name, mark.base_id)
+        if not mark.id or any(not isinstance(text, str) for text in texts):
             raise TypeError("no text")
         # A marker is text that anyone may edit: its base must not lead out of the folder of the
         # difference.
@@ -71,10 +65,6 @@ def read_mark(path: Path, marker: Mapping[str, Any] | None) -> Mark | None:
         raise CheckpointError(
             f"{path} is damaged: its marker says {fields!r} of its base ({error})."
         ) from None
-    if mark.row_bits != 32:
-        raise CheckpointError(
-            f"{path} has its rows in {mark.row_bits!r} bits a number. Use the full checkpoint."
-        )
     return mark
 
 
@@ -101,7 +91,9 @@ class RowIds:
     """Rows of a tensor by number, ascending; read once. first, count: the rows that they are of."""
 
     def __init__(self, lazy: LazyTensor, first: int, count: int) -> None:
-        self._lazy, self._first, self._count = lazy, first, count
+        self._lazy = lazy
+        self._first = first
+        self._count = count
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -122,12 +114,10 @@ class PatchedTensor(LazyTensor):
     """A tensor of one checkpoint with rows of a later one in their places."""
 
     def __init__(self, base: LazyTensor, shards: Sequence[ShardRows]) -> None:
-        self._base, self._shards, self.shape, self.dtype = (
-            base,
-            shards,
-            tuple(base.shape),
-            base.dtype,
-        )
+        self._base = base
+        self._shards = shards
+        self.shape = tuple(base.shape)
+        self.dtype = base.dtype
 
     @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
@@ -135,26 +125,31 @@ class PatchedTensor(LazyTensor):
         self._base.read_into(chunks)
         for shard in self._shards:
             for chunk in chunks:
-                box = overlap((shard.offsets, shard.sizes), chunk.box)
-                if box is not None:
-                    _put_rows(narrowed(chunk.tensor.detach(), chunk.offsets, box), box, shard)
+                _put_rows(chunk, shard)
 
 
-def _put_rows(target: Tensor, box: Box, shard: ShardRows) -> None:
-    """Write the shard's rows into `target`, which lies in `box` of the tensor."""
-    first, count = box[0][0], box[1][0]
+def _put_rows(chunk: Chunk, shard: ShardRows) -> None:
+    """Write the shard's rows that lie in a chunk of the tensor into it."""
+    box = overlap((shard.offsets, shard.sizes), chunk.box)
+    if box is None:
+        return
+    target = narrowed(chunk.tensor.detach(), chunk.offsets, box)
+    (first, *first_column), (count, *num_columns) = box
     ids = shard.ids.numbers
     # Ids ascend, see RowIds: those in a rectangle follow each other, and so do their rows in the
     # file.
-    begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
-    columns = shard.sizes[1:]
-    for start, number in row_ranges((end - begin, *columns), shard.rows.dtype.itemsize):
-        values = torch.empty((number, *columns), dtype=shard.rows.dtype)
-        shard.rows.read_into([Chunk((begin + start, *[0] * len(columns)), values)])
+    bounds = torch.tensor([first, first + count])
+    begin, end = torch.searchsorted(ids, bounds).tolist()
+    row_shape = shard.sizes[1:]
+    dtype = shard.rows.dtype
+    for start, number in row_ranges((end - begin, *row_shape), dtype.itemsize):
+        position = begin + start
+        values = torch.empty((number, *row_shape), dtype=dtype)
+        shard.rows.read_into([Chunk((position, *[0] * len(row_shape)), values)])
         # Ids count the table's rows, `target` begins at row `first` of it.
-        places = ids[begin + start : begin + start + number] - first
-        if columns:
-            values = values.narrow(1, box[0][1] - shard.offsets[1], box[1][1])
+        places = ids[position : position + number] - first
+        if row_shape:
+            values = values.narrow(1, first_column[0] - shard.offsets[1], num_columns[0])
         target[places.to(target.device)] = values.to(target.device, target.dtype)
 
 
@@ -176,19 +171,19 @@ class Difference(CheckpointFolder):
         return self._lay_over_base(super().contents(pickles), pickles)
 
     @override
-    def ranges(self) -> list[ByteRange]:
+    def files(self) -> list[SummedFile]:
         base = self._base()
-        base_ranges = [
-            item._replace(label=f"{item.label} of its base {base.path.name}")
-            for item in base.ranges()
-        ]
-        return [*super().ranges(), *base_ranges]
+        files = super().files()
+        for file in base.files():
+            files.append(file._replace(label=f"{file.label} of its base {base.path.name}"))
+        return files
 
     def _base(self) -> CheckpointFolder:
         """Return the full checkpoint. Raises CheckpointError: it is not the one, or damaged."""
         # Resolved, because last.ckpt may be a link into another folder, and the base lies next to
         # its target.
-        path, base_path = self.path, self.path.resolve().parent / self._mark.base_name
+        path = self.path
+        base_path = self.path.resolve().parent / self._mark.base_name
         try:
             base = CheckpointFolder(base_path, read_marker(base_path))
             mark = read_mark(base_path, base.marker)
@@ -206,30 +201,31 @@ class Difference(CheckpointFolder):
 
     def _lay_over_base(self, loaded: Loaded, pickles: bool) -> Loaded:
         """Return a checkpoint with tensors of its base where the difference has some rows only."""
-        path, base = self.path, self._base()
+        path = self.path
+        base = self._base()
         # Handles of the base's large tensors: nothing of them is read before a rank asks for its
         # rectangle.
         base_tensors = collect_tensors(base.contents(pickles).checkpoint)
+        ids: dict[str, Any] = {}
+        # Weights and optimizer state of a shard have their ids in common; these are read once for
+        # all.
+        read_ids: dict[str, RowIds] = {}
+
+        def patch(leaf: Any, place: str) -> Any:
+            if not (isinstance(leaf, Mapping) and CHANGED in leaf):
+                return leaf
+            base_tensor = base_tensors.get(place)
+            if base_tensor is None or tuple(base_tensor.shape) != tuple(leaf["shape"]):
+                raise CheckpointError(
+                    f"{path} is a difference of '{place}', which its base {base.path} has not."
+                )
+            shards = [_shard_rows(shard, ids, read_ids) for shard in leaf[CHANGED]]
+            return PatchedTensor(base_tensor, shards)
+
         try:
-            ids = {
-                name: as_lazy(value) for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items()
-            }
-            # Weights and optimizer state of a shard have their ids in common; these are read once
-            # for all.
-            read_ids: dict[str, RowIds] = {}
-
-            def patch(item: Any, place: str) -> Any:
-                if not (isinstance(item, Mapping) and CHANGED in item):
-                    return map_nested(item, place, patch)
-                base_tensor = base_tensors.get(place)
-                if base_tensor is None or tuple(base_tensor.shape) != tuple(item["shape"]):
-                    raise CheckpointError(
-                        f"{path} is a difference of '{place}', which its base {base.path} has not."
-                    )
-                shards = [_shard_rows(shard, ids, read_ids) for shard in item[CHANGED]]
-                return PatchedTensor(base_tensor, shards)
-
-            checkpoint: dict[str, Any] = patch(loaded.checkpoint, "")
+            for name, value in loaded.checkpoint.pop(ROW_IDS, {}).items():
+                ids[name] = as_lazy(value)
+            checkpoint = map_nested(loaded.checkpoint, patch, leaf_keys=frozenset({CHANGED}))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is damaged: its rows are not as they were written ({error!r})."
@@ -240,13 +236,13 @@ class Difference(CheckpointFolder):
 def _shard_rows(
     shard: Mapping[str, Any], ids: Mapping[str, Any], read_ids: dict[str, RowIds]
 ) -> ShardRows:
-    offsets, sizes, name = tuple(shard["offsets"]), tuple(shard["sizes"]), shard["ids"]
-    rows, numbers = as_lazy(shard["rows"]), ids[name]
-    if (
-        rows is None
-        or tuple(rows.shape) != (*numbers.shape, *sizes[1:])
-        or len(offsets) != len(sizes)
-    ):
+    offsets = tuple(shard["offsets"])
+    sizes = tuple(shard["sizes"])
+    rows = as_lazy(shard["rows"])
+    name = shard["ids"]
+    numbers = ids[name]
+    expected_shape = (*numbers.shape, *sizes[1:])
+    if rows is None or tuple(rows.shape) != expected_shape or len(offsets) != len(sizes):
         raise ValueError(f"rows of {offsets}")
     if name not in read_ids:
         read_ids[name] = RowIds(numbers, offsets[0], sizes[0])

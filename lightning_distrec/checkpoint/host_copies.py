@@ -42,10 +42,10 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTenso
             host.copy_(source)
         return Chunk(chunk.offsets, host)
 
-    copies = {
-        name: ChunkedTensor(full.shape, full.dtype, [copy(chunk) for chunk in full.chunks])
-        for name, full in tensors.items()
-    }
+    copies = {}
+    for name, full in tensors.items():
+        chunks = [copy(chunk) for chunk in full.chunks]
+        copies[name] = ChunkedTensor(full.shape, full.dtype, chunks)
     ring.finish()
     return copies
 
@@ -55,7 +55,8 @@ class Ring:
     others are filled."""
 
     def __init__(self, num_slots: int = NUM_SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
-        self._num_slots, self._slot_bytes = num_slots, slot_bytes
+        self._num_slots = num_slots
+        self._slot_bytes = slot_bytes
         self._in_flight: deque[tuple[Any, Tensor, Tensor]] = deque()
         """Of each copy on its way: what to wait for, its slot, and the place that it goes to."""
 
@@ -111,13 +112,14 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
     """
     sharded: list[ChunkedTensor] = []
 
-    def collect(value: Any, path: str) -> Any:
-        if (chunked := as_chunked(value)) is None:
-            return map_nested(value, path, collect)
+    def collect(leaf: Any, path: str) -> Any:
+        chunked = as_chunked(leaf)
+        if chunked is None:
+            return leaf
         sharded.append(chunked)
         return chunked
 
-    state = collect(state, "")
+    state = map_nested(state, collect)
     host = platform.node()
     # `everywhere` is the same on all ranks, so that all or none gather. Ranks of one host share its
     # memory.
@@ -125,17 +127,13 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
     needed = sum(map(num_bytes, sharded)) * ranks_of_host
 
     def check() -> None:
-        if needed <= (free := free_host_bytes()):
+        free = free_host_bytes()
+        if needed <= free:
             return
-        place, advice = (
-            "rank 0",
-            ("checkpoint={'distributed': True}, where each rank writes its own shards"),
-        )
+        place = "every rank" if everywhere else "rank 0"
+        advice = "checkpoint={'distributed': True}, where each rank writes its own shards"
         if everywhere:
-            place, advice = (
-                "every rank",
-                ("rank_0_only=True, or load a checkpoint into a new module in one process"),
-            )
+            advice = "rank_0_only=True, or load a checkpoint into a new module in one process"
         raise CheckpointError(
             f"full tensors on {place} need {needed:,} bytes of the host {host}, which has "
             f"{free:,} free. Set {advice}."
@@ -143,24 +141,20 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
 
     # Before the first block: a rank that ran out of memory later would leave the others waiting.
     ranks.all_or_none("gathering the tables", check)
-    boxes = ranks.all_gather([[chunk.box for chunk in chunked.chunks] for chunked in sharded])
-    full = {
-        # By identity: a ChunkedTensor of this list is what `collect` put into the state.
-        id(chunked): _send(
-            chunked, [rank_boxes[i] for rank_boxes in boxes], ranks, group, everywhere
-        )
-        for i, chunked in enumerate(sharded)
-    }
+    local_boxes = []
+    for chunked in sharded:
+        local_boxes.append([chunk.box for chunk in chunked.chunks])
+    per_rank_boxes = ranks.all_gather(local_boxes)
+    # By identity: a ChunkedTensor of this list is what `collect` put into the state.
+    full: dict[int, Tensor] = {}
+    for i, chunked in enumerate(sharded):
+        boxes = [rank_boxes[i] for rank_boxes in per_rank_boxes]
+        full[id(chunked)] = _send(chunked, boxes, ranks, group, everywhere)
 
-    def put(value: Any, path: str) -> Any:
-        return full[id(value)] if isinstance(value, ChunkedTensor) else map_nested(value, path, put)
+    def put(leaf: Any, path: str) -> Any:
+        return full[id(leaf)] if isinstance(leaf, ChunkedTensor) else leaf
 
-    result = put(state, "")
-    # Functions that call themselves are in a cycle with what they use: tables would wait for the
-    # garbage collector.
-    full.clear()
-    sharded.clear()
-    return result
+    return map_nested(state, put)
 
 
 def _send(

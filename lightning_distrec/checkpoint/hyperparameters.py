@@ -202,10 +202,9 @@ class CompleteOnly(dict[str, Any]):
             described = ", ".join(f"'{name}' ({kind})" for name, kind in missing.items())
             raise CheckpointError(
                 f"the hyperparameters {described} are objects, and reading them would run code. "
-                "Pass each by its name, "
-                f"load_from_checkpoint(path, {next(iter(missing))}=...); or, if you trust the "
-                "checkpoint, all with "
-                "load_from_checkpoint(path, weights_only=False)."
+                f"Pass each by its name, load_from_checkpoint(path, {next(iter(missing))}=...); "
+                "or, if you trust the checkpoint, all with load_from_checkpoint(path, "
+                "weights_only=False)."
             )
 
     def __iter__(self) -> Iterator[str]:

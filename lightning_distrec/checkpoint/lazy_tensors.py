@@ -2,7 +2,6 @@
 rectangle."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,30 +12,17 @@ from typing_extensions import override
 
 from lightning_distrec._compat.tensors import local_offsets
 from lightning_distrec._compat.torch import without_torch_function
-from lightning_distrec.checkpoint.plain_state import map_nested
-from lightning_distrec.checkpoint.storage import StoredTensors
-from lightning_distrec.chunks import Chunk, LazyTensor, copy_into, num_bytes, row_ranges
-
-
-@dataclass(frozen=True, eq=False)
-class StoredTensor(LazyTensor):
-    """A tensor in a checkpoint's folder."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    tensors: StoredTensors
-
-    @override
-    def read_into(self, chunks: Sequence[Chunk]) -> None:
-        self.tensors.read({self.name: chunks})
+from lightning_distrec.checkpoint.plain_state import leaves_of
+from lightning_distrec.chunks import Chunk, LazyTensor, copy_into, row_ranges
 
 
 class MappedTensor(LazyTensor):
     """A tensor of a plain file, mapped into memory: only what is copied from it is read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
 
     @override
     def read_into(self, chunks: Sequence[Chunk]) -> None:
@@ -45,35 +31,6 @@ class MappedTensor(LazyTensor):
     @override
     def read(self) -> Tensor:
         return self.tensor
-
-
-class SafetensorsTensor(LazyTensor):
-    """A tensor of a safetensors file, read by the slice."""
-
-    def __init__(self, file: Any, key: str, dtype: torch.dtype) -> None:
-        self._file, self._key = file, key
-        self._slices = slices = file.get_slice(key)
-        self.shape, self.dtype = tuple(slices.get_shape()), dtype
-
-    @override
-    def read_into(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            # A table that has grown asks for more rows than the file has: those stay as they are.
-            ends = [
-                min(o + s, n)
-                for o, s, n in zip(chunk.offsets, chunk.tensor.shape, self.shape, strict=True)
-            ]
-            box = tuple(slice(first, end) for first, end in zip(chunk.offsets, ends, strict=True))
-            if all(s.stop > s.start for s in box):
-                values = self._slices[box]
-                with torch.no_grad():
-                    chunk.tensor[tuple(slice(0, size) for size in values.shape)].copy_(values)
-
-    @override
-    def read(self) -> Tensor:
-        # A slice needs a dimension, which scalars have not.
-        tensor: Tensor = self._slices[:] if self.shape else self._file.get_tensor(self._key)
-        return tensor
 
 
 DESCRIBES = frozenset({
@@ -119,7 +76,8 @@ class UnreadTensor(Tensor):
         unread: Any = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta").as_subclass(
             UnreadTensor
         )
-        unread.lazy, unread.full = lazy, None
+        unread.lazy = lazy
+        unread.full = None
         return unread  # type: ignore[no-any-return]
 
     @classmethod
@@ -172,14 +130,10 @@ def as_lazy(value: Any) -> LazyTensor | None:
 def collect_tensors(value: Any) -> dict[str, LazyTensor]:
     """Return the tensors in nested dicts, lists and tuples by their path, in order."""
     tensors: dict[str, LazyTensor] = {}
-
-    def collect(item: Any, path: str) -> Any:
-        if (lazy := as_lazy(item)) is None:
-            return map_nested(item, path, collect)
-        tensors[path] = lazy
-        return item
-
-    collect(value, "")
+    for path, leaf in leaves_of(value).items():
+        lazy = as_lazy(leaf)
+        if lazy is not None:
+            tensors[path] = lazy
     return tensors
 
 
@@ -197,32 +151,36 @@ def materialized_as(value: Any, parameter: Any) -> Any:
         return materialized(value)
     mesh = parameter.device_mesh
     if tuple(lazy.shape) != tuple(parameter.shape):
-        return DTensor.from_local(
-            lazy.read().to(parameter.to_local().device), mesh, [Replicate()] * mesh.ndim
-        )
+        full = lazy.read().to(parameter.to_local().device)
+        return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim)
     local = torch.empty_like(parameter.to_local(), dtype=lazy.dtype)
     if local.numel():
         lazy.read_into([Chunk(local_offsets(parameter), local)])
     # from_local infers the shape from equal shards, and the last rank's may be smaller: hence shape
     # and stride.
-    placements, shape, stride = parameter.placements, parameter.shape, parameter.stride()
+    placements = parameter.placements
+    shape = parameter.shape
+    stride = parameter.stride()
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 
 def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:
-    """Yield a tensor's rows in order, on the host, BLOCK_BYTES or a row at a time; each block
-    overwrites the last."""
+    """Yield a tensor's rows in order, on the host, BLOCK_BYTES or a row at a time; a block may
+    overwrite the last one."""
     shape = tuple(lazy.shape)
     if not shape:
-        number = torch.empty((), dtype=lazy.dtype)
-        lazy.read_into([Chunk((), number)])
-        yield number
+        yield lazy.read().cpu()
         return
+    source = lazy.tensor if isinstance(lazy, MappedTensor) else None
     memory: Tensor | None = None
-    for first, count in row_ranges(shape, lazy.dtype.itemsize) if num_bytes(lazy) else ():
+    for first, count in row_ranges(shape, lazy.dtype.itemsize):
+        if source is not None and source.device.type == "cpu":
+            yield source[first : first + count]
+            continue
         # No later block has more rows than the first one, so that its memory serves all.
         if memory is None:
-            memory = torch.empty((count, *shape[1:]), dtype=lazy.dtype)
+            is_on_gpu = source is not None and source.is_cuda
+            memory = torch.empty((count, *shape[1:]), dtype=lazy.dtype, pin_memory=is_on_gpu)
         block = memory[:count]
         lazy.read_into([Chunk((first, *[0] * (len(shape) - 1)), block)])
         yield block

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from lightning_distrec.checkpoint.atomic_folder import CHECKSUMS, MARKER
 from lightning_distrec.checkpoint.checksums import (
-    ByteRange,
-    changed_ranges,
-    has_checksums,
-    read_archive,
+    BLOCK_BYTES,
+    SummedFile,
+    changed_files,
+    damaged_records,
+    opened_archive,
 )
 from lightning_distrec.checkpoint.hyperparameters import EXTRA
-from lightning_distrec.checkpoint.lazy_tensors import SafetensorsTensor, StoredTensor
 from lightning_distrec.checkpoint.plain_state import (
     CHUNKED,
     STORED,
@@ -29,32 +29,12 @@ from lightning_distrec.checkpoint.plain_state import (
 )
 from lightning_distrec.checkpoint.save import STATE_FILE, rank_file
 from lightning_distrec.checkpoint.single_file import split_extra
-from lightning_distrec.checkpoint.storage import METADATA_FILE, StoredTensors
-from lightning_distrec.errors import CheckpointError, require
+from lightning_distrec.checkpoint.tensor_files import SUFFIX, StoredTensors, read_safetensors
+from lightning_distrec.errors import CheckpointError
+from lightning_distrec.ranks import Ranks
 
-PICKLE = "/data.pkl in "
-"""In the label of the record that has all but tensors."""
-SAFETENSORS = ".safetensors"
-SAFETENSORS_TYPES = {
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of types, in the order in which the library writes them: large ones first, so that each
-tensor is aligned."""
+PICKLE = "/data.pkl"
+"""End of the name of the record that has all but tensors."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +67,9 @@ class CheckpointFile:
     """One file. read: returns its content, given `pickles`; None: from the path, by its suffix."""
 
     def __init__(self, path: Path, read: Callable[[bool], object] | None = None) -> None:
-        self._path, self._is_local, self._read = (
-            path,
-            read is None,
-            read or partial(_read_file, path),
-        )
+        self._path = path
+        self._is_local = read is None
+        self._read = read or partial(_read_file, path)
 
     def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
         """Read it; the tensors of torch's files are mapped into memory, those of safetensors are
@@ -123,21 +101,31 @@ class CheckpointFile:
     def origin(self, pickles: bool = False) -> Origin:
         """Read where it comes from. Raises CheckpointError where that is damaged; tensors are not
         looked at."""
-        if changed_ranges([item for item in self.ranges() if PICKLE in item.label]):
-            raise CheckpointError(
-                f"{self._path} is damaged: what it says of itself does not match its checksum."
-            )
+        with opened_archive(self._path) as archive:
+            if archive is not None:
+                _read_pickles(archive)
         content = self._content(pickles)
         return _origin(self._path, self._path, content.get(EXTRA), content)
 
-    def ranges(self) -> list[ByteRange]:
-        """Return all of it that has a checksum; nothing of files of other formats, and of those
-        that `read` reads."""
-        return _archive(self._path) if self._is_local else []
+    def find_damage(self, ranks: Ranks | None = None) -> list[str] | None:
+        """Collective, alone without `ranks`. Read all of it, on rank 0; return what does not match
+        its checksum. None: it has none, or is not local."""
+
+        def test() -> list[str] | None:
+            if not self._is_local or (ranks is not None and ranks.rank):
+                return None
+            return damaged_records(self._path)
+
+        if ranks is None:
+            return test()
+        damage = ranks.all_or_none("loading a checkpoint", test)
+        rank_0_damage: list[str] | None = ranks.all_gather(damage)[0]
+        return rank_0_damage
 
     def _content(self, pickles: bool) -> dict[str, Any]:
         """Return a Lightning checkpoint; a bare state_dict becomes one."""
-        content, path = self._read(pickles), self._path
+        content = self._read(pickles)
+        path = self._path
         if not isinstance(content, Mapping):
             raise CheckpointError(
                 f"{path} holds a {type(content).__name__}, no checkpoint and no state_dict."
@@ -156,7 +144,8 @@ class CheckpointFolder:
     """A folder that all ranks have written. marker: see `read_marker`."""
 
     def __init__(self, path: Path, marker: dict[str, Any]) -> None:
-        self.path, self.marker = path, marker
+        self.path = path
+        self.marker = marker
 
     def load(self, rank: int, num_ranks: int, pickles: bool = False) -> Loaded:
         """Read it; replicated tensors are read, of sharded ones there are handles."""
@@ -179,38 +168,36 @@ class CheckpointFolder:
         """Return where it comes from."""
         return _origin(self.path, self.path / MARKER, self.marker, self.marker)
 
-    def ranges(self) -> list[ByteRange]:
-        """Return all of it that has a checksum: every file, but for those that early versions have
-        not listed."""
-        path, crc32, sizes = self.path, self.marker.get(CHECKSUMS, {}), self.marker["files"]
-        if not isinstance(crc32, dict) or not crc32.keys() <= sizes.keys():
-            raise CheckpointError(f"{path} is damaged: its marker has no checksums, but {crc32!r}.")
-        ranges = [
-            ByteRange(name, path / name, 0, sizes[name], checksum)
-            for name, checksum in crc32.items()
-        ]
-        unlisted = sizes.keys() - crc32.keys()
-        for name in sorted(name for name in unlisted if name.endswith(".pt")):
-            ranges += _archive(path / name)
-        places = StoredTensors(path).places if unlisted else {}
-        for (name, _), (file_name, begin, length) in places.items():
-            ranges += _archive(path / file_name, f"'{name}' in {file_name}", begin, length)
-        return ranges
+    def find_damage(self, ranks: Ranks | None = None) -> list[str] | None:
+        """Collective, alone without `ranks`. Read all files, each rank a share; return those
+        that do not match their checksums."""
+        if ranks is None:
+            return changed_files(self.files())
+        files = ranks.all_or_none("loading a checkpoint", self.files)
+        return changed_files(files, ranks)
+
+    def files(self) -> list[SummedFile]:
+        """Return its files with their checksums."""
+        checksums = self.marker.get(CHECKSUMS)
+        sizes = self.marker["files"]
+        files = []
+        for name, size in sizes.items():
+            crc32 = checksums.get(name) if isinstance(checksums, dict) else None
+            num_blocks = -(-size // BLOCK_BYTES)
+            if not isinstance(crc32, list) or len(crc32) != num_blocks:
+                problem = f"its marker has no checksums of {name}, but {crc32!r}"
+                raise CheckpointError(f"{self.path} is damaged: {problem}.")
+            files.append(SummedFile(name, self.path / name, size, crc32))
+        return files
 
     def _state(self, pickles: bool, reads_replicated: bool) -> dict[str, Any]:
-        self._must_list({STATE_FILE, METADATA_FILE})
-        tensors = StoredTensors(self.path)
-        # The metadata name files as well: each must be one of those that the marker lists.
-        self._must_list(tensors.files)
+        self._must_list({STATE_FILE})
+        names = [name for name in self.marker["files"] if name.endswith(SUFFIX)]
+        tensors = StoredTensors(self.path, names)
 
         def stored(reference: Mapping[str, Any]) -> Any:
             shape = tuple(torch.Size(reference["shape"]))  # a TypeError where these are no integers
-            handle = StoredTensor(reference[STORED], shape, reference["dtype"], tensors)
-            # State and metadata are two files: if they are of two checkpoints, it shows here.
-            if (stored_shape := tuple(tensors.entry(handle.name).size)) != shape:
-                raise CheckpointError(
-                    f"{self.path} is damaged: '{handle.name}' is {stored_shape}, not {shape}."
-                )
+            handle = tensors.handle(reference[STORED], shape, reference["dtype"])
             # Every rank needs replicated tensors in full; of sharded ones it knows its rectangles
             # only later.
             return handle.read() if reads_replicated and not reference[CHUNKED] else handle
@@ -229,10 +216,18 @@ class CheckpointFolder:
         return checkpoint
 
     def _must_list(self, names: set[str]) -> None:
-        if missing := sorted(names - self.marker["files"].keys()):
+        missing = sorted(names - self.marker["files"].keys())
+        if missing:
             raise CheckpointError(
                 f"{self.path} is damaged: its list of files lacks {', '.join(missing)}."
             )
+
+
+def _read_pickles(archive: zipfile.ZipFile) -> None:
+    """Read all but tensors, which compares it with its checksum."""
+    for name in archive.namelist():
+        if name.endswith(PICKLE):
+            archive.read(name)
 
 
 StoredCheckpoint = CheckpointFile | CheckpointFolder
@@ -254,36 +249,7 @@ def _origin(path: Path, last_written: Path, facts: object, content: Mapping[str,
         raise CheckpointError(f"{path} is damaged: its step is not known ({error!r}).") from error
 
 
-def _archive(path: Path, label: str = "", *place: int) -> list[ByteRange]:
-    """Return the records of an archive; none where it was saved without checksums, or in torch's
-    older format."""
-    records = read_archive(path, *place) if zipfile.is_zipfile(path) else []
-    if not has_checksums(records):
-        return []
-    return [record._replace(label=label or f"{record.label} in {path.name}") for record in records]
-
-
 def _read_file(path: Path, pickles: bool) -> object:
-    return (
-        {"state_dict": _safetensors(path)}
-        if path.suffix == SAFETENSORS
-        else read_plain(path, pickles)
-    )
-
-
-def _safetensors(path: Path) -> dict[str, Any]:
-    require("safetensors", f"reading {path}")
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        # Reads the header alone. The handles keep the file open, and read their slices later.
-        file = safe_open(path, framework="pt")
-        types = {key: file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118  it is no dict
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is no safetensors file: {error}.") from None
-    dtypes = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
-    if unknown := next((key for key, kind in types.items() if kind not in dtypes), None):
-        raise CheckpointError(
-            f"{path}: '{unknown}' has the type {types[unknown]}, which is not supported."
-        )
-    return {key: SafetensorsTensor(file, key, dtypes[kind]) for key, kind in types.items()}
+    if path.suffix == SUFFIX:
+        return {"state_dict": read_safetensors(path)}
+    return read_plain(path, pickles)

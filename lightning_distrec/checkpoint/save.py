@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-import zlib
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +23,10 @@ from lightning_distrec.checkpoint.atomic_folder import (
     is_checkpoint,
     remove,
 )
+from lightning_distrec.checkpoint.checksums import checksums_of
 from lightning_distrec.checkpoint.host_copies import copy_to_host
 from lightning_distrec.checkpoint.plain_state import extract_tensors, large_tensors, to_bytes
-from lightning_distrec.checkpoint.storage import write_tensors
+from lightning_distrec.checkpoint.tensor_files import write_tensors
 from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.host_memory import release_free_memory
@@ -40,7 +41,8 @@ writing: dict[Path, Thread] = {}
 def wait_for_checkpoint(path: Path) -> bool:
     """Return whether there is a complete checkpoint, a file or a folder; where one is being
     written, once it is."""
-    if (thread := writing.get(path.absolute())) is not None:
+    thread = writing.get(path.absolute())
+    if thread is not None:
         thread.join()
     # A write that failed ends its thread as well, so the disk is asked in any case.
     return is_checkpoint(path)
@@ -48,7 +50,8 @@ def wait_for_checkpoint(path: Path) -> bool:
 
 T = TypeVar("T")
 
-WRITER_NICENESS, MAX_NICENESS = 10, 19
+MAX_NICENESS = 19
+WRITER_NICENESS = 10
 """By how much a thread that writes yields to steps: a tenth of a core that both need (sched(7)), so
 that it ends."""
 
@@ -119,22 +122,17 @@ class FolderSnapshot:
     def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
         """Collective. Write the folder."""
 
-        def write_other_files() -> dict[str, int]:
+        def write_files() -> dict[str, list[int]]:
+            checksums = write_tensors(folder, self.tensors, ranks.rank, pace)
             for name, content in self.files.items():
                 write_file(folder / name, content)
-            return {
-                **read_checksums(),
-                **{name: zlib.crc32(content) for name, content in self.files.items()},
-            }
+                checksums[name] = checksums_of(content)
+            return checksums
 
         def complete() -> None:
             if unfinished is not None:
-                crc32 = {
-                    name: checksum
-                    for local_crc32 in per_rank_crc32
-                    for name, checksum in local_crc32.items()
-                }
-                unfinished.complete({**self.marker, CHECKSUMS: crc32})
+                checksums = dict(ChainMap(*per_rank_checksums))
+                unfinished.complete({**self.marker, CHECKSUMS: checksums})
 
         # Each part ends with an agreement: a rank that cannot write makes all ranks raise, and none
         # is left in a collective that it never reaches.
@@ -144,44 +142,35 @@ class FolderSnapshot:
             # 0 alone.
             folder = self.path.parent / ranks.all_gather(name)[0]
             on_all_ranks(ranks, self.path, lambda: _must_see(folder))
-            read_checksums = write_tensors(folder, self.tensors, ranks.group, self.path, pace)
-            per_rank_crc32 = ranks.all_gather(on_all_ranks(ranks, self.path, write_other_files))
+            checksums = on_all_ranks(ranks, self.path, write_files)
+            per_rank_checksums = ranks.all_gather(checksums)
             on_all_ranks(ranks, self.path, complete)
 
 
 def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSnapshot:
     """Collective. Return what this rank writes. Raises CheckpointError on every rank: something is
     no plain type."""
-    checkpoint, pickles = content.checkpoint, content.pickles
+    checkpoint = content.checkpoint
+    pickles = content.pickles
     # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for
     # writing.
     per_rank_tensors = [set(tensors) for tensors in ranks.all_gather(large_tensors(checkpoint))]
     on_all = {path for path, _, _ in set.intersection(*per_rank_tensors)}
     plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks, pickles)
+    marker = {"num_ranks": ranks.num_ranks, **content.facts}
+    for key in ("epoch", "global_step"):
+        if key in checkpoint:
+            marker.setdefault(key, checkpoint[key])
+
+    def to_files() -> dict[str, bytes]:
+        files = {rank_file(ranks.rank): to_bytes(dict(content.rank_state))}
+        if ranks.rank == 0:
+            files |= {STATE_FILE: to_bytes(plain, pickles), **content.extra_files}
+        return files
+
     # Into bytes now: training may change these values while a thread writes them. A value of no
     # plain type stops all ranks before any of them makes a file.
-    state, rank_state = ranks.all_or_none(
-        "saving a checkpoint",
-        lambda: (
-            to_bytes(plain, pickles) if ranks.rank == 0 else None,
-            to_bytes(dict(content.rank_state)),
-        ),
-    )
-    extra_files = dict(content.extra_files) if ranks.rank == 0 else {}
-    marker = {
-        "num_ranks": ranks.num_ranks,
-        **{key: checkpoint[key] for key in ("epoch", "global_step") if key in checkpoint},
-        **content.facts,
-        "tensors": {
-            name: [list(t.shape), str(t.dtype).removeprefix("torch.")]
-            for name, t in tensors.items()
-        },
-    }
-    files = {
-        rank_file(ranks.rank): rank_state,
-        **({} if state is None else {STATE_FILE: state}),
-        **extra_files,
-    }
+    files = ranks.all_or_none("saving a checkpoint", to_files)
     return FolderSnapshot(content.path, tensors, files, marker)
 
 
@@ -209,9 +198,8 @@ def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[Unfinishe
 def _must_see(folder: Path) -> None:
     if not folder.is_dir():
         raise CheckpointError(
-            f"rank 0 made the folder {folder}, which this rank does not see. Set "
-            "default_root_dir, or the dirpath of "
-            "ModelCheckpoint, to a folder that all ranks share."
+            f"rank 0 made the folder {folder}, which this rank does not see. Set default_root_dir, "
+            "or the dirpath of ModelCheckpoint, to a folder that all ranks share."
         )
 
 
@@ -226,9 +214,8 @@ def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T
             existing = next(folder for folder in path.absolute().parents if folder.exists())
             free = format_bytes(shutil.disk_usage(existing).free)
             raise CheckpointError(
-                f"the checkpoint {path} cannot be written: {error}. {free} are free there. "
-                "Earlier checkpoints are "
-                "unchanged."
+                f"the checkpoint {path} cannot be written: {error}. {free} are free there. Earlier "
+                "checkpoints are unchanged."
             ) from error
 
     return ranks.all_or_none("saving a checkpoint", checked)
@@ -245,7 +232,8 @@ class Saver:
         note_writing: Callable[[bool], object] = bool,
     ) -> None:
         """note_writing: called when a thread begins to write, and when it ends."""
-        self._ranks, self._note_writing = ranks, note_writing
+        self._ranks = ranks
+        self._note_writing = note_writing
         self._is_async = is_async
         self._pace = Pace(bytes_per_second)
         self._thread: threading.Thread | None = None
@@ -328,8 +316,10 @@ class Saver:
         self._thread = self.in_flight = None
         # Old checkpoints are removed only after the new one is complete, and not at all where it
         # failed.
-        failure, self._failure = self._failure, None
-        to_remove, self._to_remove = self._to_remove, []
+        failure = self._failure
+        self._failure = None
+        to_remove = self._to_remove
+        self._to_remove = []
         if failure is not None:
             raise failure
         for path in to_remove:

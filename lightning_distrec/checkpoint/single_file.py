@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_distrec.atomic_files import UNLIMITED, Pace
-from lightning_distrec.checkpoint.atomic_folder import FORMAT, check_format
+from lightning_distrec.checkpoint.atomic_folder import check_format
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.host_copies import (
     copy_to_host,
@@ -31,6 +31,7 @@ from lightning_distrec.checkpoint.plain_state import (
     as_chunked,
     extract_tensors,
     insert_tensors,
+    leaves_of,
     map_nested,
     named_optimizer_state,
     numbered_names,
@@ -51,6 +52,8 @@ from lightning_distrec.chunks import ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.ranks import Ranks
 
+FILE_FORMAT = 1
+"""Version of what a file holds under `EXTRA`; other versions are refused."""
 SINGLE_FILE_BYTES = 2 * 2**30
 """A checkpoint with sharded tensors is one file if all of its tensors take less, unless the options
 choose a form."""
@@ -63,18 +66,14 @@ def fits_in_one_file(
     # Options are the same on all ranks: none of them reaches the all_gather below.
     if options.distributed is not None:
         return not options.distributed
-    plain, sharded = 0, 0
-
-    def count(value: Any, path: str) -> Any:
-        nonlocal plain, sharded
-        if (chunked := as_chunked(value)) is not None:
+    plain = 0
+    sharded = 0
+    for leaf in leaves_of(checkpoint).values():
+        chunked = as_chunked(leaf)
+        if chunked is not None:
             sharded += num_bytes(chunked)
-        elif isinstance(value, Tensor):
-            plain += value.nbytes
-        else:
-            map_nested(value, path, count)
-
-    count(checkpoint, "")
+        elif isinstance(leaf, Tensor):
+            plain += leaf.nbytes
     is_small = plain + sharded < SINGLE_FILE_BYTES and sharded < free_host_bytes()
     # Without sharded tensors rank 0 has all of it already, whatever the size: nothing is gathered.
     # Free memory differs between hosts; rank 0's counts, because it is where tensors are gathered.
@@ -99,15 +98,14 @@ class FileSnapshot:
     def on_host(self) -> "FileSnapshot":
         """Return a copy whose tensors share no memory with the module and its optimizers."""
 
-        def copied(value: Any, path: str) -> Any:
-            if isinstance(value, Tensor):
-                return value.detach().to("cpu", copy=True)
-            # map_nested returns what it does not walk into as it is: user objects, which training
-            # may change.
-            nested = map_nested(value, path, copied)
-            return copy.deepcopy(value) if nested is value else nested
+        def copied(leaf: Any, path: str) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.detach().to("cpu", copy=True)
+            return copy.deepcopy(leaf)  # objects of the user's, which training may change
 
-        return replace(self, content=copied(self.content, ""), tensors=copy_to_host(self.tensors))
+        return replace(
+            self, content=map_nested(self.content, copied), tensors=copy_to_host(self.tensors)
+        )
 
     def full_content(self, ranks: RanksOfThread) -> dict[str, Any]:
         """Collective. Return what the file holds, on rank 0; an empty dict on the others."""
@@ -117,25 +115,21 @@ class FileSnapshot:
             return {}
         content = insert_tensors(self.content, lambda reference: full[reference[STORED]])
         optimizers = []
-        if named := content.get("optimizer_states", []):
+        named = content.get("optimizer_states", [])
+        if named:
             # What torch does not keep of an optimizer: its class, its parameters' names, and marks.
             for state in named:
-                entries = {
-                    key: value
-                    for key, value in state.items()
-                    if key not in ("state", "param_groups")
-                }
-                optimizers.append({**entries, "names": numbered_names(state)})
+                facts = {"names": numbered_names(state), **state}
+                del facts["state"], facts["param_groups"]
+                optimizers.append(facts)
             content["optimizer_states"] = [plain_optimizer_state(state) for state in named]
         content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
         return content
 
     def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
         """Collective. Write the file."""
-        if (save := self.save) is not None:
-            # Collective, so before the branch by rank.
-            full = self.full_content(ranks)
-            ranks.all_or_none("saving a checkpoint", lambda: None if ranks.rank else save(full))
+        if self.save is not None:
+            self._write_elsewhere(self.save, ranks)
             return
 
         def complete() -> None:
@@ -146,6 +140,17 @@ class FileSnapshot:
         with unfinished_on_rank_0(ranks, self.path) as unfinished:
             content = self.full_content(ranks)
             on_all_ranks(ranks, self.path, complete)
+
+    def _write_elsewhere(
+        self, save: Callable[[dict[str, Any]], None], ranks: RanksOfThread
+    ) -> None:
+        content = self.full_content(ranks)
+
+        def save_on_rank_0() -> None:
+            if ranks.rank == 0:
+                save(content)
+
+        ranks.all_or_none("saving a checkpoint", save_on_rank_0)
 
 
 def _save(content: dict[str, Any], path: Path, pace: Pace) -> None:
@@ -176,14 +181,13 @@ def take_file_snapshot(
 
     def check() -> bytes:
         # Only rank 0's state is written; other ranks may have what it has not.
-        refuse_not_plain(
-            without_hyperparameters(state) if ranks.rank == 0 and not content.pickles else {}
-        )
+        if ranks.rank == 0 and not content.pickles:
+            refuse_not_plain(without_hyperparameters(state))
         return to_bytes(dict(content.rank_state))
 
     rank_state = ranks.all_or_none("saving a checkpoint", check)
     extra = {
-        "format": FORMAT,
+        "format": FILE_FORMAT,
         "num_ranks": ranks.num_ranks,
         **content.facts,
         "files": dict(content.extra_files),
@@ -197,7 +201,8 @@ def read_plan(path: Path) -> bytes:
     if zipfile.is_zipfile(path):
         content = read_plain(path)
         files = content.get(EXTRA, {}).get("files", {}) if isinstance(content, Mapping) else {}
-        if isinstance(plan := files.get(PLAN_FILE), bytes):
+        plan = files.get(PLAN_FILE)
+        if isinstance(plan, bytes):
             return plan
     return path.read_bytes()
 
@@ -207,33 +212,31 @@ def split_extra(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return a file's checkpoint as our folders have it, and its `EXTRA`; None for a file of
     another program."""
-    extra = content.get(EXTRA)
+    checkpoint = dict(content)
+    extra = checkpoint.pop(EXTRA, None)
     if extra is None:
-        return content, None
-    checkpoint = {key: value for key, value in content.items() if key != EXTRA}
+        return checkpoint, None
     try:
-        check_format(path, extra["format"])
+        check_format(path, extra["format"], FILE_FORMAT)
         if extra["optimizers"]:
-            checkpoint["optimizer_states"] = [
-                {key: value for key, value in named.items() if key != "names"}
-                | named_optimizer_state(state, named["names"])
-                for state, named in zip(
-                    checkpoint["optimizer_states"], extra["optimizers"], strict=True
-                )
-            ]
-        if fit_loop := checkpoint.get("loops", {}).get("fit_loop"):
+            pairs = zip(checkpoint["optimizer_states"], extra["optimizers"], strict=True)
+            checkpoint["optimizer_states"] = [_named(state, facts) for state, facts in pairs]
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop")
+        if fit_loop:
             # For stock Lightning; ours are in "rank_states".
-            state = {
-                key: value
-                for key, value in fit_loop["state_dict"].items()
-                if key != "combined_loader"
-            }
-            checkpoint["loops"] = {
-                **checkpoint["loops"],
-                "fit_loop": {**fit_loop, "state_dict": state},
-            }
+            state = dict(fit_loop["state_dict"])
+            state.pop("combined_loader", None)
+            fit_loop = {**fit_loop, "state_dict": state}
+            checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is damaged: its '{EXTRA}' is not as it was written ({error!r})."
         ) from error
     return checkpoint, extra
+
+
+def _named(state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by its parameters' names. facts: what torch does not keep."""
+    named = dict(facts)
+    names = named.pop("names")
+    return named | named_optimizer_state(state, names)

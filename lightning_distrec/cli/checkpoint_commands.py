@@ -25,7 +25,7 @@ from lightning_distrec.cli.command_line import (
     console,
     exit_on_sigterm,
 )
-from lightning_distrec.errors import ConfigError, require
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.units import format_bytes
 
 
@@ -79,7 +79,6 @@ def run_export(options: Namespace) -> int:
         # For a file the total comes with the first report; for a folder it stays unknown.
         task = progress.add_task("", total=None)
         if is_folder:
-            require("safetensors", f"export --format {options.format}")
             from lightning_distrec.cli.export_recipe import export_recipe  # loads torchrec
 
             export_recipe(options, lambda count: progress.advance(task, count))

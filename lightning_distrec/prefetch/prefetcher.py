@@ -3,12 +3,13 @@
 Each kind of step (training, validation of the first loader, ...) runs as it is the first time,
 while the inputs of its lookups are recorded and found in the batch. From then on:
 
-fetch           the batch after the next one is drawn, copied to the device, its lookups prepared
-step begins     the sizes of the next batch's ids are sent; this batch's ids are here, and its rows
-                are looked up
-rows arrive     the next batch's ids are sent over the free link; on NCCL at the end of forward
-last lookup     the control message about the batch after the next one is sent
-backward        the control message is read
+- fetch: the batch after the next one is drawn from the loader and copied to the device, and its
+  lookups are prepared.
+- The step begins: the sizes of the next batch's ids are sent. This batch's ids are here, and its
+  rows are looked up.
+- Rows arrive: the next batch's ids are sent over the free link; on NCCL at the end of forward.
+- The last lookup: the control message about the batch after the next one is sent.
+- backward: the control message is read.
 """
 
 from collections.abc import Callable, Mapping

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
-from lightning_distrec.checkpoint.tools.export_checkpoint import write_safetensors
+from lightning_distrec.checkpoint.tensor_files import write_safetensors
 from lightning_distrec.chunks import num_bytes
-from lightning_distrec.errors import CheckpointError, ConfigError, require
+from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.program import (
     Program,
@@ -106,7 +106,6 @@ def export_for_serving(
     """
     if bits not in (None, 8, 4):
         raise ConfigError(f"bits={bits}: must be 8 or 4.")
-    require("safetensors", "export for serving")
     state = module.state_dict() if state is None else state
     module = _with_dense_weights(module, state)
     names = [f"{path}.weight" for path, _ in lookups_of(module)]

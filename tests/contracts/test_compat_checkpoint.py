@@ -1,199 +1,117 @@
-"""What checkpoints use of upstream's private names: FBGEMM's counters, and
-torch.distributed.checkpoint's metadata."""
+"""What checkpoints share with upstream: FBGEMM's counters, and folders of safetensors that
+torch.distributed.checkpoint reads."""
 
-import dataclasses
-import io
-import pickle
-import pickletools
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
 
 from lightning_distrec._compat import fbgemm as _fbgemm
-from lightning_distrec._compat import torch_distributed as _checkpoint
-from lightning_distrec.checkpoint.storage import (
-    METADATA_FILE,
+from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
+from lightning_distrec.checkpoint.plain_state import STORED_TYPES
+from lightning_distrec.checkpoint.tensor_files import (
     StoredTensors,
-    read_metadata,
+    read_safetensors,
+    write_safetensors,
     write_tensors,
 )
 from lightning_distrec.chunks import Chunk, ChunkedTensor
+from lightning_distrec.errors import CheckpointError
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
-DTYPES = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
-)
-NOT_SAVED = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
-"""Types that upstream saves in no other way either, or has no arithmetic for."""
-SAVED = [dtype for dtype in DTYPES if not NOT_SAVED.fullmatch(str(dtype))]
+TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
+"""Those that torch.distributed.checkpoint's reader knows, too, and tables or their state have."""
 
 
-def _names_in(pickled: bytes) -> set[tuple[str, str]]:
-    """Return the module and name of all that a pickle asks for, without loading it."""
-    requests: set[tuple[str, str]] = set()
-    texts: list[str] = []
-    memo: list[Any] = []
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name in ("SHORT_BINUNICODE", "BINUNICODE"):
-            texts.append(argument)
-        elif opcode.name == "MEMOIZE":
-            memo.append(texts[-1] if texts else None)
-        elif opcode.name in ("BINGET", "LONG_BINGET") and isinstance(memo[argument], str):
-            texts.append(memo[argument])
-        elif opcode.name == "STACK_GLOBAL":
-            requests.add((texts[-2], texts[-1]))
-        elif opcode.name == "GLOBAL":
-            requests.add(tuple(argument.split(" ")))  # type: ignore[arg-type]
-    return requests
+def _whole(dtype: torch.dtype, seed: int = 0) -> Tensor:
+    numbers = torch.randint(0, 100, (7, 6), generator=torch.Generator().manual_seed(seed))
+    return numbers.to(dtype)
+
+
+def _cuts(rank: int) -> dict[str, ChunkedTensor]:
+    """Return this rank's chunks of tensors that two ranks have cut in all ways."""
+    whole = _whole(torch.float32)
+    first, end = (0, 4) if rank == 0 else (4, 7)
+    columns = {0: [(0, 2), (5, 1)], 1: [(2, 3)]}[rank]
+    chunks = {
+        "row-wise, uneven": [Chunk((first, 0), whole[first:end])],
+        "column-wise, two on a rank": [
+            Chunk((0, begin), whole[:, begin : begin + count]) for begin, count in columns
+        ],
+        "table-wise": [Chunk((0, 0), whole)] if rank else [],
+        "by blocks": [Chunk((first, 3 * rank), whole[first:end, 3 * rank : 3 * rank + 3])],
+    }
+    other_rows, half = (4, 7) if rank == 0 else (0, 4), 3 * rank
+    begin, last = other_rows
+    chunks["by blocks"].append(Chunk((begin, half), whole[begin:last, half : half + 3]))
+    return {name: ChunkedTensor((7, 6), torch.float32, rects) for name, rects in chunks.items()}
 
 
 def _write(folder: str) -> None:
-    rank, num_ranks = rank_and_num_ranks()
-    tensors = {
-        str(dtype): ChunkedTensor(
-            (4 * num_ranks, 3), dtype, [Chunk((4 * rank, 0), torch.zeros(4, 3).to(dtype))]
-        )
-        for dtype in (torch.float32, torch.bfloat16, torch.int64)
-    }
-    tensors["on the last rank"] = ChunkedTensor(
-        (2,), torch.bool, [Chunk((0,), torch.ones(2) > 0)] if rank else []
+    rank, _ = rank_and_num_ranks()
+    tensors = _cuts(rank)
+    for dtype in TYPES:
+        rows = slice(0, 4) if rank == 0 else slice(4, 7)
+        chunk = Chunk((rows.start, 0), _whole(dtype)[rows])
+        tensors[str(dtype)] = ChunkedTensor((7, 6), dtype, [chunk])
+    tensors["one number for each row"] = ChunkedTensor(
+        (7,), torch.float32, [Chunk((0,), torch.arange(7.0))] if rank == 0 else []
     )
-    tensors["empty"] = ChunkedTensor((0, 3), torch.float32, [])
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    write_tensors(Path(folder), tensors, torch.distributed.group.WORLD, Path("x.ckpt"))
+    write_tensors(Path(folder), tensors, rank)
 
 
-def test_dcp_metadata_names_are_all_that_metadata_ask_for_and_no_more(tmp_path: Path) -> None:
+def test_torchs_reader_reads_what_ranks_have_written(tmp_path: Path) -> None:
     run_on_ranks(_write, 2, str(tmp_path))
-    requests = _names_in((tmp_path / METADATA_FILE).read_bytes())
-    assert {
-        pair for pair in requests if not _checkpoint.is_torch_constant(*pair)
-    } == _checkpoint.DCP_METADATA_NAMES
-    assert {name for module, name in requests if module == "torch"} == {
-        "Size",
-        "float32",
-        "bfloat16",
-        "int64",
-        "bool",
-    }
+    expected: dict[str, Tensor] = {name: _whole(torch.float32) for name in _cuts(0)}
+    expected |= {str(dtype): _whole(dtype) for dtype in TYPES}
+    expected["one number for each row"] = torch.arange(7.0)
+    by_torch = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(
+        dict(by_torch), storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True
+    )
+    ours = StoredTensors(tmp_path, sorted(path.name for path in tmp_path.iterdir()))
+    for name, tensor in expected.items():
+        assert torch.equal(by_torch[name], tensor), name
+        assert torch.equal(ours.handle(name, tuple(tensor.shape), tensor.dtype).read(), tensor)
 
 
-@pytest.mark.parametrize("dtype", SAVED, ids=str)
-def test_dcp_metadata_names_are_enough_for_tensors_of_every_type(
+def test_a_rank_writes_one_file_and_another_for_second_chunks_of_a_tensor(tmp_path: Path) -> None:
+    run_on_ranks(_write, 2, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("rank_0.safetensors", "rank_0_1.safetensors"),
+        *("rank_1.safetensors", "rank_1_1.safetensors"),
+    ]
+    second = load_file(tmp_path / "rank_0_1.safetensors")
+    assert second.keys() == {"column-wise, two on a rank", "by blocks"}
+
+
+@pytest.mark.parametrize("dtype", STORED_TYPES, ids=str)
+def test_tensors_of_every_type_are_read_as_they_were_written(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    tensor = (torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2).view(dtype).view(4, 3)
-    write_tensors(
-        tmp_path, {"x": ChunkedTensor((4, 3), dtype, [Chunk((0, 0), tensor)])}, None, tmp_path
-    )
-    tensors, actual = StoredTensors(tmp_path), torch.zeros_like(tensor)
-    assert tensors.entry("x").properties.dtype == dtype
-    tensors.read({"x": [Chunk((0, 0), actual)]})
+    content = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2
+    tensor = content.view(dtype).view(4, 3)
+    chunks = [Chunk((0, 0), tensor[:2]), Chunk((2, 0), tensor[2:])]
+    files = write_tensors(tmp_path, {"x": ChunkedTensor((4, 3), dtype, chunks)}, rank=0)
+    actual = StoredTensors(tmp_path, files).handle("x", (4, 3), dtype).read()
     assert torch.equal(actual.view(torch.uint8), tensor.view(torch.uint8))
+    by_library = load_file(tmp_path / "rank_0.safetensors")["x"]
+    assert torch.equal(by_library.view(torch.uint8), tensor[:2].view(torch.uint8))
 
 
-def test_is_torch_constant_accepts_types_of_numbers_only() -> None:
-    assert all(
-        _checkpoint.is_torch_constant("torch", str(dtype).removeprefix("torch."))
-        for dtype in DTYPES
-    )
-    message = {name for name in dir(torch) if _checkpoint.is_torch_constant("torch", name)}
-    assert {getattr(torch, name) for name in message} == set(DTYPES)
-    for name in (
-        "Size",
-        "ops",
-        "load",
-        "os",
-        "os.system",
-        "hub.load",
-        "float32.__class__",
-        "strided",
-        "device",
-        "",
-    ):
-        assert not _checkpoint.is_torch_constant("torch", name)
-    assert not _checkpoint.is_torch_constant("torch.nn", "float32")
-    assert not _checkpoint.is_torch_constant("os", "system")
+def test_types_that_the_format_has_not_are_an_error(tmp_path: Path) -> None:
+    tensor = MappedTensor(torch.zeros(3, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match="'x' is a tensor of torch.complex128, which safe"):
+        write_safetensors(tmp_path / "it.safetensors", {"x": tensor})
 
 
-def test_python_unpickler_asks_its_methods_for_what_a_pickle_names_and_changes() -> None:
-    requests: list[Any] = []
-
-    class Asks(_checkpoint.PythonUnpickler):
-        dispatch = dict(_checkpoint.PythonUnpickler.dispatch)
-
-        def find_class(self, module: str, name: str) -> Any:
-            requests.append((module, name))
-            return super().find_class(module, name)
-
-        def get_extension(self, code: int) -> Any:
-            requests.append(code)
-            self.append(None)
-
-        def load_build(self) -> None:
-            requests.append(type(self.stack[-2]))
-            super().load_build()
-
-        dispatch[pickle.BUILD[0]] = load_build
-
-    actual = Asks(io.BytesIO(pickle.dumps(Metadata({"x": None})))).load()
-    assert actual == Metadata({"x": None})
-    assert requests == [(Metadata.__module__, "Metadata"), Metadata]
-    assert Asks(io.BytesIO(b"\x80\x02\x82\x07.")).load() is None
-    assert requests[2:] == [7]
-
-
-def test_chunk_locations_yields_every_chunk(tmp_path: Path) -> None:
+def test_a_ranks_file_alone_is_no_checkpoint(tmp_path: Path) -> None:
     run_on_ranks(_write, 2, str(tmp_path))
-    with open(tmp_path / METADATA_FILE, "rb") as file:
-        metadata = read_metadata(file)
-    places = list(_checkpoint.chunk_locations(metadata))
-    actual = sorted({(name, file) for name, _, file, *_ in places})
-    pair = [
-        (f"torch.{dtype}", f"__{rank}_0.distcp")
-        for dtype in ("bfloat16", "float32", "int64")
-        for rank in (0, 1)
-    ]
-    assert actual == sorted([*pair, ("on the last rank", "__1_0.distcp")])
-    assert all((tmp_path / file).is_file() for _, file in actual)
-    for file in {file for _, file in actual}:
-        lengths = sum(length for *_, other, _, length in places if other == file)
-        assert lengths == (tmp_path / file).stat().st_size
-    assert list(_checkpoint.chunk_locations(Metadata({}))) == []
-
-
-@pytest.mark.parametrize(
-    "info", [None, "x", ("x", 0, 1), _StorageInfo(7, 0, 1), _StorageInfo(None, 0, 1)]
-)  # type: ignore[arg-type]
-def test_chunk_locations_refuses_records_of_another_type(info: Any) -> None:
-    with pytest.raises(ValueError, match="'.*' has the storage record "):
-        list(_checkpoint.chunk_locations(Metadata({}, storage_data={MetadataIndex("x"): info})))
-
-
-def test_the_place_of_a_chunk_is_found_by_what_the_reader_uses_of_it() -> None:
-    assert [f.name for f in dataclasses.fields(_StorageInfo)] == [
-        "relative_path",
-        "offset",
-        "length",
-        "transform_descriptors",
-    ]
-
-
-def test_metadata_with_another_class_are_refused_by_its_name(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
-    path = tmp_path / METADATA_FILE
-    path.write_bytes(pickle.dumps(Metadata({"x": BytesStorageMetadata()}, storage_data={})))
-    with (
-        open(path, "rb") as file,
-        pytest.raises(pickle.UnpicklingError, match="asks for .*BytesStorageMetadata"),
-    ):
-        read_metadata(file)
+    with pytest.raises(CheckpointError, match=r"a part of '.*', from .* Give the folder"):
+        read_safetensors(tmp_path / "rank_1.safetensors")
 
 
 def test_set_fbgemm_iterations_lets_a_kernel_go_on_counting_from_there() -> None:
@@ -215,17 +133,3 @@ def test_set_fbgemm_iterations_lets_a_kernel_go_on_counting_from_there() -> None
     _fbgemm.set_fbgemm_iterations(kernel, 41)
     kernel(ids, offsets).sum().backward()
     assert (int(kernel.iter), int(kernel.iter_cpu)) == (42, 42)
-
-
-def test_metadata_classes_are_those_whose_objects_get_a_state() -> None:
-    kinds = {kind.__name__ for kind in _checkpoint.metadata_classes()}
-    # Neither the enum nor torch.Size, whose objects are shared, nor the function.
-    plain = {
-        "Metadata",
-        "TensorStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-    }
-    assert kinds == plain | {"_StorageInfo"}
-    assert callable(_checkpoint.PythonUnpickler.dispatch[pickle.BUILD[0]])

@@ -2,7 +2,6 @@
 ranks."""
 
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning_distrec.checkpoint.atomic_folder import (
     MARKER_CHECKSUM,
     marker_crc32,
 )
+from lightning_distrec.checkpoint.checksums import read_checksums
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 
@@ -81,5 +81,5 @@ def edit_marker(folder: Path, edit: Callable[[dict[str, Any]], Any] = lambda mar
     del marker[MARKER_CHECKSUM]
     edit(marker)
     files = {name: folder / name for name in marker["files"] if (folder / name).is_file()}
-    marker[CHECKSUMS] = {name: zlib.crc32(file.read_bytes()) for name, file in files.items()}
+    marker[CHECKSUMS] = {name: read_checksums(file) for name, file in files.items()}
     (folder / MARKER).write_text(json.dumps({**marker, MARKER_CHECKSUM: marker_crc32(marker)}))

@@ -16,9 +16,6 @@ def load(path: Path, rank: int = 0, num_ranks: int = 1, pickles: bool = False) -
 
 def plain_checkpoint(path: Path | str) -> dict[str, Any]:
     """Return a checkpoint of whatever form with all its tensors in memory."""
-    full: dict[str, Any] = _read_tensors(load(Path(path)).checkpoint, "")
+    content = load(Path(path)).checkpoint
+    full: dict[str, Any] = map_nested(content, lambda leaf, _: materialized(leaf))
     return full
-
-
-def _read_tensors(value: Any, path: str) -> Any:
-    return map_nested(materialized(value), path, _read_tensors)

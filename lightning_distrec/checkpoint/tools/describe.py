@@ -92,7 +92,8 @@ def describe(path: Path) -> Description:
 
 
 def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Description:
-    checkpoint, marker = contents.checkpoint, contents.marker or {}
+    checkpoint = contents.checkpoint
+    marker = contents.marker or {}
     plan = marker.get("plan", {})
     mark = read_mark(path, marker)
     tables = {key: table_plan for name, table_plan in plan.items() for key in _weight_keys(name)}
@@ -192,7 +193,8 @@ def print_description(description: Description, console: Console, show_all: bool
         )
     listed = description.tensors if show_all else description.tensors[:NUM_LISTED]
     console.print(_table(listed, with_plan=any(tensor.sharding_type for tensor in listed)))
-    if unlisted := description.tensors[len(listed) :]:
+    unlisted = description.tensors[len(listed) :]
+    if unlisted:
         size = format_bytes(sum(tensor.num_bytes for tensor in unlisted))
         console.print(
             f"and {quantity(len(unlisted), 'smaller tensor')}, {size} in all; --all lists them"

@@ -4,16 +4,14 @@ one full checkpoint.
 In one process, with a block of a tensor in memory at a time.
 """
 
-import json
 import os
 import shutil
 import struct
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,70 +25,44 @@ from lightning_distrec.checkpoint.contents import (
     verify,
 )
 from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Difference
-from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors, read_blocks
-from lightning_distrec.checkpoint.load import SAFETENSORS_TYPES
+from lightning_distrec.checkpoint.lazy_tensors import as_lazy, collect_tensors
 from lightning_distrec.checkpoint.plain_state import (
     CHUNKED,
     STORED,
+    STORED_TYPES,
     map_nested,
     plain_optimizer_state,
     read_plain,
+    reference,
     to_bytes,
 )
 from lightning_distrec.checkpoint.save import PLAN_FILE, STATE_FILE, rank_file
-from lightning_distrec.checkpoint.storage import write_tensors
+from lightning_distrec.checkpoint.tensor_files import (
+    write_blocks,
+    write_safetensors,
+    write_tensors,
+)
 from lightning_distrec.chunks import Chunk, ChunkedTensor, LazyTensor, num_bytes
 from lightning_distrec.errors import CheckpointError
 
 
-def write_safetensors(
+def export_safetensors(
     path: Path, state: Mapping[str, Any], on_progress: Callable[[int], None]
 ) -> None:
-    """Write a state_dict, whose tensors may be handles, byte for byte as the library does. Each
-    name gets its own copy.
-
-    The header's length, 8 bytes, little-endian; the header, JSON, with each tensor's type, shape
-    and place; tensors' bytes, little-endian, without gaps. Source:
-    https://github.com/huggingface/safetensors#format
-    on_progress: called with numbers of bytes. Raises CheckpointError: the format cannot hold a
-    value; OSError.
-    """
+    """Write a state_dict, whose tensors may be handles, as a safetensors file. Each name gets its
+    own copy. Raises CheckpointError: the format cannot hold a value; OSError."""
     tensors = {name: _exportable(name, value) for name, value in state.items()}
-    order = list(SAFETENSORS_TYPES)
-    names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
-    with open(path, "wb") as file:
-        file.write(_header({name: tensors[name] for name in names}))
-        for name in names:
-            write_blocks(file, tensors[name], on_progress)
+    write_safetensors(path, tensors, on_progress)
 
 
 def _exportable(name: str, value: Any) -> LazyTensor:
     lazy = as_lazy(value)
     kind = type(value).__name__ if lazy is None else f"tensor of {lazy.dtype}"
     is_dense = not isinstance(value, Tensor) or value.layout == torch.strided
-    if lazy is None or lazy.dtype not in SAFETENSORS_TYPES or not is_dense:
-        problem = (
-            f"'{name}' is a {kind}, and safetensors files hold dense tensors of certain types only"
-        )
-        raise CheckpointError(f"{problem}. Export to a .pt file instead.")
+    if lazy is None or lazy.dtype not in STORED_TYPES or not is_dense:
+        problem = f"'{name}' is a {kind}, and safetensors files hold dense tensors"
+        raise CheckpointError(f"{problem} of certain types only. Export to a .pt file instead.")
     return lazy
-
-
-def _header(tensors: Mapping[str, LazyTensor]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, lazy in tensors.items():
-        end = begin + num_bytes(lazy)
-        entries[name] = {
-            "dtype": SAFETENSORS_TYPES[lazy.dtype],
-            "shape": list(lazy.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    # Blanks up to a multiple of 8 bytes, as the library has them: the tensors behind are aligned.
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 _ALIGNMENT = 64
@@ -136,7 +108,8 @@ def export(
         )
     value = _read_content(source, target, pickles)
     total = sum(num_bytes(lazy) for lazy in collect_tensors(value).values())
-    if total > (free := shutil.disk_usage(target.parent).free):
+    free = shutil.disk_usage(target.parent).free
+    if total > free:
         raise CheckpointError(
             f"{target} needs {total:,} bytes, and its file system has {free:,} free."
         )
@@ -148,7 +121,7 @@ def export(
         if on_progress is not None:
             on_progress(written, total)
 
-    write = write_safetensors if target.suffix == ".safetensors" else write_torch_file
+    write = export_safetensors if target.suffix == ".safetensors" else write_torch_file
     try:
         with tempfile.TemporaryDirectory(prefix=".distrec-export-", dir=target.parent) as folder:
             unfinished = Path(folder, target.name)
@@ -182,9 +155,10 @@ def _must_be_free(target: Path, overwrite: bool) -> None:
 
 def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
     """Return what to write, with handles for tensors."""
-    check_bytes(source, open_checkpoint(source).ranges())
+    check_bytes(source, open_checkpoint(source))
     checkpoint = read_contents(source, pickles).checkpoint
-    if not isinstance(state := checkpoint.get("state_dict"), dict):
+    state = checkpoint.get("state_dict")
+    if not isinstance(state, dict):
         raise CheckpointError(
             f"{source} holds no state_dict, only {sorted(map(str, checkpoint))}; there is nothing "
             "to export."
@@ -222,11 +196,10 @@ def write_torch_file(path: Path, value: Any, on_progress: Callable[[int], None])
         # torch numbers storages in the order in which it comes to them, and each tensor here has
         # one of its own.
         records = {f"{path.stem}/data/{i}": lazy for i, lazy in enumerate(tensors.values())}
-        sizes = {
-            entry.filename: entry.file_size
-            for entry in source.infolist()
-            if "/data/" in entry.filename
-        }
+        sizes = {}
+        for entry in source.infolist():
+            if "/data/" in entry.filename:
+                sizes[entry.filename] = entry.file_size
         # torch.save finds tensors inside of other objects as well; those would stay holes, full of
         # zeros.
         if sizes != {name: num_bytes(lazy) for name, lazy in records.items()}:
@@ -247,16 +220,12 @@ def _write_skeleton(path: Path, value: Any, tensors: Mapping[str, LazyTensor]) -
     or disk."""
     hole = path.with_suffix(".hole")
 
-    def put(item: Any, place: str) -> Any:
-        return (
-            map_nested(item, place, put)
-            if place not in tensors
-            else _placeholder(hole, place, item, tensors[place])
-        )
+    def put(leaf: Any, place: str) -> Any:
+        return _placeholder(hole, place, leaf, tensors[place]) if place in tensors else leaf
 
     try:
         with torch.serialization.skip_data():
-            torch.save(put(value, ""), path)
+            torch.save(map_nested(value, put), path)
     except RuntimeError as error:  # torch's, where the file cannot be written
         raise OSError(f"{path.name}: {error}") from error
 
@@ -268,7 +237,8 @@ def _placeholder(hole: Path, place: str, item: Any, lazy: LazyTensor) -> Tensor:
         raise CheckpointError(
             f"'{place}' has the layout {item.layout}, or is quantized. Make it dense."
         )
-    if not (size := num_bytes(lazy)):
+    size = num_bytes(lazy)
+    if not size:
         return torch.empty(lazy.shape, dtype=lazy.dtype)
     memory = torch.from_file(str(hole), shared=True, size=size, dtype=torch.uint8)
     return memory.view(lazy.dtype).view(lazy.shape)
@@ -283,13 +253,6 @@ def _entry(name: str, begin: int) -> zipfile.ZipInfo:
     return entry
 
 
-def write_blocks(file: IO[bytes], lazy: LazyTensor, on_progress: Callable[[int], None]) -> None:
-    """Write a tensor's bytes. A function of its own, so that no block of it is held while the next
-    tensor is read."""
-    for block in read_blocks(lazy):
-        on_progress(file.write(block.reshape(-1).view(torch.uint8).numpy().data))
-
-
 def merge(source: Path, target: Path) -> None:
     """Write what the difference `source` stands for into the folder `target`, or raise
     CheckpointError."""
@@ -300,31 +263,27 @@ def merge(source: Path, target: Path) -> None:
         raise CheckpointError(f"{target} exists already. Choose another name.")
     # Written again, damaged rows would get checksums that match, and nobody could find them any
     # more.
-    if changed := verify(source):
+    changed = verify(source)
+    if changed:
         raise CheckpointError(f"{source} is damaged: {changed[0]} does not match its checksum.")
     handles = collect_tensors(read_contents(source).checkpoint)
     state, tensors = _full_state(read_plain(source / STATE_FILE), handles)
     marker = difference.marker
     copied = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
-    sizes = {
-        name: [list(full.shape), str(full.dtype).removeprefix("torch.")]
-        for name, full in tensors.items()
-    }
+    content = dict(marker)
     # UnfinishedFolder writes these keys for the new folder; without INCREMENTAL it belongs to no
     # series.
-    content = {
-        key: value
-        for key, value in marker.items()
-        if key not in ("format", "name", "files", INCREMENTAL)
-    }
+    for key in ("format", "name", "files", INCREMENTAL):
+        content.pop(key, None)
     unfinished = None
     try:
         unfinished = UnfinishedFolder(target.absolute())
-        crc32 = write_tensors(unfinished.path, tensors, None, target)()
+        content[CHECKSUMS] = write_tensors(unfinished.path, tensors, rank=0)
         write_file(unfinished.path / STATE_FILE, to_bytes(state))
-        for name in (name for name in copied if name in marker["files"]):
-            shutil.copyfile(source / name, unfinished.path / name)
-        unfinished.complete(content | {"tensors": sizes, CHECKSUMS: crc32})
+        for name in copied:
+            if name in marker["files"]:
+                shutil.copyfile(source / name, unfinished.path / name)
+        unfinished.complete(content)
     except OSError as error:
         raise CheckpointError(
             f"{target} cannot be written: {error}. No folder was left there."
@@ -341,51 +300,16 @@ def _full_state(
     both, by place."""
     tensors: dict[str, ChunkedTensor] = {}
 
-    def put(item: Any, place: str) -> Any:
-        if not isinstance(item, Mapping) or (STORED not in item and CHANGED not in item):
-            return map_nested(item, place, put)
-        lazy = handles[place]
+    def put(leaf: Any, place: str) -> Any:
+        if not isinstance(leaf, Mapping) or (STORED not in leaf and CHANGED not in leaf):
+            return leaf
+        # What lies along a table of the base is sharded there.
+        is_sharded = leaf.get(CHUNKED, True)
+        # The writer reads a handle, a block at a time.
+        lazy: Any = handles[place]
         shape = tuple(lazy.shape)
-        # The writer slices and detaches what it takes for a tensor, a block at a time: reading
-        # happens there.
-        later: Any = _LazyRows(lazy, 0, shape)
-        tensors[place] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), later)])
-        return {
-            STORED: place,
-            "shape": shape,
-            "dtype": lazy.dtype,
-            CHUNKED: item.get(CHUNKED, True),
-        }
+        tensors[place] = ChunkedTensor(shape, lazy.dtype, [Chunk((0,) * len(shape), lazy)])
+        return reference(place, shape, lazy.dtype, is_sharded)
 
-    state = put({key: value for key, value in raw.items() if key != ROW_IDS}, "")
-    return state, tensors
-
-
-@dataclass(frozen=True)
-class _LazyRows:
-    """Rows of a tensor in a file, with what the writer asks of a tensor; `detach` reads them."""
-
-    lazy: LazyTensor
-    first: int
-    shape: tuple[int, ...]
-
-    @property
-    def itemsize(self) -> int:
-        return self.lazy.dtype.itemsize
-
-    def numel(self) -> int:
-        return self.size().numel()
-
-    def size(self) -> torch.Size:
-        return torch.Size(self.shape)
-
-    def __getitem__(self, rows: slice) -> "_LazyRows":
-        # WritePlanner's slices have a start and a stop, and no step.
-        return _LazyRows(
-            self.lazy, self.first + rows.start, (rows.stop - rows.start, *self.shape[1:])
-        )
-
-    def detach(self) -> Tensor:
-        tensor = torch.empty(self.shape, dtype=self.lazy.dtype)
-        self.lazy.read_into([Chunk((self.first, *[0] * (len(self.shape) - 1)), tensor)])
-        return tensor
+    state = {key: value for key, value in raw.items() if key != ROW_IDS}
+    return map_nested(state, put, leaf_keys=frozenset({STORED, CHANGED})), tensors

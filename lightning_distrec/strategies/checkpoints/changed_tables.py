@@ -35,7 +35,8 @@ class ChangedTables:
     def __init__(self, tables: SavedTables, plugin: Any) -> None:
         from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
 
-        self.tables, self._writes = tables, tables.shards.state.writes
+        self.tables = tables
+        self._writes = tables.shards.state.writes
         # FBGEMM's kernels count no versions: rows are noted as they get gradients.
         self._touched = TouchedRows(tables.shards.kernels)
         self._undo: list[Callable[[], None]] = [self._touched.release]
@@ -55,12 +56,11 @@ class ChangedTables:
     def _unfused(self) -> list[str]:
         """Tables whose gradients are left to the user's optimizers; after the first step there may
         be more."""
-        updates = self.tables.updates
-        return [
-            name
-            for name in updates
-            if not updates[name].in_backward and not self._shards(name)[0].replicated
-        ]
+        names = []
+        for name, update in self.tables.updates.items():
+            if not update.in_backward and not self._shards(name)[0].replicated:
+                names.append(name)
+        return names
 
     def begin(self) -> None:
         """Forget what has changed so far."""
@@ -83,30 +83,32 @@ class ChangedTables:
 
     def in_full(self) -> dict[str, str]:
         """Return full name of a table of which all rows may have changed on this rank -> why."""
-        reasons = {}
-        for name, written in self._written.items():
-            if self._shards(name)[0].replicated:
-                reasons[name] = "every rank has all of it"
-            elif name in self._unfused and (reason := self._moves_all(name)):
-                reasons[name] = reason
-            elif written.look() or self._writes[name] != self._written_by_user.get(name, 0):
-                reasons[name] = (
-                    "something besides its optimizer has written its rows, a callback for example"
-                )
-        return reasons
+        reasons = {name: self._reason(name) for name in self._written}
+        return {name: reason for name, reason in reasons.items() if reason}
+
+    def _reason(self, name: str) -> str:
+        if self._shards(name)[0].replicated:
+            return "every rank has all of it"
+        reason = self._moves_all(name) if name in self._unfused else ""
+        if reason:
+            return reason
+        is_written = self._written[name].look()
+        if is_written or self._writes[name] != self._written_by_user.get(name, 0):
+            return "something besides its optimizer has written its rows, a callback for example"
+        return ""
 
     def table_memory(self, name: str) -> list[Tensor]:
         """Return what this rank has of a table: its weights and its optimizer's state."""
-        weights = [shard.weight for shard in self._shards(name)]
-        states = [
-            state for shard in self._shards(name) for state in self._fused_state.get(id(shard), [])
-        ]
-        if name in self._unfused:
-            held = [o.state[w] for o in self.tables.all_optimizers for w in weights if w in o.state]
-            states += [
-                value for state in held for value in state.values() if isinstance(value, Tensor)
-            ]
-        return [*weights, *states]
+        memory: list[Tensor] = []
+        for shard in self._shards(name):
+            memory.append(shard.weight)
+            memory += self._fused_state.get(id(shard), [])
+            if name not in self._unfused:
+                continue
+            for optimizer in self.tables.all_optimizers:
+                state = optimizer.state.get(shard.weight, {})
+                memory += [value for value in state.values() if isinstance(value, Tensor)]
+        return memory
 
     def _shards(self, name: str) -> list[LocalShard]:
         return self.tables.shards.shards[name]

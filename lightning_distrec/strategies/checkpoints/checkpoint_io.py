@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
-from lightning_distrec.checkpoint.checksums import ByteRange
 from lightning_distrec.checkpoint.contents import check_bytes, open_checkpoint
 from lightning_distrec.checkpoint.load import CheckpointFile, Loaded, StoredCheckpoint
 from lightning_distrec.cluster.consensus import Consensus
@@ -49,16 +48,11 @@ def read_checked(
     is_checked: whether they were compared before.
     """
 
-    def open_with_ranges() -> tuple[StoredCheckpoint, list[ByteRange]]:
-        stored = open_it()
-        return stored, [] if is_checked else stored.ranges()
-
-    stored, ranges = ranks.all_or_none("loading a checkpoint", open_with_ranges)
+    stored = ranks.all_or_none("loading a checkpoint", open_it)
     if not is_checked:
-        check_bytes(path, ranges, ranks)
-    return ranks.all_or_none(
-        "loading a checkpoint", lambda: stored.load(ranks.rank, ranks.num_ranks, pickles)
-    )
+        check_bytes(path, stored, ranks)
+    load = partial(stored.load, ranks.rank, ranks.num_ranks, pickles)
+    return ranks.all_or_none("loading a checkpoint", load)
 
 
 def _read_with(io: CheckpointIO, path: str | Path, pickles: bool) -> object:
@@ -72,21 +66,16 @@ def _read_with(io: CheckpointIO, path: str | Path, pickles: bool) -> object:
 
 def refuse_checkpoint_io(options: CheckpointOptions, io: CheckpointIO) -> None:
     """Raise ConfigError where a CheckpointIO plugin would be ignored."""
-    settings = {
-        "distributed": options.distributed,
-        "async_save": options.async_save,
-        "incremental": options.incremental,
-    }
-    if is_plugin(io) and (
-        setting := next((name for name, value in settings.items() if value), None)
-    ):
-        value = "{...}" if setting == "incremental" else "True"
-        raise ConfigError(
-            f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': "
-            f"{value}}} goes to the "
-            "file system directly. Set checkpoint={'distributed': False}, or "
-            "checkpoint={'async_save': True} alone."
-        )
+    if not is_plugin(io):
+        return
+    for setting in ("distributed", "async_save", "incremental"):
+        if getattr(options, setting):
+            value = "{...}" if setting == "incremental" else "True"
+            raise ConfigError(
+                f"plugins={type(io).__name__}: it writes one file, and checkpoint={{'{setting}': "
+                f"{value}}} goes to the file system directly. Set checkpoint={{'distributed': "
+                "False}, or checkpoint={'async_save': True} alone."
+            )
 
 
 def refuse_folder(path: str, storage_options: Any) -> NoReturn:
@@ -96,6 +85,6 @@ def refuse_folder(path: str, storage_options: Any) -> NoReturn:
         raise ConfigError(f"storage_options belong to a CheckpointIO. Set {setting}, to use one.")
     raise ConfigError(
         f"{path}: folders that all ranks write, and files that are written in the background, "
-        "need a file system. Set "
-        "dirpath to a folder on one, or checkpoint={'distributed': False}, without async_save."
+        "need a file system. Set dirpath to a folder on one, or checkpoint={'distributed': False}, "
+        "without async_save."
     )

@@ -99,13 +99,11 @@ class Checkpointing:
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
         """Drop what belongs to the run before; called when a run's set-up starts. job: what its
         checkpoints are of."""
-        self._module, self._tables, self.state_ranks, self._job, self._incremental = (
-            module,
-            None,
-            None,
-            job,
-            None,
-        )
+        self._module = module
+        self._tables = None
+        self.state_ranks = None
+        self._job = job
+        self._incremental = None
         # else the position is that of the last fit
         if job is None or module.trainer.state.fn == TrainerFn.FITTING:
             self.positions = Positions(self._ranks, HookDraws(*self.fingerprints))
@@ -113,31 +111,16 @@ class Checkpointing:
     def begin(self, tables: SavedTables | None) -> None:
         """Collective, when a run is set up. Load the weights that it starts from, unless an earlier
         run has."""
-        self._tables, module = tables, self._module
+        self._tables = tables
+        module = self._module
         # Agreed on with the other flags of a step: all ranks raise at the same step.
         self._ranks.flags.watch_failures(lambda: self._saver.has_failed)
         if not self.options.pickles:
             self._ranks.all_or_none("setup", lambda: refuse_callbacks(module.trainer))
-            if module.trainer.state.fn == TrainerFn.FITTING and module.trainer.checkpoint_callbacks:
-                prepare_hyperparameters(current_hyperparameters(module.trainer), self._warned)
-                # What it returns is known when it is called: a trial could change what the user's
-                # hook changes.
-                if is_overridden("on_save_checkpoint", module):
-                    rank_zero_info(
-                        f"What {type(module).__name__}.on_save_checkpoint adds to checkpoints "
-                        "must be of plain types: "
-                        "objects are an error when the first one is saved, unless "
-                        "checkpoint={'pickles': True} is set."
-                    )
         if self.options.async_save:
             announce_in_flight(module.trainer, self._saver)
-        if (
-            incremental := self.options.incremental
-        ) is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            label = self._job.label if self._job is not None else ""
-            self._incremental = IncrementalSaves(
-                incremental, self._ranks, tables, module.trainer, label, self._saver.remove
-            )
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._begin_fit()
         path = self.options.start_from
         # Once in the life of a strategy: a second fit goes on from what the first one has learned.
         if path is None or self._has_started:
@@ -146,6 +129,28 @@ class Checkpointing:
         self.load_model(loaded.checkpoint, module.strict_loading)
         self._has_started = True
         rank_zero_info(f"The run starts from the weights in {path}.")
+
+    def _begin_fit(self) -> None:
+        trainer = self._module.trainer
+        if not self.options.pickles and trainer.checkpoint_callbacks:
+            prepare_hyperparameters(current_hyperparameters(trainer), self._warned)
+            # What it returns is known when it is called: a trial could change what the user's hook
+            # changes.
+            if is_overridden("on_save_checkpoint", self._module):
+                rank_zero_info(
+                    f"What {type(self._module).__name__}.on_save_checkpoint adds to checkpoints "
+                    "must be of plain types: objects are an error when the first one is saved, "
+                    "unless checkpoint={'pickles': True} is set."
+                )
+        if self.options.incremental is not None:
+            self._incremental = IncrementalSaves(
+                self.options.incremental,
+                self._ranks,
+                self._tables,
+                trainer,
+                self._job.label if self._job is not None else "",
+                self._saver.remove,
+            )
 
     @property
     def _own_optimizers(self) -> list[Optimizer]:
@@ -161,9 +166,8 @@ class Checkpointing:
         if not meet(MEETING_SECONDS):
             raise CheckpointError(
                 "no checkpoint is saved after the exception above: it was raised on rank "
-                f"{self._ranks.rank}, and not "
-                "all of the other ranks arrived to save their shards within "
-                f"{MEETING_SECONDS:.0f} s."
+                f"{self._ranks.rank}, and not all of the other ranks arrived to save their shards "
+                f"within {MEETING_SECONDS:.0f} s."
             )
 
     def full_state(self, state: Mapping[str, Any], everywhere: bool = False) -> dict[str, Any]:
@@ -291,9 +295,8 @@ class Checkpointing:
             and "optimizer_states" not in checkpoint
         ):
             raise CheckpointError(
-                f"{path} holds weights only, so that training cannot resume from it. To start "
-                "from them, set "
-                "checkpoint={'start_from': path} in the strategy, and no ckpt_path."
+                f"{path} holds weights only, so that training cannot resume from it. To start from "
+                "them, set checkpoint={'start_from': path} in the strategy, and no ckpt_path."
             )
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             add_groups(self._module.trainer, checkpoint)
@@ -339,7 +342,8 @@ class Checkpointing:
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Collective. Load the module's state; every rank reads its own shards of tables."""
         shards = None if self._tables is None else self._tables.shards
-        state, grow = checkpoint["state_dict"], self.options.grow_tables
+        state = checkpoint["state_dict"]
+        grow = self.options.grow_tables
         self._ranks.all_or_none(
             "loading a checkpoint",
             lambda: load_weights(self._module, shards, state, strict=strict, grow=grow),
@@ -347,7 +351,8 @@ class Checkpointing:
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
-        states, saved = self._optimizer_states(), checkpoint["optimizer_states"]
+        states = self._optimizer_states()
+        saved = checkpoint["optimizer_states"]
         self._ranks.all_or_none(
             "loading a checkpoint", lambda: states.load(saved, optimizers, self._own_optimizers)
         )
@@ -402,27 +407,28 @@ def prepare_hyperparameters(checkpoint: dict[str, Any], warned: set[str]) -> Non
     """
     reasons: dict[str, str] = {}
     for key in HYPERPARAMETERS.keys() & checkpoint.keys():
-        if not isinstance(values := checkpoint[key], dict):  # a container of OmegaConf's
+        if not isinstance(checkpoint[key], dict):  # a container of OmegaConf's
             continue
-        forms = {name: saved_form(name, value) for name, value in values.items()}
-        checkpoint[key] = {name: form for name, (form, _) in forms.items()}
-        reasons |= {
-            name: reason for name, (_, reason) in forms.items() if reason and name not in warned
-        }
+        saved = {}
+        for name, value in checkpoint[key].items():
+            saved[name], reason = saved_form(name, value)
+            if reason and name not in warned:
+                reasons[name] = reason
+        checkpoint[key] = saved
     if reasons:
         rank_zero_warn(
             "checkpoints of this run hold hyperparameters that are objects: "
-            f"{'; '.join(reasons.values())}. "
-            "load_from_checkpoint(path) asks for these by name; load_from_checkpoint(path, "
-            "weights_only=False) reads "
-            "those that can be saved, and runs their code."
+            f"{'; '.join(reasons.values())}. load_from_checkpoint(path) asks for these by name; "
+            "load_from_checkpoint(path, weights_only=False) reads those that can be saved, and "
+            "runs their code."
         )
         warned.update(reasons)
 
 
 def current_hyperparameters(trainer: Trainer) -> dict[str, Any]:
     """Return what Lightning will save of the hyperparameters."""
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    module = trainer.lightning_module
+    data = getattr(trainer, "datamodule", None)
     sources = [source for source in (module, data) if source is not None and source.hparams]
     return {source.CHECKPOINT_HYPER_PARAMS_KEY: source.hparams for source in sources}
 
@@ -435,17 +441,16 @@ def add_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
     if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         return
     parameters = dict(trainer.lightning_module.named_parameters(remove_duplicate=False))
-    for number, (optimizer, state) in enumerate(
-        zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)
-    ):
-        groups, saved = len(optimizer.param_groups), len(state["param_groups"])
+    pairs = zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)
+    for number, (optimizer, state) in enumerate(pairs):
+        groups = len(optimizer.param_groups)
+        saved = len(state["param_groups"])
         for group in state["param_groups"][groups:]:
             if not parameters.keys() >= set(group["params"]):
                 raise CheckpointError(
                     f"optimizer {number} has {groups} param group(s), and the checkpoint's had "
-                    f"{saved}: a "
-                    "BaseFinetuning callback has added some, and would unfreeze nothing now. "
-                    "Return as many, " + START
+                    f"{saved}: a BaseFinetuning callback has added some, and would unfreeze "
+                    f"nothing now. Return as many, {START}"
                 )
             unfrozen = [parameters[name].requires_grad_() for name in group["params"]]
             optimizer.add_param_group({**group, "params": unfrozen})
@@ -459,11 +464,8 @@ def refuse_callbacks(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         # Lightning's averages are copies of the whole model, also in subclasses; its other
         # callbacks have plain types.
-        is_lightnings = type(callback).__module__.startswith("lightning.")
-        if not is_lightnings and not isinstance(
-            callback, (StochasticWeightAveraging, WeightAveraging)
-        ):
-            refuse_not_plain(
-                with_plain_types(callback.state_dict()),
-                f"the state_dict of {type(callback).__name__}: state",
-            )
+        is_average = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+        if is_average or type(callback).__module__.startswith("lightning."):
+            continue
+        state = with_plain_types(callback.state_dict())
+        refuse_not_plain(state, f"the state_dict of {type(callback).__name__}: state")

@@ -4,6 +4,7 @@ next full one."""
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,37 +21,17 @@ from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.checkpoint.atomic_folder import MARKER, read_marker
 from lightning_distrec.checkpoint.checkpoint_options import IncrementalOptions
 from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Mark, read_mark
-from lightning_distrec.chunks import Chunk, ChunkedTensor
+from lightning_distrec.chunks import Box, Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
-from lightning_distrec.strategies.checkpoints.table_states import SavedTables
+from lightning_distrec.strategies.checkpoints.table_states import SavedTables, shard_box
 
 WORTH = 0.8
 """Share of a table's rows from which on it is written in full."""
 
 
-class ShardPlace(NamedTuple):
-    """A shard of a table on some rank, with the number of its rows that have changed."""
-
-    row: int
-    column: int
-    num_rows: int
-    num_columns: int
-    num_changed: int
-
-    def locate(self, shape: tuple[int, ...], dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return where it lies in a tensor along the table: of elements, of one column, or of one
-        number per row."""
-        if len(shape) == 1:
-            return (self.row,), (self.num_rows,)
-        if shape[1] == dim:
-            return (self.row, self.column), (self.num_rows, self.num_columns)
-        return (self.row, 0), (self.num_rows, 1)
-
-
-@dataclass(frozen=True)
-class TensorOfTable:
+class TensorOfTable(NamedTuple):
     """A sharded tensor in a checkpoint that lies along a table: the dict that holds it, and its key
     there."""
 
@@ -58,33 +39,80 @@ class TensorOfTable:
     table: str
     holder: dict[str, Any]
     key: str
-
-    @property
-    def tensor(self) -> ChunkedTensor:
-        """The tensor, of which this rank has its chunks."""
-        tensor: ChunkedTensor = self.holder[self.key]
-        return tensor
+    tensor: ChunkedTensor
+    """Of which this rank has its chunks."""
 
 
 def find_table_tensors(checkpoint: Mapping[str, Any], tables: SavedTables) -> list[TensorOfTable]:
     """Return the sharded tensors of a checkpoint that lie along tables, weights and state; the same
     on every rank."""
-    keys = tables.shards.keys_in_tree() | {
-        table.key: table.full_name for table in tables.shards.tables
-    }
+    names = tables.shards.keys_in_tree()
+    names |= {table.key: table.full_name for table in tables.shards.tables}
+    tensors = []
     state = checkpoint["state_dict"]
-    tensors = [
-        TensorOfTable(f"state_dict/{key}", keys[key], state, key) for key in state if key in keys
-    ]
+    for key, table in names.items():
+        value = state.get(key)
+        if isinstance(value, ChunkedTensor):
+            tensors.append(TensorOfTable(f"state_dict/{key}", table, state, key, value))
     for i, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        for name, values in optimizer.get("state", {}).items():
-            path = f"optimizer_states/{i}/state/{name}"
-            tensors += [
-                TensorOfTable(f"{path}/{key}", keys[name], values, key)
-                for key in values
-                if name in keys
-            ]
-    return [tensor for tensor in tensors if isinstance(tensor.tensor, ChunkedTensor)]
+        for weight, values in optimizer.get("state", {}).items():
+            for key, value in values.items():
+                if weight in names and isinstance(value, ChunkedTensor):
+                    path = f"optimizer_states/{i}/state/{weight}/{key}"
+                    tensors.append(TensorOfTable(path, names[weight], values, key, value))
+    return tensors
+
+
+class ShardRows(NamedTuple):
+    """The changed rows of a shard on this rank, in a tensor along its table."""
+
+    box: Box
+    """Where the shard lies in the tensor."""
+    name: str
+    """Of the rows' numbers, which weights and optimizer state of a shard share."""
+    ids: Tensor
+    """Counted from the shard's first row."""
+    chunk: Tensor
+    """All rows of the shard."""
+
+
+class ChangedRows:
+    """The changed rows of a table on this rank."""
+
+    def __init__(self, changed: ChangedTables, name: str) -> None:
+        all_shards = changed.tables.shards
+        (self._config,) = (t.config for t in all_shards.tables if t.full_name == name)
+        self._shards = [shard for shard in all_shards.shards[name] if shard.values.numel()]
+        self._ids = [changed.ids_of(shard) for shard in self._shards]
+        with without_torch_function():
+            self._memory = {tensor.data_ptr() for tensor in changed.table_memory(name)}
+        self.num_rows = 0
+        for shard, ids in zip(self._shards, self._ids, strict=True):
+            # Shards side by side have the same changed rows: those at column 0 count each row once.
+            self.num_rows += 0 if shard.column else len(ids)
+        # Half the bytes, for all tables but the very largest.
+        self.id_type = torch.int32 if self._config.num_embeddings < 2**31 else torch.int64
+
+    def is_worth(self, num_rows: int) -> bool:
+        """Whether this number of rows, with their numbers, takes fewer bytes than the table."""
+        return num_rows < WORTH * self._config.num_embeddings
+
+    def in_tensor(self, tensor: ChunkedTensor) -> list[ShardRows] | None:
+        """Return the rows of a tensor along the table, by shard; None where it is a copy or an
+        average of the table."""
+        chunks = {chunk.box: chunk.tensor for chunk in tensor.chunks}
+        found = []
+        for shard, ids in zip(self._shards, self._ids, strict=True):
+            box = shard_box(shard, tensor.shape, self._config.embedding_dim)
+            chunk = chunks.get(box)
+            # EMAWeightAveraging puts averages in the place of rows: those have other memory, and
+            # stay in full.
+            if chunk is None or chunk.data_ptr() not in self._memory:
+                return None
+            if len(ids):
+                name = f"{shard.table}@{shard.row},{shard.column}"
+                found.append(ShardRows(box, name, ids, chunk))
+        return found
 
 
 def turn_into_difference(
@@ -100,105 +128,56 @@ def turn_into_difference(
     in_full: tables that stay as they are, the same on every rank. in_base: the tensors of tables
     that the base has.
     """
-    tables = changed.tables
-    tensors = [
-        t
-        for t in find_table_tensors(checkpoint, tables)
-        if t.path in in_base and t.table not in in_full
-    ]
-    names = {tensor.table for tensor in tensors}
-    shards = {name: [s for s in tables.shards.shards[name] if s.values.numel()] for name in names}
-    ids = {name: [changed.ids_of(shard) for shard in shards[name]] for name in names}
-    local_places = {
-        name: [
-            ShardPlace(
-                shard.row, shard.column, len(shard.values), shard.values.shape[1], len(changed_ids)
-            )
-            for shard, changed_ids in zip(shards[name], ids[name], strict=True)
-        ]
-        for name in names
-    }
-    dims = {table.full_name: table.config.embedding_dim for table in tables.shards.tables}
-    with without_torch_function():
-        # EMAWeightAveraging puts averages in the place of rows: those have other memory, and stay
-        # in full.
-        memory = {tensor.data_ptr() for name in names for tensor in changed.table_memory(name)}
-    chunks = {
-        t.path: _chunks(t.tensor, local_places[t.table], dims[t.table], memory) for t in tensors
-    }
-    has_chunks = {path: tensor_chunks is not None for path, tensor_chunks in chunks.items()}
+    tensors = []
+    tables: dict[str, ChangedRows] = {}
+    for tensor in find_table_tensors(checkpoint, changed.tables):
+        if tensor.path in in_base and tensor.table not in in_full:
+            tensors.append(tensor)
+            if tensor.table not in tables:
+                tables[tensor.table] = ChangedRows(changed, tensor.table)
+    local_rows = {t.path: tables[t.table].in_tensor(t.tensor) for t in tensors}
+    local_facts = {}
+    for path, shards in local_rows.items():
+        if shards is not None:
+            local_facts[path] = [(shard.box, shard.name, len(shard.ids)) for shard in shards]
+    counts = {name: table.num_rows for name, table in tables.items()}
     # What follows depends on gathered values only, so that all ranks write the same names.
-    per_rank = ranks.all_gather((local_places, has_chunks))
-    per_rank_places = [
-        {name: [ShardPlace(*place) for place in places] for name, places in rank_places.items()}
-        for rank_places, _ in per_rank
-    ]
-    sizes = {table.full_name: table.config.num_embeddings for table in tables.shards.tables}
-    num_rows = {
-        # Shards side by side have the same changed rows: those at column 0 count each row once.
-        name: sum(
-            place.num_changed
-            for places in per_rank_places
-            for place in places[name]
-            if not place.column
-        )
-        for name in names
-    }
-    # Rows and their numbers take more bytes than the table once most of it has changed.
-    num_rows = {name: count for name, count in num_rows.items() if count < WORTH * sizes[name]}
+    per_rank = ranks.all_gather((counts, local_facts))
+    num_rows: Counter[str] = Counter()
+    for rank_counts, _ in per_rank:
+        num_rows.update(rank_counts)
     row_ids: dict[str, ChunkedTensor] = {}
-    saved_by_rows = set()
+    by_rows = {}
     for tensor in tensors:
-        if tensor.table not in num_rows or not all(
-            rank_has_chunks[tensor.path] for _, rank_has_chunks in per_rank
-        ):
+        count = num_rows[tensor.table]
+        per_rank_facts = [facts.get(tensor.path) for _, facts in per_rank]
+        if None in per_rank_facts or not tables[tensor.table].is_worth(count):
             continue
-        shape, dtype = tuple(tensor.tensor.shape), tensor.tensor.dtype
-        # Half the bytes, for all tables but the very largest.
-        id_type = torch.int32 if sizes[tensor.table] < 2**31 else torch.int64
         entries = []
-        for rank, places in enumerate(per_rank_places):
-            for i, place in enumerate(places[tensor.table]):
-                if not place.num_changed:
-                    continue
-                # All ranks make entries for the rows of every rank, because they must write equal
-                # names.
-                local_ids = ids[tensor.table][i] if rank == ranks.rank else None
-                rows = (
-                    None
-                    if local_ids is None
-                    else (chunks[tensor.path] or [])[i].index_select(0, local_ids)
-                )
-                name, count = f"{tensor.table}@{place.row},{place.column}", place.num_changed
-                # Weights and optimizer state of a shard share the numbers of their rows.
+        id_type = tables[tensor.table].id_type
+        for rank, facts in enumerate(per_rank_facts):
+            local = local_rows[tensor.path] if rank == ranks.rank else None
+            for i, ((offsets, sizes), name, num_ids) in enumerate(facts):
+                ids = rows = None
+                if local is not None:
+                    ids = (local[i].ids + offsets[0]).to(id_type)
+                    rows = local[i].chunk.index_select(0, local[i].ids)
                 if name not in row_ids:
-                    table_ids = None if local_ids is None else (local_ids + place.row).to(id_type)
-                    row_ids[name] = _on_one_rank((count,), id_type, table_ids)
-                offsets, box = place.locate(shape, dims[tensor.table])
-                values = _on_one_rank((count, *box[1:]), dtype, rows)
-                entries.append({"offsets": offsets, "sizes": box, "ids": name, "rows": values})
-        tensor.holder[tensor.key] = {CHANGED: entries, "shape": shape}
-        saved_by_rows.add(tensor.table)
+                    row_ids[name] = _on_one_rank((num_ids,), id_type, ids)
+                values = _on_one_rank((num_ids, *sizes[1:]), tensor.tensor.dtype, rows)
+                entries.append({"offsets": offsets, "sizes": sizes, "ids": name, "rows": values})
+        tensor.holder[tensor.key] = {CHANGED: entries, "shape": tuple(tensor.tensor.shape)}
+        by_rows[tensor.table] = count
     checkpoint[ROW_IDS] = row_ids
-    return {name: count for name, count in num_rows.items() if name in saved_by_rows}
+    return by_rows
 
 
 def _on_one_rank(
     shape: tuple[int, ...], dtype: torch.dtype, tensor: Tensor | None
 ) -> ChunkedTensor:
     """Return a tensor that one rank has; None: another one."""
-    return ChunkedTensor(shape, dtype, [] if tensor is None else [Chunk((0,) * len(shape), tensor)])
-
-
-def _chunks(
-    tensor: ChunkedTensor, places: list[ShardPlace], dim: int, memory: set[int]
-) -> list[Tensor] | None:
-    """Return this rank's chunk of each place; None where one is a copy or an average of the
-    table."""
-    tensors = {chunk.box: chunk.tensor for chunk in tensor.chunks}
-    candidates = [tensors.get(place.locate(tuple(tensor.shape), dim)) for place in places]
-    chunks = [chunk for chunk in candidates if chunk is not None and chunk.data_ptr() in memory]
-    return chunks if len(chunks) == len(places) else None
+    chunks = [] if tensor is None else [Chunk((0,) * len(shape), tensor)]
+    return ChunkedTensor(shape, dtype, chunks)
 
 
 FOLDER = "incremental_checkpoints"
@@ -236,7 +215,10 @@ class IncrementalSaves(Callback):
                 "checkpoint: incremental saves changed rows of sharded tables, and "
                 "this module has none."
             )
-        self._options, self._ranks, self._tables, self._remove = options, ranks, tables, remove
+        self._options = options
+        self._ranks = ranks
+        self._tables = tables
+        self._remove = remove
         self._trainer = trainer
         self._series: str = ranks.all_gather(job or f"fit-{secrets.token_hex(4)}")[0]
         folder = options.dirpath or Path(trainer.default_root_dir, FOLDER, self._series)
@@ -266,7 +248,9 @@ class IncrementalSaves(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, last, every = trainer.global_step, self._last_step, self._options.every
+        step = trainer.global_step
+        last = self._last_step
+        every = self._options.every
         self._last_step = step
         # While gradients accumulate the step stays the same: it is saved once.
         if step // every > last // every:
@@ -283,7 +267,8 @@ class IncrementalSaves(Callback):
             # `take`.
             self._trainer.save_checkpoint(self._writing, weights_only=False)
         finally:
-            written, self._writing = self._writing, None
+            written = self._writing
+            self._writing = None
         # Only if saving did not raise: differences must not name a base that is not there.
         self._base = self._next_base
         if self._ranks.rank == 0:
@@ -363,11 +348,13 @@ def no_longer_needed(stored: list[tuple[int, Path, Mark]], keep: int, base: str)
     """Return what to remove of a series, differences before their bases; `base` and the `keep`
     newest stay."""
     newest = sorted(stored, key=lambda entry: entry[0], reverse=True)
-    needed = (
-        {base}
-        | {path.name for _, path, _ in newest[:keep]}
-        | {mark.base_name for _, _, mark in newest[:keep]}
-    )
-    old = [(path, mark) for _, path, mark in newest if path.name not in needed]
+    needed = {base}
+    for _, path, mark in newest[:keep]:
+        needed |= {path.name, mark.base_name}
+    differences: list[Path] = []
+    full: list[Path] = []
+    for _, path, mark in newest:
+        if path.name not in needed:
+            (differences if mark.is_difference else full).append(path)
     # If the process dies in between, no difference has lost its base.
-    return [path for path, _ in sorted(old, key=lambda entry: not entry[1].is_difference)]
+    return differences + full

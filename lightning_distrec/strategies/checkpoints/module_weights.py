@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized_as
 from lightning_distrec.errors import CheckpointError
@@ -29,34 +28,29 @@ def load_weights(
     """Load a state_dict of tensors or handles. grow: accept more rows. Raises CheckpointError: it
     does not fit."""
     keys: dict[str, str] = {}
-    mapped: set[str] = set()
+    done: set[str] = set()
     if shards is not None:
         # It loads torchrec.
         from lightning_distrec.sharding.mapping.state import load_mappings, resized_mappings
 
         keys = shards.keys_in_tree()
-        tables = {table.full_name: table.config for table in shards.tables}
         sizes = resized_mappings(module, state)
-        for key in (key for key in state if key in keys):
-            config = tables[keys[key]]
-            shape = config.num_embeddings, config.embedding_dim
-            _refuse_resized_mapping(key, keys[key], shape[0], state[key], sizes)
-            _load_table(shards, key, keys[key], shape, state[key], grow)
+        configs = {table.full_name: table.config for table in shards.tables}
+        for key, name in keys.items():
+            if key in state:
+                shape = configs[name].num_embeddings, configs[name].embedding_dim
+                _refuse_resized_mapping(key, name, shape[0], state[key], sizes)
+                _load_table(shards, key, name, shape, state[key], grow)
         mapped, errors = load_mappings(module, state)
         if errors:
             raise CheckpointError(f"the checkpoint does not fit the module: {errors[0]}")
+        done = keys.keys() | mapped
     # With duplicates: the state has a shared parameter under each of its names.
-    sharded = {
-        name: parameter
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, DTensor)
-    }
-    done = keys.keys() | mapped
-    other_state = {
-        key: materialized_as(value, sharded.get(key))
-        for key, value in state.items()
-        if key not in done
-    }
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    other_state = {}
+    for key, value in state.items():
+        if key not in done:
+            other_state[key] = materialized_as(value, parameters.get(key))
     try:
         # Never strict: tables and mappings are loaded already, and torch would report them as
         # missing.
@@ -72,15 +66,13 @@ def load_weights(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. "
-            "Build the module "
-            "that was saved, map names by checkpoint={'rename': {old: new}}, or set "
-            "strict_loading=False on the module."
+            "Build the module that was saved, map names by checkpoint={'rename': {old: new}}, or "
+            "set strict_loading=False on the module."
         )
     if missing or unexpected:
         rank_zero_warn(
             "the checkpoint was loaded in part, as strict_loading=False allows: missing, and "
-            f"unchanged, {missing}; "
-            f"in the checkpoint only {unexpected}."
+            f"unchanged, {missing}; in the checkpoint only {unexpected}."
         )
 
 
@@ -92,10 +84,8 @@ def _refuse_resized_mapping(
     if (num_rows, shape[0]) in sizes:
         raise CheckpointError(
             f"table '{name}' has {num_rows} rows, and the checkpoint's '{key}' has {shape[0]}, to "
-            "which its ids are "
-            f"mapped: such a table cannot grow or shrink. Keep {shape[0]} rows; or let it start "
-            "over under another "
-            "name, with strict_loading=False on the module."
+            f"which its ids are mapped: such a table cannot grow or shrink. Keep {shape[0]} rows; "
+            "or let it start over under another name, with strict_loading=False on the module."
         )
 
 

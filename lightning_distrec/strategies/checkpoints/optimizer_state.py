@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.lazy_tensors import materialized_as
+from lightning_distrec.checkpoint.plain_state import numbered_names
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.table_states import (
+    Description,
     SavedTable,
     SavedTables,
     class_name,
@@ -34,6 +36,8 @@ OF_TABLES = "of_tables"
 """Marks the states of tables' own optimizers, which follow those of configure_optimizers in
 Lightning's list."""
 
+NamedGroup = dict[str, list[nn.Parameter]]
+"""The parameters of a param group by name; a table's shards have one."""
 RankOf = Callable[[Tensor], int]
 """Returns the rank that holds a parameter's optimizer state; of several, the one that saves it."""
 
@@ -84,65 +88,60 @@ class OptimizerStates:
     def collect(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's class, its param groups with names for parameters, and
         state by name."""
-        members = [self._collect(member) for member in _members(optimizer)]
-        return {
-            "optimizer": " + ".join(member["optimizer"] for member in members),
-            "state": {name: state for member in members for name, state in member["state"].items()},
-            "param_groups": [group for member in members for group in member["param_groups"]],
-        }
+        classes = []
+        state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for member in _members(optimizer):
+            classes.append(class_name(member))
+            named_groups = self._named_groups(member)
+            state |= self._collect_state(member, named_groups)
+            for group, parameters in zip(member.param_groups, named_groups, strict=True):
+                saved = {key: value for key, value in group.items() if key not in UNSAVED_KEYS}
+                groups.append({**saved, "params": list(parameters)})
+        return {"optimizer": " + ".join(classes), "state": state, "param_groups": groups}
 
-    def _collect(self, optimizer: Optimizer) -> dict[str, Any]:
-        names = self._named_groups(optimizer)
-        groups = [
-            {
-                **{k: v for k, v in group.items() if k not in UNSAVED_KEYS},
-                "params": list(parameters),
-            }
-            for group, parameters in zip(optimizer.param_groups, names, strict=True)
-        ]
-        used = {name: parameters for group in names for name, parameters in group.items()}
-        plain = {
-            name: parameters[0] for name, parameters in used.items() if name not in self._tables
-        }
+    def _collect_state(
+        self, optimizer: Optimizer, named_groups: list[NamedGroup]
+    ) -> dict[str, Any]:
+        plain: dict[str, Tensor] = {}
+        tables: dict[str, SavedTable] = {}
+        for group in named_groups:
+            for name, parameters in group.items():
+                if name in self._tables:
+                    tables[name] = self._tables[name]
+                else:
+                    plain[name] = parameters[0]
+        state: dict[str, Any] = {}
         if self._state_ranks is not None:
-            state = _collect_partitioned(
-                plain, optimizer, self._state_ranks.rank_of, self._consensus
-            )
+            rank_of = self._state_ranks.rank_of
+            state = _collect_partitioned(plain, optimizer, rank_of, self._consensus)
         else:
-            state = {
-                name: {key: _reduced(value) for key, value in optimizer.state[p].items()}
-                for name, p in plain.items()
-                if p in optimizer.state
-            }
-        tables = {name: self._tables[name] for name in used if name in self._tables}
-        state |= self._collect_tables(tables, optimizer)
-        return {"optimizer": class_name(optimizer), "state": state, "param_groups": groups}
+            for name, parameter in plain.items():
+                if parameter in optimizer.state:
+                    values = optimizer.state[parameter]
+                    state[name] = {key: _reduced(value) for key, value in values.items()}
+        return state | self._collect_tables(tables, optimizer)
 
     def _collect_tables(
         self, tables: dict[str, SavedTable], optimizer: Optimizer
     ) -> dict[str, dict[str, Any]]:
-        state = {
-            name: table.collect_fused()
-            for name, table in tables.items()
-            if table.update.in_backward
-        }
-        unfused = {name: table for name, table in tables.items() if not table.update.in_backward}
+        state = {}
+        unfused = {}
+        for name, table in tables.items():
+            if table.update.in_backward:
+                state[name] = table.collect_fused()
+            else:
+                unfused[name] = table
         if not unfused:
             return state
+        local = {name: table.describe_state(optimizer) for name, table in unfused.items()}
         # A rank without rows of a table does not know which tensors its state has.
-        per_rank = self._consensus.all_gather({
-            n: table.describe_state(optimizer) for n, table in unfused.items()
-        })
+        described = _first_of(self._consensus.all_gather(local))
         for name, table in unfused.items():
-            described = next(
-                (descriptions[name] for descriptions in per_rank if descriptions[name] is not None),
-                None,
-            )
-            if described:
-                state[name] = {
-                    key: table.collect_value(key, value, optimizer)
-                    for key, value in described.items()
-                }
+            if name in described:
+                state[name] = {}
+                for key, description in described[name].items():
+                    state[name][key] = table.collect_value(key, description, optimizer)
         return state
 
     def load(
@@ -169,16 +168,13 @@ class OptimizerStates:
         if len(saved_of_tables) != len(own_optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(saved_of_tables)} optimizers of tables "
-                "alone, and this run has "
-                f"{len(own_optimizers)} (table_optimizer, optimizer in tables, "
-                "apply_optimizer_in_backward). Set them "
-                f"as they were, {START}"
+                f"alone, and this run has {len(own_optimizers)} (table_optimizer, optimizer in "
+                f"tables, apply_optimizer_in_backward). Set them as they were, {START}"
             )
         if len(saved) != len(optimizers):
             raise CheckpointError(
                 f"the checkpoint has the state of {len(saved)} optimizers, and "
-                "configure_optimizers returned "
-                f"{len(optimizers)}. Return as many, {START}"
+                f"configure_optimizers returned {len(optimizers)}. Return as many, {START}"
             )
         for number, (state, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
             self._load(f"optimizer {number}", state, optimizer)
@@ -191,9 +187,8 @@ class OptimizerStates:
         if "param_groups" not in saved:
             raise CheckpointError(
                 f"{label}: the checkpoint has its state in the form of torchrec's KeyedOptimizer, "
-                "without param "
-                "groups, as other strategies save it. Start a new run from its weights by "
-                "checkpoint.start_from."
+                "without param groups, as other strategies save it. Start a new run from its "
+                "weights by checkpoint.start_from."
             )
         if saved.get("optimizer", kind) != kind:
             rank_zero_warn(
@@ -201,17 +196,16 @@ class OptimizerStates:
                 "starts empty."
             )
             return
-        groups, num_groups = (
-            list(saved["param_groups"]),
-            sum(len(member.param_groups) for member in members),
-        )
+        groups = list(saved["param_groups"])
+        num_groups = sum(len(member.param_groups) for member in members)
         if len(groups) != num_groups:
             raise CheckpointError(
                 f"{label} has {num_groups} param groups, and the checkpoint's had {len(groups)}. "
                 f"Return as many, {START}"
             )
         for member in members:
-            first, groups = groups[: len(member.param_groups)], groups[len(member.param_groups) :]
+            first = groups[: len(member.param_groups)]
+            groups = groups[len(member.param_groups) :]
             self._load_member(label, {**saved, "param_groups": first}, member)
 
     def _load_member(self, label: str, saved: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -220,16 +214,19 @@ class OptimizerStates:
         states_by_index: dict[int, Any] = {}
         numbered = []
         index = 0
-        for group, current_group, named_parameters in zip(
-            saved["param_groups"], optimizer.param_groups, names, strict=True
-        ):
+        fresh = []
+        triples = zip(saved["param_groups"], optimizer.param_groups, names, strict=True)
+        for group, current_group, named_parameters in triples:
             first = index
             for name, parameters in named_parameters.items():
+                is_saved = name in saved_names
+                if not is_saved:
+                    fresh.append(name)
                 for parameter in parameters:
-                    state = self._local_state(
-                        name, parameter, states.get(name), optimizer, name in saved_names
-                    )
-                    states_by_index |= {} if state is None else {index: state}
+                    values = states.get(name)
+                    state = self._local_state(name, parameter, values, optimizer, is_saved)
+                    if state is not None:
+                        states_by_index[index] = state
                     index += 1
             unsaved = {key: current_group[key] for key in UNSAVED_KEYS if key in current_group}
             numbered.append({**group, **unsaved, "params": list(range(first, index))})
@@ -241,12 +238,6 @@ class OptimizerStates:
             from lightning_distrec.sharding.weights.shard_weight import guard_state
 
             guard_state(optimizer)
-        fresh = [
-            name
-            for named_parameters in names
-            for name in named_parameters
-            if name not in saved_names
-        ]
         if fresh:
             ending = f" and {len(fresh) - 1} more" if fresh[1:] else ""
             rank_zero_warn(
@@ -263,12 +254,11 @@ class OptimizerStates:
     ) -> dict[str, Any] | None:
         """Return the state that torch keeps for a parameter; None for none."""
         if values is None:  # it had no state when it was saved, or was not there
-            return (
-                None
-                if is_saved or parameter not in optimizer.state
-                else dict(optimizer.state[parameter])
-            )
-        if (table := self._tables.get(name)) is not None:
+            if is_saved or parameter not in optimizer.state:
+                return None
+            return dict(optimizer.state[parameter])
+        table = self._tables.get(name)
+        if table is not None:
             if table.update.in_backward:
                 table.load_fused(parameter, values)
                 return None
@@ -277,29 +267,36 @@ class OptimizerStates:
             return None
         return {key: materialized_as(value, parameter) for key, value in values.items()}
 
-    def _named_groups(self, optimizer: Optimizer) -> list[dict[str, list[nn.Parameter]]]:
+    def _named_groups(self, optimizer: Optimizer) -> list[NamedGroup]:
         """Return, for each param group, the names of its parameters in order; a table's shards have
         one name."""
-        groups: list[dict[str, list[nn.Parameter]]] = []
+        groups: list[NamedGroup] = []
         for j, group in enumerate(optimizer.param_groups):
-            named: dict[str, list[nn.Parameter]] = {}
+            named: NamedGroup = {}
             for i, parameter in enumerate(group["params"]):
-                named.setdefault(
-                    self._names.get(id(parameter), f"group {j} parameter {i}"), []
-                ).append(parameter)
+                name = self._names.get(id(parameter), f"group {j} parameter {i}")
+                named.setdefault(name, []).append(parameter)
             groups.append(named)
         return groups
 
 
+def _first_of(per_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the first rank that has something under a name has there."""
+    first: dict[str, Any] = {}
+    for values in per_rank:
+        for name, value in values.items():
+            if value is not None:
+                first.setdefault(name, value)
+    return first
+
+
 def _state_by_name(
-    saved: Mapping[str, Any], names: list[dict[str, list[nn.Parameter]]], label: str
+    saved: Mapping[str, Any], names: list[NamedGroup], label: str
 ) -> tuple[dict[str, Mapping[str, Any]], set[str]]:
     """Return the saved state by parameters' names, which torch's own numbers in order, and all
     names that it is of."""
     if "optimizer" in saved:
-        return dict(saved["state"]), {
-            name for group in saved["param_groups"] for name in group["params"]
-        }
+        return dict(saved["state"]), set(numbered_names(saved))
     states: dict[str, Mapping[str, Any]] = {}
     for j, (group, named) in enumerate(zip(saved["param_groups"], names, strict=True)):
         if len(group["params"]) != len(named):
@@ -310,7 +307,7 @@ def _state_by_name(
         for index, name in zip(group["params"], named, strict=True):
             if index in saved["state"]:
                 states[name] = saved["state"][index]
-    return states, {name for named in names for name in named}
+    return states, set().union(*names)
 
 
 def _collect_partitioned(
@@ -318,36 +315,33 @@ def _collect_partitioned(
 ) -> dict[str, dict[str, Any]]:
     """Collective. Return state by name: the rank that holds it has the values, the others shapes
     and types."""
-    local_states = {
-        name: optimizer.state[parameter]
-        for name, parameter in parameters.items()
-        if rank_of(parameter) == consensus.rank and parameter in optimizer.state
-    }
-    local = {
-        name: {k: _describe(v) for k, v in state.items()} for name, state in local_states.items()
-    }
+    local_states: dict[str, dict[str, Any]] = {}
+    described: dict[str, dict[str, Description]] = {}
+    for name, parameter in parameters.items():
+        if rank_of(parameter) == consensus.rank and parameter in optimizer.state:
+            values = optimizer.state[parameter]
+            local_states[name] = values
+            described[name] = {key: _describe(value) for key, value in values.items()}
     # All ranks make the same entries, one with data: writing needs equal names on all of them.
-    described = {
-        name: values
-        for per_rank in consensus.all_gather(local)
-        for name, values in per_rank.items()
-    }
-
-    def entry(name: str, key: str, shape: tuple[int, ...] | None, dtype_or_value: Any) -> Any:
-        if shape is None:
-            return dtype_or_value
-        value = local_states.get(name, {}).get(key)
-        chunks = [] if value is None else [Chunk((0,) * len(shape), value.detach())]
-        return ChunkedTensor(shape, dtype_or_value, chunks)
-
-    return {
-        name: {key: entry(name, key, *description) for key, description in described[name].items()}
-        for name in parameters
-        if name in described
-    }
+    described = _first_of(consensus.all_gather(described))
+    collected: dict[str, dict[str, Any]] = {}
+    for name in parameters:
+        if name not in described:
+            continue
+        values = local_states.get(name, {})
+        collected[name] = {}
+        for key, (shape, dtype_or_value) in described[name].items():
+            if shape is None:
+                collected[name][key] = dtype_or_value
+                continue
+            chunks = []
+            if key in values:
+                chunks.append(Chunk((0,) * len(shape), values[key].detach()))
+            collected[name][key] = ChunkedTensor(shape, dtype_or_value, chunks)
+    return collected
 
 
-def _describe(value: Any) -> tuple[tuple[int, ...] | None, Any]:
+def _describe(value: Any) -> Description:
     """Return a tensor's shape and type; None and a small value as it is."""
     if isinstance(value, Tensor):
         # Numbers, such as torch's "step", go along with the descriptions: too small for chunks of a

@@ -99,7 +99,8 @@ class HookDraws:
     def __init__(self, environment: str = "", setup: str = "") -> None:
         """environment, setup: fingerprints when the ranks had met, and after the last `setup`
         hook."""
-        self._environment, self._has_drawn = environment, environment != setup
+        self._environment = environment
+        self._has_drawn = environment != setup
         self._calls: dict[str, Any] = {}
         self._starts: dict[str, Any] = {}
         """States before the last call of each hook, and after the one before training, and after
@@ -110,7 +111,8 @@ class HookDraws:
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what a checkpoint holds of this rank's."""
-        calls, starts = dict(self._calls), dict(self._starts)
+        calls = dict(self._calls)
+        starts = dict(self._starts)
         return {
             "environment": self._environment,
             "calls": calls,
@@ -123,17 +125,17 @@ class HookDraws:
         they use the seed."""
         self._reload_epochs = state["reloads"]
         if is_same_number:
-            self._saved, self._starts = dict(state["calls"]), dict(state["starts"])
+            self._saved = dict(state["calls"])
+            self._starts = dict(state["starts"])
             for states in (*self._saved.values(), *self._starts.values()):
                 check_generator_states(states)
         if self._has_drawn and state["environment"] != self._environment:
             rank_zero_warn(
                 "prepare_data or setup drew random numbers, and the generators began with another "
-                "seed than in the run "
-                "that is resumed: a random_split, for one, has other parts now, and positions in "
-                "the epoch point into "
-                "them. Call lightning.seed_everything(N) before the Trainer is made, with the "
-                "same N in both runs."
+                "seed than in the run that is resumed: a random_split, for one, has other parts "
+                "now, and positions in the epoch point into them. Call "
+                "lightning.seed_everything(N) before the Trainer is made, with the same N in both "
+                "runs."
             )
 
     def watch(self, trainer: Trainer) -> Patches:
@@ -142,11 +144,9 @@ class HookDraws:
 
     @contextmanager
     def _around(self, trainer: Trainer, hook: str) -> Iterator[None]:
-        states_before, earlier, is_resumed = (
-            generator_states(),
-            fingerprint(),
-            self._saved is not None,
-        )
+        states_before = generator_states()
+        earlier = fingerprint()
+        is_resumed = self._saved is not None
         saved = (self._saved or {}).pop(hook, None)
         if saved is not None and self._has_begun and self._is_due(trainer):
             saved = None  # the run that never stopped makes new loaders here, too
@@ -160,11 +160,11 @@ class HookDraws:
             # The sanity check undoes what is drawn in it, and loaders may have been made again, or
             # for the first time, in a later epoch: hooks that come next draw as if this one had
             # been called where the first run called it.
-            set_generator_states(
-                states_before if self._has_begun else self._starts.get(hook, states_before)
-            )
             if self._has_begun:
+                set_generator_states(states_before)
                 set_reload_epochs(trainer, [None, self._reload_epochs[1]])
+            else:
+                set_generator_states(self._starts.get(hook, states_before))
         elif is_resumed and not self._has_begun and fingerprint() != earlier:
             rank_zero_warn(
                 f"{hook} draws random numbers, and the run that is resumed had not called it yet: "
@@ -259,12 +259,10 @@ class Positions:
         positioned = resumable(loader, *self.data_ranks, rank_zero_warn)
         # Other loaders draw seeds when they begin, which belong to the run: with the first batch,
         # once they are set.
-        self._loaders.append(
-            positioned
-            if isinstance(positioned, (PositionedLoader, EvenLoader))
-            else LateLoader(loader)
-        )
-        return self._loaders[-1]
+        if not isinstance(positioned, (PositionedLoader, EvenLoader)):
+            positioned = LateLoader(loader)
+        self._loaders.append(positioned)
+        return positioned
 
     def keep_rank_state(self, name: str, holder: "RankState") -> None:
         """Save what each rank has of its own under this name."""
@@ -276,22 +274,28 @@ class Positions:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
         # Taken out: the state that is written is rank 0's, and each rank's loaders are elsewhere.
         loader_states: list[Any] = state.pop("combined_loader", [])
-        state[NUM_STEPPED] = (
-            num_batches_stepped(trainer) if self.num_stepped is None else self.num_stepped
-        )
+        state[NUM_STEPPED] = self.num_stepped
+        if self.num_stepped is None:
+            state[NUM_STEPPED] = num_batches_stepped(trainer)
         # After the fit batches in flight are gone, and the user's code may have drawn random
         # numbers.
         last = self._last or self._now(trainer, loader_states)
         loader_states = last["loaders"]
         # Every rank gathers, though only rank 0 writes them.
-        if shared := merge_states(self._ranks.all_gather(loader_states)):
+        shared = merge_states(self._ranks.all_gather(loader_states))
+        if shared:
             state[POSITIONS] = shared
         return last
 
     def _now(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
-        states = {name: holder.state() for name, holder in self._rank_states.items()}
-        hooks, generators = self.draws.state(trainer), self._generators or generator_states()
-        return {"loaders": loader_states, "generators": generators, "hooks": hooks, **states}
+        rank_state = {
+            "loaders": loader_states,
+            "generators": self._generators or generator_states(),
+            "hooks": self.draws.state(trainer),
+        }
+        for name, holder in self._rank_states.items():
+            rank_state[name] = holder.state()
+        return rank_state
 
     def end(self, trainer: Trainer) -> None:
         """End the fit: checkpoints that are saved later hold what is the position now."""
@@ -308,19 +312,19 @@ class Positions:
         if not rank_state["loaders"] or POSITIONS in state:
             return checkpoint
         state = {**state, "combined_loader": rank_state["loaders"]}
-        return {
-            **checkpoint,
-            "loops": {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}},
-        }
+        loops = {**checkpoint["loops"], "fit_loop": {**fit_loop, "state_dict": state}}
+        return {**checkpoint, "loops": loops}
 
     def restore(self, loaded: Loaded, num_accumulated: int = 1) -> None:
         """Let the run continue where the checkpoint was saved. num_accumulated: batches to an
         optimizer step."""
-        fit_loop, self._is_resumed = loaded.checkpoint["loops"]["fit_loop"], True
+        fit_loop = loaded.checkpoint["loops"]["fit_loop"]
+        self._is_resumed = True
         self.num_stepped = fit_loop["state_dict"].pop(NUM_STEPPED, None)
         # Lightning loads "combined_loader"; what this rank alone has saved, below, goes before the
         # shared positions.
-        if shared := fit_loop["state_dict"].pop(POSITIONS, []):
+        shared = fit_loop["state_dict"].pop(POSITIONS, [])
+        if shared:
             fit_loop["state_dict"]["combined_loader"] = shared
         if loaded.rank_state is not None:
             fit_loop["state_dict"]["combined_loader"] = loaded.rank_state["loaders"]
@@ -329,26 +333,22 @@ class Positions:
         elif loaded.rank_0_state is not None and loaded.marker is not None:
             rank_zero_info(
                 f"The checkpoint was written by {loaded.marker.get('num_ranks')} ranks, and there "
-                "are "
-                f"{self._ranks.num_ranks}: random generators are not restored, and start from the "
-                "seed."
+                f"are {self._ranks.num_ranks}: random generators are not restored, and start from "
+                "the seed."
             )
-        if hooks := (loaded.rank_state or loaded.rank_0_state or {}).get("hooks"):
+        rank_0_state = loaded.rank_0_state or {}
+        rank_state = loaded.rank_state or {}
+        hooks = (rank_state or rank_0_state).get("hooks")
+        if hooks:
             self.draws.restore(hooks, is_same_number=loaded.rank_state is not None)
         for name, holder in self._rank_states.items():
-            holder.restore(
-                (loaded.rank_state or {}).get(name), (loaded.rank_0_state or {}).get(name)
-            )
+            holder.restore(rank_state.get(name), rank_0_state.get(name))
         # After the loaders' states have their place in fit_loop, for it compares counts with them.
         adapt_progress(fit_loop, self.data_ranks[1], num_accumulated)
-        epochs, batches = (
-            fit_loop["epoch_progress"]["current"],
-            fit_loop["epoch_loop.batch_progress"],
-        )
-        is_last, is_unfinished = (
-            bool(batches["is_last_batch"]),
-            epochs["completed"] < epochs["ready"],
-        )
+        epochs = fit_loop["epoch_progress"]["current"]
+        batches = fit_loop["epoch_loop.batch_progress"]
+        is_last = bool(batches["is_last_batch"])
+        is_unfinished = epochs["completed"] < epochs["ready"]
         self._begins_at_an_end = is_last and is_unfinished
         self._begins_in_an_epoch = not is_last and is_unfinished and batches["current"]["ready"] > 0
         self._loader_states = list(fit_loop["state_dict"].get("combined_loader", []))
@@ -356,10 +356,9 @@ class Positions:
     def begins_late(self) -> bool:
         """Return whether nothing is drawn before `on_train_start`: only loaders of a position are
         where they go on."""
-        has_position = self._begins_in_an_epoch and any(
-            is_stateful(loader) for loader in self._loaders
-        )
-        return self._is_resumed and not has_position
+        if not self._is_resumed:
+            return False
+        return not (self._begins_in_an_epoch and any(map(is_stateful, self._loaders)))
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Set the random generators, after all hooks, and Lightning's count of batches to the
@@ -371,7 +370,9 @@ class Positions:
         self._loader_states = []
         if self._generators is not None:
             set_generator_states(self._generators)
-        self._generators, self._is_resumed, self.num_stepped = None, False, None
+        self._generators = None
+        self._is_resumed = False
+        self.num_stepped = None
         self.draws.begin(trainer)
         if self._begins_at_an_end:
             self._begins_at_an_end = False
@@ -379,10 +380,9 @@ class Positions:
                 if config.reduce_on_plateau and config.interval == "epoch":
                     rank_zero_warn(
                         f"ReduceLROnPlateau(monitor={config.monitor!r}) misses one epoch: the "
-                        "checkpoint was saved at "
-                        "the end of one, before Lightning updated the scheduler. Resume from one "
-                        "of the middle of an "
-                        "epoch (ModelCheckpoint(every_n_train_steps=N)) to update it in each."
+                        "checkpoint was saved at the end of one, before Lightning updated the "
+                        "scheduler. Resume from one of the middle of an epoch "
+                        "(ModelCheckpoint(every_n_train_steps=N)) to update it in each."
                     )
 
     def _continue_order(self, loader: Any, state: Any) -> None:
@@ -398,10 +398,9 @@ class Positions:
         if loses_order(loader):
             rank_zero_warn(
                 f"{describe_loader(loader)} continues in another order than in the run that is "
-                "resumed: Lightning has "
-                "wrapped its sampler in a DistributedSamplerWrapper, which has no state. Give the "
-                "loader torchdata's "
-                "StatefulDistributedSampler, or a dataset without a state of its own."
+                "resumed: Lightning has wrapped its sampler in a DistributedSamplerWrapper, which "
+                "has no state. Give the loader torchdata's StatefulDistributedSampler, or a "
+                "dataset without a state of its own."
             )
 
     def _count_batches(self, trainer: Trainer) -> None:
@@ -427,12 +426,10 @@ class Positions:
         names = ", ".join(dict.fromkeys(describe_loader(loader) for loader in restarted))
         if restarted:
             rank_zero_warn(
-                "resuming in the middle of an epoch: the checkpoint holds no position of "
-                f"{names}, which this rank can "
-                "continue from. So this epoch starts again, with samples that were trained. "
-                "Resume from the end of an "
-                "epoch, on as many ranks, or use a map-style dataset, or a loader with state_dict "
-                "and load_state_dict "
-                "(torchdata's StatefulDataLoader)."
+                f"resuming in the middle of an epoch: the checkpoint holds no position of {names}, "
+                "which this rank can continue from. So this epoch starts again, with samples that "
+                "were trained. Resume from the end of an epoch, on as many ranks, or use a "
+                "map-style dataset, or a loader with state_dict and load_state_dict (torchdata's "
+                "StatefulDataLoader)."
             )
         return restarted

@@ -102,7 +102,8 @@ class JobFit:
 
     def take_name(self, name: str) -> None:
         """Take rank 0's name: programs' arguments may differ between ranks."""
-        self.name, self.places = name, Places()
+        self.name = name
+        self.places = Places()
         self.path = self._root / f"{name}.ckpt"
         """The checkpoint that is saved when the job is asked to stop."""
         self._record = self._root / FOLDER / f"{name}.json"
@@ -151,7 +152,8 @@ class JobFit:
         # Checkpoints of another start are not looked for any more.
         if self.places.start != self.start:
             self.places = Places(self.start)
-        places, local = self.places, Path(path).absolute()
+        places = self.places
+        local = Path(path).absolute()
         if "://" in path:
             places.elsewhere = [path]
         # Others in the folder of the checkpoint on stopping are not of this job.
@@ -251,8 +253,11 @@ class Resuming:
         never: bool,
         pickles: bool = False,
     ) -> None:
-        self.job, self._pickles = job, pickles
-        self._attempt, self._launcher, self._never = attempt, launcher, never
+        self.job = job
+        self._pickles = pickles
+        self._attempt = attempt
+        self._launcher = launcher
+        self._never = never
         callbacks = [
             callback
             for callback in trainer.checkpoint_callbacks
@@ -358,10 +363,8 @@ class Resuming:
         unused_path = f" ckpt_path={str(ckpt_path)!r} was for its first start." if ckpt_path else ""
         rank_zero_info(
             f"{self._beginning()}: training resumes from {newest.path}, step {newest.step}, the "
-            "furthest complete "
-            f"checkpoint of the job {self.job.name}. {progress}{unused_path} To start over, set "
-            "another run_name, or "
-            "stopping={'resume': 'never'}."
+            f"furthest complete checkpoint of the job {self.job.name}. {progress}{unused_path} To "
+            "start over, set another run_name, or stopping={'resume': 'never'}."
         )
 
     def _explain_first_start(self, ckpt_path: Any) -> None:

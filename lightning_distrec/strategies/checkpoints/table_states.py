@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy
-from lightning_distrec.chunks import Chunk, ChunkedTensor
+from lightning_distrec.chunks import Box, Chunk, ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.sharding.weights.shard_access import without_guards
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:  # they load torchrec, which modules without tables have no us
     from lightning_distrec.sharding.row_gradients import LocalShard
     from lightning_distrec.sharding.sharded_tables import ShardedTables
     from lightning_distrec.sharding.tables import Table
+
+
+Description = tuple[tuple[int, ...] | None, Any]
+"""Of a value in an optimizer's state: a tensor's shape along the full table, and its type; None and
+the value itself for numbers."""
 
 
 class SavedTables(Protocol):
@@ -61,68 +66,63 @@ class SavedTable(NamedTuple):
         return self.tables.updates[self.table.full_name]
 
     @without_guards
-    def describe_state(self, optimizer: Optimizer) -> dict[str, tuple[str, Any]] | None:
-        """Return key -> how its value lies along the table, and its type or value; None if this
-        rank has no rows."""
-        shard = next((shard for shard in self.shards if shard.values.numel()), None)
-        if shard is None:
+    def describe_state(self, optimizer: Optimizer) -> dict[str, Description] | None:
+        """Return each key's description; None if this rank has no rows."""
+        shards = [shard for shard in self.shards if shard.values.numel()]
+        if not shards:
             return None
-        described = {}
-        rows, columns = shard.values.shape
-        kinds = {(rows, columns): "elements", (rows, 1): "columns of 1", (rows,): "rows"}
+        shard = shards[0]
+        described: dict[str, Description] = {}
+        num_rows, dim = self._size()
+        full_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for full_shape in ((num_rows, dim), (num_rows, 1), (num_rows,)):
+            _, shape = self._box(shard, full_shape)
+            full_shapes[shape] = full_shape
         for key, value in optimizer.state.get(shard.weight, {}).items():
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                described[key] = ("value", value.cpu() if isinstance(value, Tensor) else value)
-            elif tuple(value.shape) in kinds:
-                described[key] = (kinds[tuple(value.shape)], value.dtype)
+            if not isinstance(value, Tensor):
+                described[key] = (None, value)
+            elif value.dim() == 0:
+                described[key] = (None, value.cpu())
+            elif tuple(value.shape) in full_shapes:
+                described[key] = (full_shapes[tuple(value.shape)], value.dtype)
             else:
+                rows, columns = shard.values.shape
                 raise CheckpointError(
                     f"table '{shard.table}': {class_name(optimizer)} keeps '{key}' of shape "
-                    f"{tuple(value.shape)} for a "
-                    f"shard of {rows} x {columns}, which cannot be saved by the row. Save with "
-                    "save_weights_only=True, "
-                    "or give the table another optimizer."
+                    f"{tuple(value.shape)} for a shard of {rows} x {columns}, which cannot be "
+                    "saved by the row. Save with save_weights_only=True, or give the table "
+                    "another optimizer."
                 )
         return described
 
     @without_guards
-    def collect_value(self, key: str, description: tuple[str, Any], optimizer: Optimizer) -> Any:
+    def collect_value(self, key: str, description: Description, optimizer: Optimizer) -> Any:
         """Return a value of torch's state for the full table. description: see `describe_state`,
         the same on ranks."""
-        kind, value = description
-        if kind == "value":
-            return value
-        num_rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
-        shape = {"elements": (num_rows, dim), "columns of 1": (num_rows, 1), "rows": (num_rows,)}[
-            kind
-        ]
-        tensors = [
-            (s, optimizer.state[s.weight][key].detach()) for s in self.shards if s.values.numel()
-        ]
+        shape, dtype_or_value = description
+        if shape is None:
+            return dtype_or_value
         # Every rank has all of it: a plain tensor, whose rows are divided among ranks for writing.
         if self.shards[0].replicated:
-            return tensors[0][1]
-        is_first = self.tables.shards.groups.is_first
-        chunks = [
-            Chunk(_offsets(shard, len(shape), kind), tensor)
-            for shard, tensor in tensors
-            if is_first
-        ]
-        return ChunkedTensor(shape, value, chunks)
+            return optimizer.state[self.shards[0].weight][key].detach()
+        chunks = []
+        for shard in self._saved_shards():
+            offsets, _ = self._box(shard, shape)
+            chunks.append(Chunk(offsets, optimizer.state[shard.weight][key].detach()))
+        return ChunkedTensor(shape, dtype_or_value, chunks)
 
     def collect_fused(self) -> dict[str, Any]:
         """Return the state that FBGEMM keeps of the table."""
         state: dict[str, Any] = {}
-        config, memory = self.table.config, self.tables.shards.fused_state()
-        # Replicas of a table, in other groups of ranks, are equal: the first group's are saved.
-        shards = [s for s in self.shards if s.values.numel() and self.tables.shards.groups.is_first]
+        memory = self.tables.shards.fused_state()
+        num_rows, dim = self._size()
         for i, (key, per_row) in enumerate(self.update.state_keys):
-            chunks = [
-                Chunk((s.row, 0 if per_row else s.column), _as_columns(memory[id(s)][i]))
-                for s in shards
-            ]
-            columns = 1 if per_row else config.embedding_dim
-            state[key] = ChunkedTensor((config.num_embeddings, columns), torch.float32, chunks)
+            shape = (num_rows, 1 if per_row else dim)
+            chunks = []
+            for shard in self._saved_shards():
+                offsets, _ = self._box(shard, shape)
+                chunks.append(Chunk(offsets, _as_columns(memory[id(shard)][i])))
+            state[key] = ChunkedTensor(shape, torch.float32, chunks)
         if state:
             # As torch's optimizers keep it, so that the table may be updated by one of them after
             # loading.
@@ -131,11 +131,9 @@ class SavedTable(NamedTuple):
 
     def load_fused(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> None:
         """Load one shard's saved state into FBGEMM's."""
-        memory, keys, shard = (
-            self.tables.shards.fused_state(),
-            self.update.state_keys,
-            self._shard(parameter),
-        )
+        memory = self.tables.shards.fused_state()
+        keys = self.update.state_keys
+        shard = self._shard(parameter)
         for i, (key, _) in enumerate(keys):
             lazy = as_lazy(values.get(key))
             if lazy is None:
@@ -144,13 +142,16 @@ class SavedTable(NamedTuple):
                     f"table '{name}': the saved optimizer state has no '{key}', only "
                     f"{sorted(values)}."
                 )
-            kind = self._layout(self.table.key, key, lazy.shape)
+            self._check_fits(self.table.key, key, lazy.shape)
             if shard.values.numel():
-                tensor, num_dims = memory[id(shard)][i], len(lazy.shape)
+                tensor = memory[id(shard)][i]
                 # torch's optimizers save one number per row without a second dimension, FBGEMM's
                 # state has it: both load.
-                target = tensor.detach().view(-1) if num_dims == 1 else _as_columns(tensor)
-                lazy.read_into([Chunk(_offsets(shard, num_dims, kind), target)])
+                target = _as_columns(tensor)
+                if len(lazy.shape) == 1:
+                    target = tensor.detach().view(-1)
+                offsets, _ = self._box(shard, lazy.shape)
+                lazy.read_into([Chunk(offsets, target)])
         if keys and "step" in values:
             self.tables.set_fused_steps(self.table.full_name, round(float(values["step"])))
 
@@ -165,12 +166,11 @@ class SavedTable(NamedTuple):
         for key, value in values.items():
             lazy = as_lazy(value)
             if lazy is None or not lazy.shape:
-                # each shard counts its own steps
-                local[key] = lazy.read().clone() if lazy is not None else value
+                # A copy: each shard counts its own steps.
+                local[key] = value if lazy is None else lazy.read().clone()
                 continue
-            kind = self._layout(name, key, lazy.shape)
-            rows, columns = shard.values.shape
-            shape = {"elements": (rows, columns), "columns of 1": (rows, 1), "rows": (rows,)}[kind]
+            self._check_fits(name, key, lazy.shape)
+            offsets, shape = self._box(shard, lazy.shape)
             start = old_state.get(key)
             # Rows that the saved table had not keep the state with which the optimizer begins.
             if isinstance(start, Tensor) and tuple(start.shape) == shape:
@@ -178,36 +178,52 @@ class SavedTable(NamedTuple):
             else:
                 tensor = torch.zeros(shape, dtype=lazy.dtype, device=shard.weight.device)
             if tensor.numel():
-                lazy.read_into([Chunk(_offsets(shard, len(shape), kind), tensor)])
+                lazy.read_into([Chunk(offsets, tensor)])
             local[key] = tensor
         return local
 
     def _shard(self, parameter: nn.Parameter) -> LocalShard:
-        return next(shard for shard in self.shards if shard.weight is parameter)
+        (shard,) = (shard for shard in self.shards if shard.weight is parameter)
+        return shard
 
-    def _layout(self, name: str, key: str, shape: Sequence[int]) -> str:
-        """Return how a saved tensor lies along the table. Raises CheckpointError: it has other rows
-        or columns."""
-        rows, dim = self.table.config.num_embeddings, self.table.config.embedding_dim
-        fits = shape[0] == rows or (self.grow and shape[0] < rows)
-        if fits and len(shape) == 1:
-            return "rows"
-        if fits and len(shape) == 2 and shape[1] in (dim, 1):
-            return "elements" if shape[1] == dim else "columns of 1"
-        raise CheckpointError(
-            f"'{name}' is {rows} x {dim}, but the checkpoint's optimizer state '{key}' of it is "
-            f"{tuple(shape)}."
-        )
+    def _saved_shards(self) -> list[LocalShard]:
+        """Return the shards that this rank saves: replicas of a table, in other groups of ranks,
+        are equal, and the first group's are saved."""
+        if not self.tables.shards.groups.is_first:
+            return []
+        return [shard for shard in self.shards if shard.values.numel()]
+
+    def _size(self) -> tuple[int, int]:
+        return self.table.config.num_embeddings, self.table.config.embedding_dim
+
+    def _box(self, shard: LocalShard, shape: Sequence[int]) -> Box:
+        return shard_box(shard, shape, self.table.config.embedding_dim)
+
+    def _check_fits(self, name: str, key: str, shape: Sequence[int]) -> None:
+        """Raise CheckpointError: a saved tensor has other rows or columns than the table."""
+        rows, dim = self._size()
+        has_rows = shape[0] == rows or (self.grow and shape[0] < rows)
+        if not has_rows or tuple(shape[1:]) not in ((), (1,), (dim,)):
+            raise CheckpointError(
+                f"'{name}' is {rows} x {dim}, but the checkpoint's optimizer state '{key}' of it "
+                f"is {tuple(shape)}."
+            )
+
+
+def shard_box(shard: LocalShard, shape: Sequence[int], dim: int) -> Box:
+    """Return where a shard lies in a tensor along its table: of elements, of one column, or of one
+    number per row. dim: of the table."""
+    rows, columns = shard.values.shape
+    if len(shape) == 1:
+        return (shard.row,), (rows,)
+    if shape[1] == dim:
+        return (shard.row, shard.column), (rows, columns)
+    return (shard.row, 0), (rows, 1)
 
 
 def class_name(optimizer: Optimizer) -> str:
     """Return the name of an optimizer's class with its module."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
-def _offsets(shard: LocalShard, num_dims: int, kind: str) -> tuple[int, ...]:
-    """Return where a shard's state begins in that of the full table."""
-    return (shard.row,) if num_dims == 1 else (shard.row, shard.column if kind == "elements" else 0)
 
 
 def _as_columns(tensor: Tensor) -> Tensor:

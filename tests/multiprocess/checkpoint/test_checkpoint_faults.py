@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_distrec.checkpoint import atomic_folder, storage
+from lightning_distrec.checkpoint import atomic_folder, save
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.tools.export_checkpoint import export
@@ -146,21 +146,21 @@ def _same(a: Any, b: Any) -> bool:
 @contextlib.contextmanager
 def _slow(seconds: float) -> Iterator[list[tuple[float, float]]]:
     """Make writes take longer; yields when those began and ended that were done."""
-    save, times = storage.dcp.save, []
+    write, times = save.write_tensors, []
 
     def slowly(*args: Any, **options: Any) -> Any:
         began = time.monotonic()
         time.sleep(seconds)
         try:
-            return save(*args, **options)
+            return write(*args, **options)
         finally:
             times.append((began, time.monotonic()))
 
-    storage.dcp.save = slowly
+    save.write_tensors = slowly
     try:
         yield times
     finally:
-        storage.dcp.save = save
+        save.write_tensors = write
 
 
 @contextlib.contextmanager
@@ -627,7 +627,7 @@ def _spoil(file: Path) -> None:
 
 
 def _later_format(folder: Path) -> None:
-    edit_marker(folder, lambda marker: marker.update(format=2))
+    edit_marker(folder, lambda marker: marker.update(format=3))
 
 
 def _save_as(file: Path, content: Any) -> None:
@@ -648,21 +648,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "marker is a list": (lambda p: (p / MARKER).write_text("[]"), f"{MARKER} is damaged"),
     "later format": (
         _later_format,
-        "has format 2, and this version of lightning_distrec reads format 1",
+        "has format 3, and this version of lightning_distrec reads format 2",
     ),
-    "tensors cut off": (lambda p: _truncate(p / "__1_0.distcp"), "__1_0.distcp has "),
+    "tensors cut off": (lambda p: _truncate(p / "rank_1.safetensors"), "rank_1.safetensors has "),
     "tensors gone": (
-        lambda p: (p / "__0_0.distcp").unlink(),
-        "__0_0.distcp is missing, and should have ",
+        lambda p: (p / "rank_0.safetensors").unlink(),
+        "rank_0.safetensors is missing, and should have ",
     ),
     "tensors are zeros": (
-        lambda p: _spoil(p / "__1_0.distcp"),
-        "__1_0.distcp does not match its checksum",
-    ),
-    "metadata gone": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
-    "metadata are zeros": (
-        lambda p: _spoil(p / ".metadata"),
-        "is damaged: .metadata does not match",
+        lambda p: _spoil(p / "rank_1.safetensors"),
+        "rank_1.safetensors does not match its checksum",
     ),
     "state cut off": (lambda p: _truncate(p / "state.pt"), "state.pt has "),
     "state is zeros": (lambda p: _spoil(p / "state.pt"), "state.pt does not match its checksum"),

@@ -1,12 +1,9 @@
 """Checkpoints by difference hold what a full one of the same step holds, bit by bit, whoever has
 written the rows."""
 
-import io
 import itertools
 import json
 import shutil
-import struct
-import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,8 @@ import pytest
 import torch
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec.checkpoint.contents import open_checkpoint, read_full, verify
+from lightning_distrec.checkpoint.contents import read_full, verify
 from lightning_distrec.checkpoint.difference import Mark
-from lightning_distrec.checkpoint.storage import StoredTensors
 from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.checkpoint.tools.export_checkpoint import merge
 from lightning_distrec.cli.main import main
@@ -26,7 +22,6 @@ from lightning_distrec.strategies.checkpoints import resuming
 from lightning_distrec.strategies.checkpoints.incremental_saves import no_longer_needed
 from lightning_distrec.strategies.run import strategy as run_strategy
 from tests.support import incremental_runs as runs
-from tests.support.checkpoint_folders import edit_marker
 from tests.support.incremental_runs import assert_same_as_full, fit, resume, series_in
 from tests.support.plain_checkpoints import load
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
@@ -97,18 +92,6 @@ def test_a_difference_over_its_base_is_the_full_checkpoint_bit_by_bit(
     assert row_tables["written"] == [ALL - {"ebc.narrow"}]
 
 
-def test_a_difference_of_an_earlier_version_with_rows_of_8_bits_is_refused(
-    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
-) -> None:
-    shutil.copytree(quick[0] / "by columns" / "series", tmp_path / "series")
-    difference = tmp_path / "series" / "step=4-difference.ckpt"
-    edit_marker(difference, lambda marker: marker["incremental"].update(row_bits=8))
-    with pytest.raises(
-        CheckpointError, match="has its rows in 8 bits a number. Use the full checkpoint."
-    ):
-        open_checkpoint(difference)
-
-
 def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(
     quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
 ) -> None:
@@ -127,7 +110,8 @@ def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(
         "its base step=2-full.ckpt"
     ]
     with pytest.raises(
-        CheckpointError, match=r"distcp of its base step=2-full.ckpt does not match its checksum"
+        CheckpointError,
+        match=r"safetensors of its base step=2-full.ckpt does not match its checksum",
     ):
         read_full(difference, with_optimizers=False)
     shutil.copytree(quick[0] / "by rows" / "series" / base.name, base, dirs_exist_ok=True)
@@ -188,25 +172,19 @@ def test_loading_finds_a_changed_byte_in_a_difference(
     difference = tmp_path / "series" / "step=4-difference.ckpt"
     _change_byte(difference)
     with pytest.raises(
-        CheckpointError, match=r"step=4-difference.ckpt is damaged: __._0.distcp does not match its"
+        CheckpointError,
+        match=r"step=4-difference.ckpt is damaged: rank_.\.safetensors does not match its",
     ):
         read_full(difference, with_optimizers=False)
 
 
 def _change_byte(checkpoint: Path) -> None:
     """Change a byte of some tensor's values."""
-    name, offset, length = max(
-        StoredTensors(checkpoint).places.values(), key=lambda place: place[2]
-    )
-    content = bytearray((checkpoint / name).read_bytes())
-    with zipfile.ZipFile(io.BytesIO(content[offset : offset + length])) as record:
-        header = next(
-            info.header_offset for info in record.infolist() if info.filename.endswith("/data/0")
-        )
-    begin = offset + header
-    name_length, extra_length = struct.unpack("<HH", content[begin + 26 : begin + 30])
-    content[begin + 30 + name_length + extra_length + 5] ^= 255
-    (checkpoint / name).write_bytes(content)
+    files = sorted(checkpoint.glob("*.safetensors"))
+    file = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[-50] ^= 1
+    file.write_bytes(content)
 
 
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:

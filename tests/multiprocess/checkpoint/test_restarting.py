@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import shutil
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.checkpoint.checksums import read_archive
 from lightning_distrec.cluster.environment import LaunchedRanks
 from lightning_distrec.cluster.launched import Launched, MeetingPoint
 from lightning_distrec.errors import CheckpointError, ConfigError
@@ -168,7 +168,7 @@ def _damaged(folder: Path) -> Any:
     if rank_and_num_ranks()[0] == 0:
         (folder / "often" / "step=8.ckpt" / "rank_1.pt").write_bytes(b"no")
         _flip(folder / "often" / "step=6.ckpt" / "state.pt", 500)
-        _flip(folder / "often" / "step=4.ckpt" / "__1_0.distcp", 700)
+        _flip(folder / "often" / "step=4.ckpt" / "rank_1.safetensors", 700)
         (folder / "often" / ".distrec-unfinished-x").mkdir()
         (folder / "often" / "step=99.ckpt").mkdir()
         for item in folder.rglob("epoch=*.ckpt"):
@@ -182,8 +182,10 @@ def _damaged_files(folder: Path) -> Any:
     newest = next(folder.rglob("step=6.ckpt"))
     torch.distributed.barrier()
     if rank_and_num_ranks()[0] == 0:
-        tensors = [record for record in read_archive(newest) if "/data/" in record.label]
-        _flip(newest, max(tensors, key=lambda record: record.size).begin)
+        with zipfile.ZipFile(newest) as archive:
+            tensors = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+            largest = archive.read(max(tensors, key=lambda entry: entry.file_size))
+        _flip(newest, newest.read_bytes().index(largest))
     second, message = _start(folder, "a"), ""
     try:
         _start(folder, "b", ckpt_path=newest)
@@ -302,7 +304,7 @@ def test_damaged_and_unfinished_checkpoints_are_skipped_with_a_line_each(tmp_pat
     for case in (
         "step=8.ckpt is damaged: rank_1.pt has 2 bytes",
         "step=6.ckpt is damaged: state.pt does not match its checksum",
-        "step=4.ckpt is damaged: __1_0.distcp does not match its checksum",
+        "step=4.ckpt is damaged: rank_1.safetensors does not match its checksum",
         "step=99.ckpt",
     ):
         assert case in message

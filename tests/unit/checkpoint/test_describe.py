@@ -170,8 +170,13 @@ def _cut_marker(path: Path) -> None:
 
 def _later_format(path: Path) -> None:
     (path / "complete.json").write_text(
-        (path / "complete.json").read_text().replace('"format": 1', '"format": 99')
+        (path / "complete.json").read_text().replace('"format": 2', '"format": 99')
     )
+
+
+def _earlier_format(path: Path) -> None:
+    text = (path / "complete.json").read_text()
+    (path / "complete.json").write_text(text.replace('"format": 2', '"format": 1'))
 
 
 def _overwrite(name: str) -> Callable[[Path], None]:
@@ -191,8 +196,10 @@ def _overwrite(name: str) -> Callable[[Path], None]:
         ),
         (_without_rank, "is damaged: rank_0.pt is missing, and should have"),
         (_cut_marker, "complete.json is damaged: "),
-        (_later_format, "has format 99, and this version of lightning_distrec reads format 1"),
-        (_overwrite(".metadata"), ".metadata is no metadata of a checkpoint: "),
+        (_later_format, "has format 99, and this version of lightning_distrec reads format 2"),
+        (_earlier_format, "has format 1, and this version of lightning_distrec reads format 2"),
+        (_earlier_format, "there, `lightning-distrec export "),
+        (_overwrite("rank_0.safetensors"), "rank_0.safetensors is no safetensors file: "),
         (
             _overwrite("state.pt"),
             "state.pt cannot be read: it holds something other than tensors and plain types",

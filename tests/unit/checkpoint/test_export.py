@@ -2,7 +2,6 @@
 left behind."""
 
 import os
-import pickle
 import resource
 import shutil
 import zipfile
@@ -16,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_distrec import chunks as chunks_module
-from lightning_distrec.checkpoint.storage import read_metadata
 from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
 from tests.support.checkpoint_folders import by_columns, by_rows, edit_marker, write_folder
@@ -182,7 +180,7 @@ def _incomplete(folder: Path) -> Path:
 
 def _cut_short(folder: Path) -> Path:
     path = _folder(folder / "a.ckpt")
-    os.truncate(path / "__0_0.distcp", 1000)
+    os.truncate(path / "rank_0.safetensors", 1000)
     return path
 
 
@@ -231,7 +229,7 @@ def _other(folder: Path) -> Path:
             "out.pt",
             "is not a complete checkpoint: complete.json, which is written last, is missing",
         ),
-        (_cut_short, "out.pt", "is damaged: __0_0.distcp has 1,000 bytes, and should have"),
+        (_cut_short, "out.pt", "is damaged: rank_0.safetensors has 1,000 bytes, and should have"),
         (
             _of_weights,
             "out.ckpt",
@@ -277,17 +275,8 @@ def test_a_file_is_replaced_where_that_is_asked_for_but_never_a_folder(tmp_path:
 
 def test_a_folder_from_which_rows_are_missing_is_refused(tmp_path: Path) -> None:
     path = _folder(tmp_path / "a.ckpt")
-    with open(path / ".metadata", "rb") as file:
-        metadata = read_metadata(file)
-    metadata.state_dict_metadata["state_dict/mlp.weight"].chunks.pop()
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    edit_marker(
-        path,
-        lambda marker: marker["files"].update({".metadata": (path / ".metadata").stat().st_size}),
-    )
-    with pytest.raises(
-        CheckpointError, match="is damaged: the chunks of 'state_dict/mlp.weight' are not all of it"
-    ):
+    edit_marker(path, lambda marker: marker["files"].pop("rank_0_1.safetensors"))
+    with pytest.raises(CheckpointError, match="is damaged: the chunks of '.*' are not all of it"):
         export(path, tmp_path / "out.pt")
 
 
