@@ -30,8 +30,7 @@ from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
-from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions, SetUpInputs
 from lightning_distrec.units import format_bandwidth, format_bytes
 
 

@@ -34,8 +34,7 @@ from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, plan
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
-from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions, SetUpInputs, TableSettings
 from lightning_distrec.units import describe_error, shortened
 
 MAX_NAMED = 4
@@ -173,12 +172,12 @@ def plan_tables(
                     f"Tables keep the sharding types of {resumes_from}, for "
                     f"{saved.num_ranks} ranks."
                 )
-        return plan_or_follow(replace(decisions, constraints=constraints), old, settings, facts)
+        return plan_or_follow(decisions.with_constraints(constraints), old, settings, facts)
 
     plan = _from_rank_zero(make)
     if inputs.fits and inputs.trainer.is_global_zero:
-        notes = "\n".join([facts.in_words, *decisions.selection.shipped])
-        print_plan(plan, inputs.output_dtype, notes, decisions.selection.left_alone)
+        notes = "\n".join([facts.in_words, *decisions.shipped])
+        print_plan(plan, inputs.output_dtype, notes, decisions.left_alone)
     return plan
 
 

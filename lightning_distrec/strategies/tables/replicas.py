@@ -18,7 +18,6 @@ from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
-from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.replica_exchange import (
     average_gradients,
     average_rows,
@@ -32,6 +31,7 @@ from lightning_distrec.sharding.sharding_groups import (
     do_nothing,
 )
 from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards
+from lightning_distrec.strategies.tables.set_up_inputs import TableRecord
 
 Updates = Mapping[str, TableUpdate]
 """Full name of a table -> what updates it."""
@@ -286,15 +286,14 @@ def warn_of_replicas(groups: ShardingGroups) -> list[str]:
 
 def refuse_with_groups(
     groups: ShardingGroups,
-    updates: Mapping[str, TableUpdate],
-    options: Mapping[str, TableOptions],
+    records: list[TableRecord],
     callbacks: Iterable[Callback],
 ) -> None:
     """Raise ConfigError where a table's options, or a callback, do not go together with the
     groups."""
     if groups.num_replicas == 1:
         return
-    fused = [name for name, update in updates.items() if update.in_backward]
+    fused = [record.name for record in records if record.update.in_backward]
     if groups.exchanges_gradients and fused:
         raise ConfigError(
             f"table '{fused[0]}' is updated inside of backward, because embedding_update asks for "
@@ -303,7 +302,7 @@ def refuse_with_groups(
             "Set "
             "embedding_update='auto', or a larger sync_interval, which is not exact."
         )
-    gathered = [name for name in updates if options[name].gathered_weight]
+    gathered = [record.name for record in records if record.options.gathered_weight]
     if gathered and not groups.exchanges_gradients:
         raise ConfigError(
             f"table '{gathered[0]}' has gathered_weight=True, but with "

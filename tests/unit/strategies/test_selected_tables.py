@@ -9,12 +9,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec import TorchRecShardedStrategy, meta_tables
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.strategies.tables.decisions import SelectedTables, select_tables
+from lightning_distrec.strategies.tables.decisions import select_tables
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions
 
 ROWS, WIDTH = 40, 8
 
 
-def _selected(root: nn.Module, **options: Any) -> SelectedTables:
+def _selected(root: nn.Module, **options: Any) -> Decisions:
     return select_tables(root, TorchRecShardedStrategy(**options).table_settings)
 
 
