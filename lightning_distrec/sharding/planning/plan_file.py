@@ -67,19 +67,28 @@ def load_plan(path: str | Path, read: Callable[[Path], bytes] = Path.read_bytes)
     try:
         if file.is_dir():
             file = file / PLAN_FILE
-        content = json.loads(read(file), object_pairs_hook=_each_once)
+        content = read(file)
     except OSError as error:
         raise ConfigError(
             f"the plan {file} cannot be read: {error.strerror or error}. Name a {PLAN_FILE}, or "
-            "the folder of a "
-            "checkpoint or of logs that has one; runs save it when they start to train."
+            "the folder of a checkpoint or of logs that has one; runs save it when they start to "
+            "train."
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:  # a zero in the path
         raise PlanError(f"{file} is not a plan: {error}.") from None
+    return parse_plan(content, str(file))
+
+
+def parse_plan(content: bytes, name: str) -> ShardingPlan:
+    """Return the plan that `content`, called `name` in messages, holds. Raises PlanError."""
     try:
-        return _plan(content)
+        parsed = json.loads(content, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{name} is not a plan: {error}.") from None
+    try:
+        return _plan(parsed)
     except _Wrong as wrong:
-        raise PlanError(f"{file} is not a valid plan: {wrong}") from None
+        raise PlanError(f"{name} is not a valid plan: {wrong}") from None
 
 
 class _Wrong(Exception):

@@ -97,7 +97,7 @@ def make_plan(
         tables=placed,
         cost=replace(_cost(packed_tables), lower_bound=totals.lower_bound),
     )
-    return _described(plan, packed_tables, tables, constraints, batch_size)
+    return _with_times(plan, packed_tables, tables, constraints, batch_size)
 
 
 def estimate_plan(
@@ -116,9 +116,8 @@ def estimate_plan(
     on_ranks = PartialPlan([[option] for option in options], budget_of(topology))
     for number, table in enumerate(tables):
         on_ranks.put(number, 0, np.asarray(plan.tables[table.full_name].ranks, dtype=np.intp))
-    return _described(
-        replace(plan, cost=_cost(on_ranks)), on_ranks, tables, constraints, batch_size
-    )
+    plan = replace(plan, cost=_cost(on_ranks))
+    return _with_times(plan, on_ranks, tables, constraints, batch_size)
 
 
 def budget_of(topology: Topology) -> MemoryBudget:
@@ -135,17 +134,36 @@ def budget_of(topology: Topology) -> MemoryBudget:
     return MemoryBudget(device, host, topology.local_world_size)
 
 
-def _described(
+def _with_times(
     plan: ShardingPlan,
     packed_tables: PartialPlan,
     tables: list[Table],
     constraints: Mapping[str, TableConstraints],
     batch_size: int,
 ) -> ShardingPlan:
-    """Return the plan with what reports need to know of its tables."""
+    """Return the plan with what runs and reports need to know of its tables."""
+    plan = describe_tables(plan, tables, constraints, batch_size)
+    timed = {}
+    for number, (name, planned) in enumerate(plan.tables.items()):
+        option = packed_tables.option_of(number)
+        by_part = option.milliseconds_by_part[option.size_numbers]
+        updates = by_part[:, TIME_PARTS.index("update")]
+        timed[name] = replace(
+            planned, update_milliseconds=updates, milliseconds=option.milliseconds
+        )
+    return replace(plan, tables=timed)
+
+
+def describe_tables(
+    plan: ShardingPlan,
+    tables: Sequence[Table],
+    constraints: Mapping[str, TableConstraints],
+    batch_size: int,
+) -> ShardingPlan:
+    """Return the plan with what a run knows of its tables, alike on every rank."""
     described = {}
-    for number, table in enumerate(tables):
-        update, option = constraints[table.full_name], packed_tables.option_of(number)
+    for table in tables:
+        update = constraints[table.full_name]
         constraint = torchrec_constraint(table, update)
         factors = constraint.pooling_factors
         ids = estimate_batch_ids(
@@ -167,10 +185,6 @@ def _described(
             deduplicated=sends_rows and ids.repeat_enough and table.mapping is None,
             update=update.update,
             optimizer=update.optimizer,
-            update_milliseconds=option.milliseconds_by_part[
-                option.size_numbers, TIME_PARTS.index("update")
-            ],
-            milliseconds=option.milliseconds,
             update_reason=update.update_reason,
             update_bytes_per_element=update.bytes_per_element,
             update_bytes_per_row=update.bytes_per_row,

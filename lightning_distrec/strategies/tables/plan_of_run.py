@@ -6,7 +6,7 @@ unchanged.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,17 +18,22 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
-from lightning_distrec import errors
 from lightning_distrec._compat.lightning import train_dataloaders
 from lightning_distrec._compat.lightning_checkpoints import resumed_path
 from lightning_distrec.checkpoint.single_file import read_plan
-from lightning_distrec.errors import ConfigError, PlanError
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.prefetch.loaders import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.sharding.planning.checks import check_memory, plan_for_run
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import IdCounts
-from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
+from lightning_distrec.sharding.planning.plan_file import (
+    PLAN_FILE,
+    load_plan,
+    parse_plan,
+    plan_text,
+    save_plan,
+)
+from lightning_distrec.sharding.planning.planner import describe_tables, estimate_plan, make_plan
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, plan_from_torchrec
 from lightning_distrec.sharding.sharded_tables import ShardedTables
@@ -141,44 +146,61 @@ OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
 def plan_tables(
     inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
 ) -> ShardingPlan:
-    """Collective. Return the plan; rank 0 of a fit prints it.
+    """Collective. Return the plan; rank 0 of a fit prints it, and knows its cost.
 
     earlier: the tables of an earlier run of the module. Raises PlanError, on all ranks: tables do
     not fit, or cannot be sharded as in a file.
     """
+    consensus, settings = inputs.consensus, inputs.settings
 
-    def make() -> ShardingPlan:
-        # A plan of other groups names ranks that are in another group now.
-        old = (
-            None
-            if earlier is None or earlier.groups.size != inputs.groups.size
-            else plan_of(earlier, inputs)
-        )
-        resumes_from = resumed_path(inputs.trainer) if inputs.fits else None
-        settings, constraints = inputs.settings, decisions.constraints
-        if (
-            settings.planning.plan_file is None
-            and follows_checkpoint()
-            and resumes_from is not None
-        ):
-            saved = load_plan(resumes_from, read_plan)
-            if saved.num_ranks == facts.layout.num_ranks:
-                settings = replace(
-                    settings, planning=replace(settings.planning, plan_file=resumes_from)
-                )
-            else:
-                constraints = keep_sharding_types(constraints, saved)
-                rank_zero_info(
-                    f"Tables keep the sharding types of {resumes_from}, for "
-                    f"{saved.num_ranks} ranks."
-                )
-        return plan_or_follow(decisions.with_constraints(constraints), old, settings, facts)
+    def make() -> ShardingPlan | None:
+        return _make_plan(inputs, decisions, earlier, facts) if consensus.rank == 0 else None
 
-    plan = _from_rank_zero(make)
-    if inputs.fits and inputs.trainer.is_global_zero:
+    made = consensus.all_or_none("planning", make)
+    content = _sent_by_rank_zero(plan_text(made).encode() if made else b"", inputs)
+    # Rank 0's: what the plan says of repeated ids must be alike on ranks with other batches.
+    batch_size = consensus.all_gather(settings.batch_size)[0]
+    if made is None:
+        placed = parse_plan(content, "the plan of rank 0")
+        made = describe_tables(placed, decisions.tables, decisions.constraints, batch_size)
+        made = _for_run(made, settings, facts)
+    elif inputs.fits:
         notes = "\n".join([facts.in_words, *decisions.shipped])
-        print_plan(plan, inputs.output_dtype, notes, decisions.left_alone)
-    return plan
+        print_plan(made, inputs.output_dtype, notes, decisions.left_alone)
+    return made
+
+
+def _make_plan(
+    inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
+) -> ShardingPlan:
+    # A plan of other groups names ranks that are in another group now.
+    is_alike = earlier is not None and earlier.groups.size == inputs.groups.size
+    old = plan_of(earlier, inputs) if earlier is not None and is_alike else None
+    settings, resumes_from = inputs.settings, None
+    if inputs.fits and settings.planning.plan_file is None and follows_checkpoint():
+        resumes_from = resumed_path(inputs.trainer)
+    if resumes_from is not None:
+        saved = load_plan(resumes_from, read_plan)
+        if saved.num_ranks == facts.layout.num_ranks:
+            planning = replace(settings.planning, plan_file=resumes_from)
+            settings = replace(settings, planning=planning)
+        else:
+            kept = keep_sharding_types(decisions.constraints, saved)
+            decisions = decisions.with_constraints(kept)
+            rank_zero_info(
+                f"Tables keep the sharding types of {resumes_from}, for {saved.num_ranks} ranks."
+            )
+    return plan_or_follow(decisions, old, settings, facts)
+
+
+def _sent_by_rank_zero(content: bytes, inputs: SetUpInputs) -> bytes:
+    """Collective. Return what rank 0 has."""
+    size = inputs.consensus.all_gather(len(content))[0]
+    buffer = torch.zeros(size, dtype=torch.uint8, device=inputs.device)
+    if inputs.consensus.rank == 0:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(buffer, src=0)
+    return buffer.cpu().numpy().tobytes()
 
 
 def plan_of(sharded: ShardedTables, inputs: SetUpInputs) -> ShardingPlan:
@@ -188,25 +210,6 @@ def plan_of(sharded: ShardedTables, inputs: SetUpInputs) -> ShardingPlan:
     return ShardingPlan.from_torchrec(
         sharded.tables, sharded.plan, layout, inputs.device.type, groups.first_rank
     )
-
-
-def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:
-    """Collective. Run `make` on rank 0; every rank returns its plan, or raises its error."""
-    answer: list[ShardingPlan | tuple[str, str] | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = make()
-        except Exception as error:
-            answer[0] = (type(error).__name__, str(error))
-            # Sent before it is raised: TorchRec's own collective planner leaves the other ranks
-            # waiting here.
-            dist.broadcast_object_list(answer, src=0)
-            raise
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ShardingPlan):
-        return answer[0]
-    name, message = answer[0] or ("PlanError", "rank 0 sent no plan.")
-    raise getattr(errors, name, PlanError)(message)
 
 
 def plan_or_follow(
