@@ -39,7 +39,7 @@ BREAKAGES = (
     Breakage(
         "replicas-keep-their-state",
         "lightning_distrec/strategies/tables/replicas.py",
-        r"average_rows\(\[shard\.weight, \*state\[i\]\], rows",
+        r"average_rows\(\[shard\.weight, \*states\[i\]\], rows",
         "average_rows([shard.weight], rows",
         "Groups average their rows and keep their optimizer state: replicas drift apart, and a "
         "checkpoint has one's.",
