@@ -122,7 +122,8 @@ def _plain(original: Any, conversion: Conversion | None) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         options = bound.arguments
-        if reason := _obstacle(type(self), options, conversion):
+        reason = _obstacle(type(self), options, conversion)
+        if reason:
             if options["_weight"] is None:
                 sizes = [(options["num_embeddings"], options["embedding_dim"])]
                 dtype = options["dtype"] or torch.get_default_dtype()

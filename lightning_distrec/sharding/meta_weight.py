@@ -217,7 +217,8 @@ def stop_recording(weight: Any) -> None:
 def initial_rows(weight: Any, init_fn: Draw | None) -> Callable[..., Any]:
     """Return what gives a block of rows their values: of (rows, number of the first), and a
     generator if one draws."""
-    if (record := getattr(weight, "record", None)) is not None:
+    record = getattr(weight, "record", None)
+    if record is not None:
         return record.fill  # type: ignore[no-any-return]
     assert init_fn is not None
     return lambda values, _, **options: init_fn(values, **options)

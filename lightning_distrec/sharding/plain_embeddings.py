@@ -107,7 +107,8 @@ class PlainEmbeddings:
                 )
 
     def _obstacle(self, plain: Plain) -> str:
-        if changed := overridden_name(type(plain)):
+        changed = overridden_name(type(plain))
+        if changed:
             return (
                 f"{type(plain).__name__} is a subclass and may compute something else: it has "
                 f"its own {changed}"

@@ -177,7 +177,8 @@ def _bring_rows(sharded: ShardedModule, tables: list[Table], sharding: TableShar
     weights = sharded_weights(sharded, tables)
     for table in tables:
         targets = table_shards(weights[table.full_name], sharding.groups)
-        if (sources := sharding.rows.pop(table.full_name, None)) is None:
+        sources = sharding.rows.pop(table.full_name, None)
+        if sources is None:
             init_rows(table, targets, sharding.seed)
         else:
             redistribute(sources, targets, sharding.device)
@@ -425,7 +426,8 @@ def _begin(mapping: AnyMapping, table: Table) -> None:
     if module is None:
         return
     if isinstance(mapping, MchMapping):
-        if problem := mapping.begin():
+        problem = mapping.begin()
+        if problem:
             raise ShardingError(f"table '{table.full_name}': {problem}")
         return
     identities, used = hash_zch_state(module)

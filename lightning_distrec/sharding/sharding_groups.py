@@ -214,12 +214,11 @@ class NodeLayout:
     def group_layout(self, size: int) -> "NodeLayout":
         """Return the layout of each group of `size` consecutive ranks. Raises ConfigError: they
         have unequal ones."""
-        groups = [
-            self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)
-        ]
-        numbered = {
-            tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in groups
-        }
+        numbered = set()
+        for first in range(0, self.num_ranks, size):
+            nodes = self.node_of_rank[first : first + size]
+            numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+            numbered.add(tuple(numbers[node] for node in nodes))
         if len(numbered) > 1:
             raise ConfigError(
                 f"sharding_groups: size={size} makes groups that lie on unequal numbers of ranks "

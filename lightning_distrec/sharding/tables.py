@@ -197,7 +197,8 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
         elif type(child) in (EmbeddingBagCollection, EmbeddingCollection):
             collection_tables = [Table(path, config, child) for config in _configs(child)]
             skipped.append(f"{path}.")
-            if odd := odd_dim(_configs(child)):
+            odd = odd_dim(_configs(child))
+            if odd:
                 left_alone[path] = odd
                 odd_tables += collection_tables
             else:
@@ -210,9 +211,11 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
                 f"itself. Use {type(child).__name__.removeprefix('Fused')}: its update is fused "
                 "where that is exact."
             )
-        elif reason := _sharding_obstacle(child):
-            left_alone[path] = reason
-            skipped.append(f"{path}.")
+        else:
+            reason = _sharding_obstacle(child)
+            if reason:
+                left_alone[path] = reason
+                skipped.append(f"{path}.")
     plain.check_names()
     _refuse_shared_weights(tables, odd_tables)
     _check(tables)
@@ -230,7 +233,8 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
     specs = specs_of(managed)
     if isinstance(specs, str):
         return specs
-    if odd := odd_dim(_configs(inner)):
+    odd = odd_dim(_configs(inner))
+    if odd:
         return odd
     inner_path = f"{path}.{EMBEDDINGS}" if path else EMBEDDINGS
     collisions = managed.get_submodule(COLLISIONS)
@@ -249,7 +253,8 @@ def odd_dim(configs: Iterable[BaseEmbeddingConfig]) -> str | None:
     """Return why a collection of these tables cannot be sharded: which dim is no multiple of 4;
     None where all are."""
     for config in configs:
-        if dim := config.embedding_dim % 4 and config.embedding_dim:
+        dim = config.embedding_dim % 4 and config.embedding_dim
+        if dim:
             return (
                 f"table '{config.name}' has embedding_dim={dim}, but FBGEMM's rows come in "
                 "multiples of 4 columns, so "

@@ -213,7 +213,8 @@ class TorchRecRun(Run):
             self.undo.callback(tables.undo.close)
             self.undo.enter_context(skip_idle_record_functions())
             self.undo.enter_context(replace_train_pipelines(_refuse_train_pipeline))
-            if noted := NotedIds(tables.shards.mappings):
+            noted = NotedIds(tables.shards.mappings)
+            if noted:
                 checkpoints.positions.keep_rank_state("noted_ids", noted)
         elif shards_dense:
             raise ConfigError(
@@ -368,7 +369,8 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
 def unshard(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     """Replace all shards of a module by full weights. full: by key; those that are missing stay on
     meta."""
-    if (tables := sharded_tables_of(module)) is not None:
+    tables = sharded_tables_of(module)
+    if tables is not None:
         with kept_up(module):
             tables.unshard(full)
         unshard_mappings(tables, full)

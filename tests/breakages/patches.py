@@ -1160,8 +1160,8 @@ BREAKAGES = (
     Breakage(
         "batch-size-assumed",
         "lightning_distrec/strategies/tables/set_up_inputs.py",
-        r"if is_size\(size := getattr\(source, \"batch_size\", None\)\):",
-        "if False:",
+        r"(batch_size\", None\)\n +)if is_size\(size\):",
+        r"\1if False:",
         "Plans are made for 512 examples, not for the loader's.",
         ("unit/strategies/test_batch_size.py",),
     ),

@@ -156,7 +156,8 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
         return _spec_of_mch(module)
     if type(module) is not HashZchManagedCollisionModule:
         return f"{type(module).__name__} may map ids in another way than TorchRec's own modules"
-    if reason := hash_zch_difference(module, name):
+    reason = hash_zch_difference(module, name)
+    if reason:
         return f"HashZchManagedCollisionModule with {reason} is not sharded"
     rows, buckets, settings = module.output_size(), module.buckets(), hash_zch_settings(module)
     policies: dict[str, Policy] = {"": "none", "LRU_EVICTION": "ttl_lru"}
@@ -175,7 +176,8 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
 
 def _spec_of_mch(module: MCHManagedCollisionModule) -> MchSpec | str:
     rows, buckets = module.output_size(), module.buckets()
-    if reason := mch_difference(module):
+    reason = mch_difference(module)
+    if reason:
         return f"MCHManagedCollisionModule with {reason} is not sharded"
     # Buckets of equal size, and in each a row for ids beside the one that is shared.
     if rows % buckets or rows < 2 * buckets:

@@ -265,10 +265,8 @@ def mch_modules_of(root: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
     """Yield the MCHManagedCollisionModules below `root` that are in a state_dict, each with its
     segments there."""
     for path, module in root.named_modules():
-        if (
-            type(module) is MCHManagedCollisionModule
-            and (segments := state.get(f"{path}.{MCH_SEGMENTS}")) is not None
-        ):
+        segments = state.get(f"{path}.{MCH_SEGMENTS}")
+        if type(module) is MCHManagedCollisionModule and segments is not None:
             yield module, segments
 
 

@@ -142,7 +142,8 @@ def _table_misfit(
         except PlanError as error:
             reason = str(error).removeprefix(f"table '{table.full_name}': ").rstrip(".")
             return f"cannot be sharded {reason}"
-    if reason := placement_error(planned, layout.num_ranks, layout.ranks_per_node):
+    reason = placement_error(planned, layout.num_ranks, layout.ranks_per_node)
+    if reason:
         return (
             f"cannot have these shards on {quantity(layout.ranks_per_node, 'rank')} per node: "
             f"{reason}"
@@ -216,22 +217,26 @@ def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) ->
         table.shards, key=lambda shard: (shard.offsets[1], shard.sizes[1], shard.offsets[0])
     ):
         strips.setdefault((shard.offsets[1], shard.sizes[1]), []).append(shard)
-    if reason := _gap_or_overlap(list(strips), dim, "columns", ""):
+    reason = _gap_or_overlap(list(strips), dim, "columns", "")
+    if reason:
         return reason
     for (first, width), strip in strips.items():
         blocks = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
         strip_text = "" if len(strips) == 1 else f" of columns {first} to {first + width - 1}"
-        if reason := _gap_or_overlap(blocks, rows, "rows", strip_text):
+        reason = _gap_or_overlap(blocks, rows, "rows", strip_text)
+        if reason:
             return reason
     if kind not in COLUMN_TYPES and len(strips) > 1:
         return f"{kind} does not shard columns, and these shards do"
     if kind not in ROW_TYPES and any(len(strip) > 1 for strip in strips.values()):
         return f"{kind} does not shard rows, and these shards do"
-    if narrow := next((width for _, width in strips if width % 4), 0):
+    narrow = next((width for _, width in strips if width % 4), 0)
+    if narrow:
         return f"a shard has {narrow} columns, and FBGEMM's rows come in multiples of 4"
     if kind in ROW_TYPES:
         for strip in strips.values():
-            if reason := _row_block_error(strip, table, num_ranks, ranks_per_node):
+            reason = _row_block_error(strip, table, num_ranks, ranks_per_node)
+            if reason:
                 return reason
     nodes = {shard.rank // ranks_per_node for shard in table.shards}
     if kind in ONE_NODE_TYPES and len(nodes) > 1:

@@ -277,6 +277,11 @@ def _missing(option: EstimatedOption, budget: MemoryBudget) -> tuple[int, int]:
     return shard_lack, total_lack
 
 
+def _smallest_bytes(options: Sequence[EstimatedOption], device: float, host: float) -> float:
+    """Return the least that an option takes. device, host: weights of the two memories."""
+    return min(device * o.device_bytes.sum() + host * o.host_bytes.sum() for o in options)
+
+
 def exceed_total_memory(
     options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget
 ) -> InfeasiblePlan | None:
@@ -285,12 +290,10 @@ def exceed_total_memory(
     for device, host in WEIGHTS:
         # No plan needs less than this weighted sum. One weighting under which it is too large
         # therefore is a proof.
-        sizes = np.array([
-            min(device * o.device_bytes.sum() + host * o.host_bytes.sum() for o in table_options)
-            for table_options in options
-        ])
+        sizes = np.array([_smallest_bytes(choices, device, host) for choices in options])
         available = device * budget.device_bytes.sum() + host * budget.host_bytes.sum()
-        if (missing := int(np.ceil(sizes.sum() - available))) > 0:
+        missing = int(np.ceil(sizes.sum() - available))
+        if missing > 0:
             kind = {(1.0, 0.0): " of device memory", (0.0, 1.0): " of host memory"}.get(
                 (device, host), ""
             )
@@ -309,17 +312,15 @@ def pack_by_memory(
 ) -> PartialPlan | InfeasiblePlan:
     """Return a plan of any speed: tables by size, on the ranks with most memory; or the first one
     without room."""
-    smallest = [
-        min(int((o.device_bytes + o.host_bytes).sum()) for o in table_options)
-        for table_options in options
-    ]
+    smallest = [_smallest_bytes(choices, 1, 1) for choices in options]
     plan = PartialPlan(options, budget)
     # Large tables come first, because small ones still fit into what remains.
     for table in sorted(range(len(options)), key=lambda t: -smallest[t]):
         for number in sorted(
             range(len(options[table])), key=lambda o: int(options[table][o].device_bytes.sum())
         ):
-            if (ranks := plan.find_ranks(options[table][number], prefer_memory=True)) is not None:
+            ranks = plan.find_ranks(options[table][number], prefer_memory=True)
+            if ranks is not None:
                 plan.put(table, number, ranks)
                 break
         else:

@@ -171,7 +171,8 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
         shards=shards,
         cache_load_factor=content.get(_CACHE),
     )
-    if reason := placement_error(table, num_ranks, on_node):
+    reason = placement_error(table, num_ranks, on_node)
+    if reason:
         raise _Wrong(f"{place}.shards", f"{reason}.")
     return table
 
@@ -183,7 +184,8 @@ def _shard(content: Any, place: str, num_rows: int, dim: int, num_ranks: int) ->
     shard = PlannedShard(
         _number(content["rank"], f"{place}.rank", smallest=0), (row, column), (rows, columns)
     )
-    if reason := bounds_error(shard, num_rows, dim, num_ranks):
+    reason = bounds_error(shard, num_rows, dim, num_ranks)
+    if reason:
         raise _Wrong(place, f"{reason}.")
     return shard
 
@@ -193,7 +195,8 @@ def _check_fields(
 ) -> None:
     if not isinstance(content, dict):
         raise _Wrong(place, f"an object with {', '.join(needed)} is needed.")
-    if missing := [name for name in needed if name not in content]:
+    missing = [name for name in needed if name not in content]
+    if missing:
         raise _Wrong(place, f"{', '.join(missing)} is missing.")
     allowed = (*needed, *optional)
     for name in content:

@@ -56,21 +56,16 @@ def make_plan(
     check_sequence_widths(tables, constraints)
     all_options = estimated_options(tables, constraints, topology, batch_size)
     budget = budget_of(topology)
-    options = [
-        [
-            o
-            for o in without_duplicates(table_options)
-            if PartialPlan([[o]], budget).find_ranks(o) is not None
-        ]
-        for table_options in all_options
-    ]
-    # A table that fits on no empty rank is reported by itself: the search could only find that
-    # nothing fits.
-    for number, table_options in enumerate(options):
-        if not table_options:
-            raise _error(
-                tables, no_option_fits(all_options[number], number, budget), topology, batch_size
-            )
+    empty = PartialPlan([], budget)
+    options = []
+    for number, table_options in enumerate(all_options):
+        choices = without_duplicates(table_options)
+        options.append([choice for choice in choices if empty.find_ranks(choice) is not None])
+        # A table that fits on no empty rank is reported by itself: the search could only find that
+        # nothing fits.
+        if not options[number]:
+            infeasible = no_option_fits(table_options, number, budget)
+            raise _error(tables, infeasible, topology, batch_size)
     totals = Totals(options, budget)
     starts = proposals(options, totals, budget)
     if not starts:

@@ -81,9 +81,9 @@ def updates_in_words(plan: ShardingPlan) -> str:
     kinds: dict[tuple[str, str], list[PlannedTable]] = {}
     for table in plan.tables.values():
         kinds.setdefault((table.update, table.optimizer), []).append(table)
-    times = {
-        key: sum(table.update_on(slowest) for table in tables) for key, tables in kinds.items()
-    }
+    times = {}
+    for key, tables in kinds.items():
+        times[key] = sum(table.update_on(slowest) for table in tables)
     kind, optimizer = max(times, key=times.__getitem__)
     tables, time = kinds[kind, optimizer], times[kind, optimizer]
     name = f"'{tables[0].name}'" if len(tables) == 1 else quantity(len(tables), "table")

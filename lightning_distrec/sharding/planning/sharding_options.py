@@ -257,7 +257,7 @@ def _as_estimated(
 ) -> EstimatedOption:
     # torchrec's estimators do not know what our updates keep: gradients, optimizer state
     per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
-    sizes = [(rows, columns) for rows, columns in (shard.size for shard in option.shards)]
+    sizes = [(shard.size[0], shard.size[1]) for shard in option.shards]
     update_bytes = np.array([
         round(rows * columns * per_element + rows * per_row) for rows, columns in sizes
     ])

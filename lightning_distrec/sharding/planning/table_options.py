@@ -87,9 +87,8 @@ class TableOptions:
         if self.pooling_factor is not None and self.pooling_factor <= 0:
             raise ConfigError(f"pooling_factor={self.pooling_factor}: must be above 0.")
         self._check_cache()
-        if self.replicated and (
-            ignored := [name for name in self.explicit_options() if name != "replicated"]
-        ):
+        ignored = [name for name in self.explicit_options() if name != "replicated"]
+        if self.replicated and ignored:
             raise ConfigError(
                 "replicated=True: a table that every rank holds is not planned, and "
                 f"{' and '.join(ignored)} "
@@ -110,22 +109,17 @@ class TableOptions:
 
     def _check_ids(self) -> None:
         for name in ("rows", "buckets", "min_sights"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1.")
         if self.rows is not None and self.buckets is not None and self.rows < 2 * self.buckets:
             raise ConfigError(
                 f"rows={self.rows}, buckets={self.buckets}: a bucket needs at least 2 rows."
             )
-        id_options = [
-            name
-            for name in ("rows", "buckets", "evict", "min_sights")
-            if getattr(self, name) is not None
-        ]
-        if id_options and self.ids is None:
-            raise ConfigError(
-                f"{id_options[0]}={getattr(self, id_options[0])!r} is for a table with ids: "
-                "dynamic. Set ids."
-            )
+        for name in ("rows", "buckets", "evict", "min_sights"):
+            value = getattr(self, name)
+            if value is not None and self.ids is None:
+                raise ConfigError(f"{name}={value!r} is for a table with ids: dynamic. Set ids.")
 
     def _check_cache(self) -> None:
         share, kernels = self.cache_load_factor, self.compute_kernels
@@ -144,11 +138,8 @@ class TableOptions:
 
     def explicit_options(self) -> dict[str, Any]:
         """Return the options that were set, by name."""
-        return {
-            field.name: value
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], noun: str) -> None:
@@ -332,11 +323,11 @@ def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOp
 def _fitting(names: tuple[str, str], parsed: Mapping[str, TableOptions]) -> dict[str, TableOptions]:
     """Return the options of a table by what names it; later ones override. names: its name and its
     full name."""
-    fitting = {
-        pattern: options
-        for pattern, options in parsed.items()
-        if pattern not in names and any(fnmatchcase(name, pattern) for name in names)
-    }
+    fitting = {}
+    for pattern, options in parsed.items():
+        fits = any(fnmatchcase(name, pattern) for name in names)
+        if fits and pattern not in names:
+            fitting[pattern] = options
     # The name before the full name, so that the latter wins.
     return fitting | {name: parsed[name] for name in names if name in parsed}
 

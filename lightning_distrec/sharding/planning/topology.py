@@ -93,7 +93,8 @@ def _parse_reserve(value: str | float) -> Reservation:
     # A number without a unit may mean bytes, GB or percent.
     if not isinstance(value, str) or re.fullmatch(r"[\s\d.]*", value):
         raise ConfigError(f"{option} has no unit. {hint}")
-    if match := PERCENT.fullmatch(value):
+    match = PERCENT.fullmatch(value)
+    if match:
         percent = float(match[1])
         if not 0 < percent < 100:
             raise ConfigError(

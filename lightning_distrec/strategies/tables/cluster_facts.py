@@ -124,15 +124,13 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     local_facts = consensus.all_or_none("setup", look)
     gathered = consensus.all_gather((*local_facts, device))
     request, reservation = gathered[0][0]
-    # Replicas of a shard lie on several ranks, of which the smallest must hold it.
-    memory = RankMemory(
-        device_bytes=tuple(
-            min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)
-        ),
-        host_bytes=tuple(
-            min(gathered[r][2] for r in groups.same_shards(rank)) for rank in range(groups.size)
-        ),
-    )
+    device_bytes, host_bytes = [], []
+    for rank in range(groups.size):
+        # Replicas of a shard lie on several ranks, of which the smallest must hold it.
+        replicas = [gathered[replica] for replica in groups.same_shards(rank)]
+        device_bytes.append(min(facts[1] for facts in replicas))
+        host_bytes.append(min(facts[2] for facts in replicas))
+    memory = RankMemory(device_bytes=tuple(device_bytes), host_bytes=tuple(host_bytes))
     shares = layout.num_ranks if inputs.shards_dense else 1
     dense = dense_bytes(
         inputs.module, decisions.tables, decisions.optimizers, str(inputs.trainer.precision), shares

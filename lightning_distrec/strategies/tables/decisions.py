@@ -258,7 +258,8 @@ def _refuse_inexact(
             f"table {_first_of(half)} has float16 rows: FBGEMM rounds them after every update, so "
             "that they differ from an unsharded run's by about that rounding."
         )
-    if hooks := hooks_without_gradients(trainer, module, fused):
+    hooks = hooks_without_gradients(trainer, module, fused)
+    if hooks:
         decisions.warnings.append(hooks)
 
 

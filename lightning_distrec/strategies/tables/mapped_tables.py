@@ -119,7 +119,8 @@ def with_mapping(table: Table, options: TableOptions, layout: NodeLayout) -> Tab
             f"{subject}: each of the sharding_groups would map ids by itself. Leave "
             "sharding_groups out."
         )
-    if reason := table.mapping.buckets_obstacle(layout.num_ranks):
+    reason = table.mapping.buckets_obstacle(layout.num_ranks)
+    if reason:
         raise PlanError(f"{subject}: {reason}.")
     return replace(options, sharding_types=["row_wise"], compute_kernels=["fused"])
 
@@ -216,10 +217,11 @@ def mapping_counts(mappings: Mapping[str, RowsOfIds], ranks: Ranks) -> dict[str,
         for name, m in mappings.items()
     }
     gathered = ranks.all_gather(local_counts) if local_counts else [local_counts]
-    return {
-        name: tuple(map(sum, zip(*(rank_counts[name] for rank_counts in gathered), strict=True)))
-        for name in local_counts
-    }
+    totals = {}
+    for name in local_counts:
+        counts = [rank_counts[name] for rank_counts in gathered]
+        totals[name] = tuple(map(sum, zip(*counts, strict=True)))
+    return totals
 
 
 @without_guards

@@ -88,7 +88,8 @@ def _count(
     try:
         with unchanged(include_cuda=device.type == "cuda"), torch.no_grad():
             for loader in loaders_in(train_dataloaders(trainer)):
-                if reason := peek_obstacle(loader):
+                reason = peek_obstacle(loader)
+                if reason:
                     notes.append(reason)
                     continue
                 # Closed within `unchanged`: the random generators of the

@@ -118,10 +118,9 @@ class PrefetchableTable:
         self._changed = 0
         # Learning rates are read from the param groups, not from the kernels, which some ranks do
         # not have.
-        groups = [
-            group for name in names if (group := tables.updates[name].param_group) is not None
-        ]
-        self._param_groups = list({group.label: group for group in groups}.values())
+        groups = [tables.updates[name].param_group for name in names]
+        by_label = {group.label: group for group in groups if group is not None}
+        self._param_groups = list(by_label.values())
         self.on_gpu = streams.on_gpu
         """Whether a call is only begun when its batch is drawn, and prepared when its copy has
         arrived."""
@@ -218,7 +217,9 @@ class Prefetching:
         self._changes = RowChanges()
         self._streams = Streams(strategy.root_device)
         movers = [mover for mover in (module, trainer.datamodule) if mover is not None]  # type: ignore[attr-defined]
-        hooks = [hook for hook in TRANSFER_HOOKS for mover in movers if is_overridden(hook, mover)]
+        hooks = []
+        for mover in movers:
+            hooks += [hook for hook in TRANSFER_HOOKS if is_overridden(hook, mover)]
         self._moves_itself = "transfer_batch_to_device" in hooks
         self._sparse_inputs: Callable[[Any], Any] | None = getattr(module, "sparse_inputs", None)
         self._ahead: type | None = None
@@ -270,9 +271,9 @@ class Prefetching:
         def prefetched_or_called(batch: Any) -> Any:
             current = self.prefetcher.current
             is_current = current is not None and has_same_leaves(batch, current.batch)
-            return (
-                current.roots.sparse_inputs if current is not None and is_current else call(batch)
-            )
+            if current is not None and is_current:
+                return current.roots.sparse_inputs
+            return call(batch)
 
         # The user's step calls self.sparse_inputs(batch) itself. During the run an instance
         # attribute hides that method, so that the call returns the very objects whose ids were sent
@@ -311,9 +312,9 @@ class Prefetching:
                 if not self._moves_itself:
                     batch = move_jagged(batch, self._strategy.root_device)
             in_flight.batch = self._strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-            sparse_inputs = (
-                None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
-            )
+            sparse_inputs = None
+            if self._sparse_inputs is not None:
+                sparse_inputs = self._sparse_inputs(in_flight.batch)
         in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)
         in_flight.copied = self._streams.copied(in_flight.roots)
         if self._learner.needs_objects(in_flight.kind):

@@ -219,9 +219,8 @@ class RunTables:
                     self.undo.callback(undo)
 
         fused = self.shards.fused_tables
-        groups = {
-            name: group for name in fused if (group := self.updates[name].param_group) is not None
-        }
+        updated = {name: self.updates[name].param_group for name in fused}
+        groups = {name: group for name, group in updated.items() if group is not None}
         # Under automatic optimization Lightning's order of backward and step is known; by hand any
         # order may come.
         if groups and not self.automatic:
@@ -241,11 +240,11 @@ class RunTables:
 
     def lookups_of(self, names: Container[str]) -> list[ShardedLookup]:
         """Return the lookups of collections with some of these tables."""
-        return [
-            lookup
-            for lookup in self.lookups
-            if any(t.full_name in names for t in lookup.setup.tables)
-        ]
+        found = []
+        for lookup in self.lookups:
+            if any(table.full_name in names for table in lookup.setup.tables):
+                found.append(lookup)
+        return found
 
     def connect_replicas(self, ranks: Ranks) -> None:
         """Keep the replicas of the tables equal, where groups of ranks have one each."""
@@ -276,7 +275,8 @@ class RunTables:
         for optimizer in [*optimizers, *wrappers, *self.table_optimizers]:
             optimizer.zero_grad = self._zero_grad(optimizer)  # type: ignore[method-assign]
             self.undo.callback(optimizer.__dict__.pop, "zero_grad", None)
-        if (watch := self._manual_watch) is not None:
+        watch = self._manual_watch
+        if watch is not None:
             numbers = {
                 id(optimizer): number for number, optimizer in enumerate(self.all_optimizers)
             }

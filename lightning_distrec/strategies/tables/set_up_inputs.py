@@ -60,14 +60,11 @@ class TableSettings:
         if self.default_options.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.default_options.optimizer)
         # Here, so that a typing error is reported when the strategy is made, before any rank plans.
-        for name, options in (
-            self.table_options.items() if isinstance(self.table_options, Mapping) else ()
-        ):
-            optimizer = (
-                options.get("optimizer")
-                if isinstance(options, Mapping)
-                else getattr(options, "optimizer", None)
-            )
+        given = self.table_options if isinstance(self.table_options, Mapping) else {}
+        for name, options in given.items():
+            optimizer = getattr(options, "optimizer", None)
+            if isinstance(options, Mapping):
+                optimizer = options.get("optimizer")
             if optimizer is not None:
                 parse_table_optimizer(f"tables[{name!r}].optimizer", optimizer)
         if self.batch_size_per_rank is not None and self.batch_size_per_rank <= 0:
@@ -200,18 +197,16 @@ def with_batch_size(
         return settings
     for loader in loaders_in(given_train_loaders(trainer)):
         for source in (loader, getattr(loader, "batch_sampler", None)):
-            if is_size(size := getattr(source, "batch_size", None)):
+            size = getattr(source, "batch_size", None)
+            if is_size(size):
                 return replace(
                     settings, batch_size_per_rank=size, batch_size_origin="of the loader"
                 )
-    if lightning_hasattr(module, "batch_size") and is_size(
-        size := lightning_getattr(module, "batch_size")
-    ):
-        return replace(
-            settings,
-            batch_size_per_rank=size,
-            batch_size_origin="batch_size of the data or the module",
-        )
+    if lightning_hasattr(module, "batch_size"):
+        size = lightning_getattr(module, "batch_size")
+        origin = "batch_size of the data or the module"
+        if is_size(size):
+            return replace(settings, batch_size_per_rank=size, batch_size_origin=origin)
     return settings
 
 
