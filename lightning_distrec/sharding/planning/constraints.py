@@ -188,7 +188,9 @@ def _kernel_obstacle(kernel: str, types: list[str], kept_gradient: bool, device:
     return ""
 
 
-def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableConstraints]) -> None:
+def check_sequence_widths(
+    tables: Iterable[Table], constraints: Mapping[str, TableConstraints]
+) -> None:
     """Raise PlanError where column-wise tables of one EmbeddingCollection would have shards of
     unequal width."""
     for collection in dict.fromkeys(table.collection for table in tables if not table.pooled):

@@ -14,7 +14,6 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_pa
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
-from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.sharding.planning.constraints import TableConstraints, torchrec_constraint
 from lightning_distrec.sharding.planning.costs import (
     exchange_milliseconds,
@@ -23,7 +22,7 @@ from lightning_distrec.sharding.planning.costs import (
     update_milliseconds,
 )
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
-from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS, ShardingPlan
+from lightning_distrec.sharding.planning.sharding_plan import EXCHANGE_PARTS
 from lightning_distrec.sharding.sharders import sharders
 from lightning_distrec.sharding.tables import Table
 
@@ -237,32 +236,6 @@ class OptionEstimator:
             # In the order of TIME_PARTS.
             parts.append((forward, rows_time, backward, gradients_time, prefetch, ids_time, update))
         return np.asarray(parts, dtype=np.float64)
-
-
-def estimated_options(
-    tables: Sequence[Table],
-    constraints: Mapping[str, TableConstraints],
-    topology: Topology,
-    batch_size: int,
-) -> list[list[EstimatedOption]]:
-    """Return all options of each table. Arguments as of `OptionEstimator`."""
-    with silence_torchrec():
-        estimator = OptionEstimator(tables, constraints, topology, batch_size)
-        return [estimator.options_of(table) for table in tables]
-
-
-def options_of_plan(
-    tables: Sequence[Table],
-    plan: ShardingPlan,
-    constraints: Mapping[str, TableConstraints],
-    topology: Topology,
-    batch_size: int,
-) -> list[EstimatedOption]:
-    """Return the option that a plan has for each table. Arguments as of `OptionEstimator`."""
-    with silence_torchrec():
-        estimator = OptionEstimator(tables, constraints, topology, batch_size)
-        planned = plan.tables
-        return [estimator.planned_option(table, planned[table.full_name]) for table in tables]
 
 
 def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOption]:

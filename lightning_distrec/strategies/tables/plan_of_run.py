@@ -33,7 +33,7 @@ from lightning_distrec.sharding.planning.plan_file import (
     plan_text,
     save_plan,
 )
-from lightning_distrec.sharding.planning.planner import describe_tables, estimate_plan, make_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, plan_from_torchrec
 from lightning_distrec.sharding.sharded_tables import ShardedTables
@@ -163,7 +163,7 @@ def plan_tables(
     batch_size = consensus.all_gather(settings.batch_size)[0]
     if made is None:
         placed = parse_plan(content, "the plan of rank 0")
-        made = describe_tables(placed, decisions.tables, decisions.constraints, batch_size)
+        made = _planner(decisions, facts, batch_size).describe(placed)
         made = _for_run(made, settings, facts)
     elif inputs.fits:
         notes = "\n".join([facts.in_words, *decisions.shipped])
@@ -231,23 +231,27 @@ def plan_or_follow(
 
 
 def new_plan(decisions: Decisions, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
-    """Return the planner's plan. Raises PlanError, and of those InfeasiblePlanError where memory
-    does not suffice."""
-    plan = make_plan(decisions.tables, decisions.constraints, facts.topology, settings.batch_size)
-    return _for_run(plan, settings, facts)
+    """Return the planner's plan.
+
+    Raises PlanError, and of those InfeasiblePlanError where memory does not suffice.
+    """
+    planner = _planner(decisions, facts, settings.batch_size)
+    return _for_run(planner.make_plan(), settings, facts)
 
 
 def cost_of(
     decisions: Decisions, plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts
 ) -> ShardingPlan:
-    """Return an existing plan with its cost in this run. Raises InfeasiblePlanError: a rank cannot
-    hold its tables."""
-    tables, batch_size = decisions.tables, settings.batch_size
-    return _for_run(
-        estimate_plan(plan, tables, decisions.constraints, facts.topology, batch_size),
-        settings,
-        facts,
-    )
+    """Return an existing plan with its cost in this run.
+
+    Raises InfeasiblePlanError: a rank cannot hold its tables.
+    """
+    planner = _planner(decisions, facts, settings.batch_size)
+    return _for_run(planner.estimate(plan), settings, facts)
+
+
+def _planner(decisions: Decisions, facts: ClusterFacts, batch_size: int) -> Planner:
+    return Planner(decisions.tables, decisions.constraints, facts.topology, batch_size)
 
 
 def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:

@@ -26,7 +26,7 @@ from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.checks import plan_for_run
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
-from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import SHARDING_TYPES
@@ -75,9 +75,9 @@ def constraints_of(
 
 def make(tables: list[Table], layout: NodeLayout, *types: str) -> ShardingPlan:
     """Return what the planner makes with these sharding types."""
-    return make_plan(
+    return Planner(
         tables, constraints_of(tables, *types), topology_of(layout, "cpu", 1 << 34), 64
-    )
+    ).make_plan()
 
 
 @pytest.fixture(scope="module")
