@@ -36,7 +36,7 @@ from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.prefetcher import PrefetchOptions
 from lightning_distrec.prefetch.step_calls import LookupCounts
-from lightning_distrec.sharding.shard_tables import unshard_mappings
+from lightning_distrec.sharding.held_mappings import unshard_mappings
 from lightning_distrec.sharding.sharded_tables import has_unused_shards, sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
 from lightning_distrec.sharding.weights.shard_access import without_guards

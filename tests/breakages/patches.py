@@ -855,7 +855,7 @@ BREAKAGES = (
     ),
     Breakage(
         "unfrozen-tables",
-        "lightning_distrec/strategies/tables/run_tables.py",
+        "lightning_distrec/strategies/tables/update_changes.py",
         r'= \[name for name, update in updates\.items\(\) if update\.kind == "frozen"\]',
         "= []",
         "A table that is unfrozen while training gets a gradient that its optimizer cannot take.",

@@ -1,7 +1,7 @@
 """What the planner may do with each table: its sharding types, its kernels, and what its update
 keeps in memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchrec.distributed.planner import ParameterConstraints
@@ -189,7 +189,7 @@ def _kernel_obstacle(kernel: str, types: list[str], kept_gradient: bool, device:
 
 
 def check_sequence_widths(
-    tables: Iterable[Table], constraints: Mapping[str, TableConstraints]
+    tables: Collection[Table], constraints: Mapping[str, TableConstraints]
 ) -> None:
     """Raise PlanError where column-wise tables of one EmbeddingCollection would have shards of
     unequal width."""

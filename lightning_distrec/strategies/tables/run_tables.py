@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
 from lightning_distrec._compat.torch import (
@@ -19,7 +18,6 @@ from lightning_distrec._compat.torch import (
     register_first_step_post_hook,
 )
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.step_hooks import (
     AddedTables,
     before_zero_grad,
@@ -30,11 +28,8 @@ from lightning_distrec.optimizers.step_hooks import (
 )
 from lightning_distrec.optimizers.torchrec_optimizers import InBackwardSteps, members_of
 from lightning_distrec.optimizers.translation import (
-    ELEMENTWISE,
     LearningRates,
     TableUpdate,
-    can_sum_rows,
-    sparse_form,
 )
 from lightning_distrec.optimizers.updates_in_backward import (
     BackwardWatch,
@@ -56,65 +51,7 @@ from lightning_distrec.sharding.weights.shard_access import (
 from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
-from lightning_distrec.strategies.tables.summed_lookups import SummedLookups
-
-
-class Unfreezing:
-    """Chooses the kind of gradient of tables that were frozen at the start, once they are unfrozen.
-
-    updates: full name -> what updates the table since the start. Tables that learn from the start
-    can be frozen and unfrozen at any time; their kind of gradient stays.
-    """
-
-    def __init__(self, shards: ShardedTables, updates: Mapping[str, TableUpdate]) -> None:
-        self._shards = shards
-        self._waiting = [name for name, update in updates.items() if update.kind == "frozen"]
-        self._lazy = [name for name, update in updates.items() if update.kind == "fused_lazy"]
-
-    def follow(self, optimizers: list[Optimizer]) -> None:
-        """Choose the gradients of tables that were unfrozen since the last step; called on every
-        rank.
-
-        Raises OptimizerError: the optimizer that a table was given to is not exact on its shards.
-        """
-        for name in self._lazy:
-            if not self._shards.learns(name):
-                raise OptimizerError(
-                    f"table '{name}' was frozen while training, but fused_lazy Adam still moves "
-                    "rows by their "
-                    "momentum. Set embedding_update='auto' for it."
-                )
-        for name in list(self._waiting):
-            if self._shards.learns(name):
-                self._begin(name, optimizers)
-
-    def _begin(self, name: str, optimizers: list[Optimizer]) -> None:
-        shard = self._shards.shards[name][0]
-        param_group = find_param_group(shard.weight, optimizers)
-        if param_group is None:
-            return  # no optimizer uses its gradient, which may stay sparse
-        self._waiting.remove(name)
-        sharding = self._shards.plan[name]
-        kind = type(param_group.optimizer)
-        has_dense_form = kind in ELEMENTWISE or (
-            kind is RowWiseAdagrad and "column" not in sharding.sharding_type
-        )
-        sparse, obstacle = sparse_form(
-            param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type)
-        )
-        if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith(
-            "fused_uvm"
-        ):
-            reason = obstacle or (
-                f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
-            )
-            raise OptimizerError(
-                f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to "
-                f"{kind.__name__}: {reason}. "
-                "Let it learn from the start of fit, or call fit again with it unfrozen."
-            )
-        for shard in self._shards.shards[name]:
-            shard.sparse = sparse is not None
+from lightning_distrec.strategies.tables.update_changes import SummedLookups, Unfreezing
 
 
 @dataclass(kw_only=True)
