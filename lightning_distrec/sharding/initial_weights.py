@@ -181,9 +181,8 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
             if seconds > next_line and count < len(blocks):
                 next_line = 2 * seconds
                 rank_zero_info(
-                    f"torchrec_sharded: table '{name}': rank 0 has drawn "
-                    f"{count / len(blocks):.0%} of its rows "
-                    f"in {seconds:.0f} s."
+                    f"torchrec_sharded: table '{name}': rank 0 has drawn {count / len(blocks):.0%} "
+                    f"of its rows in {seconds:.0f} s."
                 )
 
 

@@ -172,7 +172,6 @@ def _check_memory(
         shapes = ", ".join(f"{rows:,} x {columns}" for rows, columns in sizes)
         raise ShardingError(
             f"{description} ({shapes}) needs {format_bytes(needed)} on every rank, and "
-            f"{format_bytes(free)} are free. "
-            f"It is built whole because {reason}. Change that, so that each rank makes its own "
-            "rows, or use fewer rows."
+            f"{format_bytes(free)} are free. It is built whole because {reason}. Change that, so "
+            "that each rank makes its own rows, or use fewer rows."
         )

@@ -273,8 +273,8 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
             torch.utils.swap_tensors(weight, real)
         except RuntimeError as error:
             raise ShardingError(
-                f"{record.description} is not sharded, and cannot get its rows now: {error}. "
-                "Build it with device='cpu', or outside of configure_model and meta_tables()."
+                f"{record.description} is not sharded, and cannot get its rows now: {error}. Build "
+                "it with device='cpu', or outside of configure_model and meta_tables()."
             ) from error
     apply_in_backward(in_backward, weight)
 
@@ -284,9 +284,9 @@ def _give_rows_for(weight: Any, name: str) -> None:
         return
     record: Record = weight.record
     warn(
-        f"{record.description} is built whole on every rank: '{name}' needs all of its rows. "
-        "What nn.init draws, and numbers that are written to all of it or to one row, each rank "
-        "writes to its own rows.",
+        f"{record.description} is built whole on every rank: '{name}' needs all of its rows. What "
+        "nn.init draws, and numbers that are written to all of it or to one row, each rank writes "
+        "to its own rows.",
         stacklevel=4,
     )
     give_rows(_weight_of(weight))

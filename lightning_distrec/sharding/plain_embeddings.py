@@ -101,8 +101,8 @@ class PlainEmbeddings:
         for name in self._conversion.selected:
             if name not in paths:
                 raise ConfigError(
-                    f"convert_embeddings: there is no nn.Embedding or nn.EmbeddingBag '{name}'"
-                    f"{did_you_mean(name, paths)} The module has "
+                    "convert_embeddings: there is no nn.Embedding or nn.EmbeddingBag "
+                    f"'{name}'{did_you_mean(name, paths)} The module has "
                     f"{', '.join(sorted(paths)) or 'none'}."
                 )
 
@@ -110,8 +110,8 @@ class PlainEmbeddings:
         changed = overridden_name(type(plain))
         if changed:
             return (
-                f"{type(plain).__name__} is a subclass and may compute something else: it has "
-                f"its own {changed}"
+                f"{type(plain).__name__} is a subclass and may compute something else: it has its "
+                f"own {changed}"
             )
         if not isinstance(plain.weight, nn.Parameter):
             return "its weight is computed, not a parameter (a parametrization)"
@@ -129,8 +129,8 @@ class PlainEmbeddings:
             return f"it has a '{besides[0]}' besides its weight"
         if plain.max_norm is not None:
             return (
-                f"max_norm={plain.max_norm} changes rows when they are looked up, on each rank "
-                "by itself"
+                f"max_norm={plain.max_norm} changes rows when they are looked up, on each rank by "
+                "itself"
             )
         if plain.scale_grad_by_freq:
             return "scale_grad_by_freq counts ids within one device's batch"
@@ -138,8 +138,8 @@ class PlainEmbeddings:
             return f"mode={plain.mode!r} has no FBGEMM kernel"
         if plain.embedding_dim % 4:
             return (
-                f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of "
-                "4 columns"
+                f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of 4 "
+                "columns"
             )
         if plain.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"its weight is {plain.weight.dtype}"

@@ -249,8 +249,8 @@ def _load(sharded: ShardedModule, groups: ShardingGroups, name: str, value: Any)
     target = sharded.state_dict()[name]
     if tuple(value.size()) != tuple(target.size()):
         return (
-            f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load "
-            "into it."
+            f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into "
+            "it."
         )
     shards = table_shards(target, groups)
     if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):

@@ -340,8 +340,7 @@ def refuse_foreign_shards(root: nn.Module) -> None:
     if root in _without_rows:
         raise ShardingError(
             "an earlier set-up of this module failed while rows moved to other shards, and they "
-            "are lost. Build the "
-            "module again, and load a checkpoint into it."
+            "are lost. Build the module again, and load a checkpoint into it."
         )
     tables = sharded_tables_of(root)
     proxies = set(tables.proxies.values()) if tables is not None else set()
@@ -349,8 +348,8 @@ def refuse_foreign_shards(root: nn.Module) -> None:
         if isinstance(module, ShardedProxy) and module not in proxies:
             raise ShardingError(
                 f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it "
-                "inside of that one, "
-                "or load that one's checkpoint into the unsharded collections of this one."
+                "inside of that one, or load that one's checkpoint into the unsharded collections "
+                "of this one."
             )
 
 
@@ -358,9 +357,8 @@ def _refuse_forward(path: str) -> Any:
     def forward(*args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
             f"the unsharded collection of '{path}' was called while its tables are sharded. Call "
-            "it through the module "
-            f"(self.{path}), not through a reference that was kept elsewhere, in a list for "
-            "example."
+            f"it through the module (self.{path}), not through a reference that was kept "
+            "elsewhere, in a list for example."
         )
 
     return forward

@@ -223,8 +223,8 @@ class TorchRecRun(Run):
             )
         else:
             rank_zero_info(
-                "torchrec_sharded: no embedding table is sharded; the module trains as "
-                "under plain DDP."
+                "torchrec_sharded: no embedding table is sharded; the module trains as under plain "
+                "DDP."
             )
         return tables
 
@@ -341,9 +341,8 @@ class TorchRecRun(Run):
 def _refuse_train_pipeline(pipeline: Any, *_: Any, **__: Any) -> NoReturn:
     raise UnsupportedError(
         f"{type(pipeline).__name__}.progress was called in a step. Remove the pipeline and return "
-        "the batch's loss: "
-        "the strategy prefetches the next batches' ids (prefetch={'depth': 3}), and Lightning "
-        "calls backward and step."
+        "the batch's loss: the strategy prefetches the next batches' ids (prefetch={'depth': 3}), "
+        "and Lightning calls backward and step."
     )
 
 
@@ -359,8 +358,8 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
     options = as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
     if options and options.offload:
         raise ConfigError(
-            "fsdp={'offload': True}: layers beside tables stay on the GPU; only "
-            "fsdp_tuned offloads."
+            "fsdp={'offload': True}: layers beside tables stay on the GPU; only fsdp_tuned "
+            "offloads."
         )
     return options
 

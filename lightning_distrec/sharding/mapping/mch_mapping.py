@@ -87,9 +87,8 @@ class MchMapping(RowsOfIds):
         if hashed.shape != ids.shape or bool(((hashed < 0) | (hashed >= size)).any()):
             raise IdsError(
                 f"input_hash_func has returned {len(hashed)} numbers for {len(ids)} ids, or some "
-                "that are not in the "
-                f"range from 0 to input_hash_size - 1 = {size - 1}. Return one in that range for "
-                "each id."
+                f"that are not in the range from 0 to input_hash_size - 1 = {size - 1}. Return one "
+                "in that range for each id."
             )
         return hashed
 
@@ -170,8 +169,8 @@ class MchMapping(RowsOfIds):
         # row.
         if not torch.equal(local.pop(MCH_ROWS), self._rows()):
             return (
-                "its ids are in their own order. Load it into an unsharded module, and start "
-                "from that."
+                "its ids are in their own order. Load it into an unsharded module, and start from "
+                "that."
             )
         self.ids.view(-1).copy_(local.pop(MCH_IDS))
         self._set_rows(local)

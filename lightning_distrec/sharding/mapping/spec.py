@@ -95,8 +95,8 @@ class MappingSpec:
         buckets = f"{self.num_buckets} buckets" if self.num_buckets > 1 else "one bucket"
         return (
             f"its ids have {buckets}, which {num_ranks} ranks cannot share evenly. Set "
-            f"{self.buckets_option} to a "
-            f"multiple of {num_ranks}, for good: the mapping depends on it"
+            f"{self.buckets_option} to a multiple of {num_ranks}, for good: the mapping depends on "
+            "it"
         )
 
 
@@ -199,8 +199,8 @@ def specs_of(managed: nn.Module) -> dict[str, MappingSpec] | str:
     unsharded."""
     if returns_remapped_features(managed):
         return (
-            "return_remapped_features=True asks for rows' numbers, which the ranks that look "
-            "up do not have"
+            "return_remapped_features=True asks for rows' numbers, which the ranks that look up do "
+            "not have"
         )
     collisions = managed.get_submodule(COLLISIONS)
     if type(collisions) is not ManagedCollisionCollection:

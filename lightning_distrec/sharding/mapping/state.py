@@ -68,8 +68,8 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
         expected = [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])]
         if saved != expected:
             return (
-                f"the ids were mapped for {saved} buckets and reserved rows of each, and here "
-                f"they are {expected}."
+                f"the ids were mapped for {saved} buckets and reserved rows of each, and here they "
+                f"are {expected}."
             )
         if not spec.managed:
             mapping.num_lookups = int(numbers[0])
@@ -88,8 +88,8 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     rows = next(rows for key, rows in mapping.tensors.items() if _name(mapping, key) == name)
     if tuple(value.shape) != (spec.num_rows, 1):
         return (
-            f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} "
-            "to load."
+            f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} to "
+            "load."
         )
     if isinstance(value, Tensor):
         rows.copy_(value[mapping.first_row : mapping.first_row + mapping.num_rows])

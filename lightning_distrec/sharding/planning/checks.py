@@ -36,12 +36,10 @@ def check_memory(plan: ShardingPlan, memory: RankMemory, reservation: Reservatio
     if needed[worst] > usable[worst]:
         raise InfeasiblePlanError(
             f"rank {worst} would hold {format_bytes(needed[worst])} for its tables (rows, "
-            "gradients, optimizer state), "
-            f"but has {format_bytes(usable[worst])} "
-            f"(memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
-            f"{reservation.in_words}). Use more ranks, or an optimizer with a fused update (SGD, "
-            "Adagrad, "
-            "RowWiseAdagrad), which keeps no gradient."
+            f"gradients, optimizer state), but has {format_bytes(usable[worst])} "
+            f"(memory_bytes_per_rank={memory.device_bytes[worst]:,} less {reservation.in_words}). "
+            "Use more ranks, or an optimizer with a fused update (SGD, Adagrad, RowWiseAdagrad), "
+            "which keeps no gradient."
         )
 
 
@@ -90,8 +88,7 @@ def plan_for_run(
         lines = "".join(f"\n  - {line}" for line in [*wrong[:NUM_LISTED], *remainder])
         raise PlanError(
             f"{description} does not suit this run:{lines}\nName the plan of a run like this one, "
-            "change the file, or "
-            "leave plan_file out."
+            "change the file, or leave plan_file out."
         )
     ordered = {table.full_name: plan.tables[table.full_name] for table in tables}
     return replace(plan, layout=layout, device=device, tables=ordered)
@@ -150,13 +147,13 @@ def _table_misfit(
         )
     if kernel in HOST_KERNELS and constraints.kept_gradient:
         return (
-            f"has the kernel {kernel}, with which the user's own optimizer gets no gradient; "
-            "use fused"
+            f"has the kernel {kernel}, with which the user's own optimizer gets no gradient; use "
+            "fused"
         )
     if kernel in HOST_KERNELS and device == "cpu":
         return (
-            f"has the kernel {kernel}, by which a GPU reads its host's memory, and the ranks "
-            "have no GPU; use fused"
+            f"has the kernel {kernel}, by which a GPU reads its host's memory, and the ranks have "
+            "no GPU; use fused"
         )
     return ""
 
@@ -195,8 +192,7 @@ def _unequal_widths(tables: list[Table], plan: ShardingPlan) -> list[str]:
             )
     return [
         f"tables of the EmbeddingCollection '{path}' have column_wise shards of {sorted(widths)} "
-        "columns, and "
-        "torchrec needs one width for all of them"
+        "columns, and torchrec needs one width for all of them"
         for path, widths in widths_by_collection.items()
         if len(widths) > 1
     ]
@@ -270,16 +266,15 @@ def _row_block_error(
     if [shard.rank for shard in strip] != list(range(first, first + num_blocks)):
         return (
             f"{kind} gives each of the ranks {first} to {first + num_blocks - 1} one block of "
-            "rows, in the order of "
-            "the ranks"
+            "rows, in the order of the ranks"
         )
     # torchrec finds a row's rank by dividing by this number, so that blocks of other sizes would be
     # looked up wrongly.
     block = -(-table.num_rows // num_blocks)
     if any(shard.sizes[0] != block for shard in strip[:-1]):
         return (
-            f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of "
-            f"{block}; the last is smaller"
+            f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of {block}; "
+            "the last is smaller"
         )
     return ""
 
@@ -291,8 +286,8 @@ def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> st
     ):
         if offset + size > end:
             return (
-                f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one "
-                f"is {end - 1}"
+                f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one is "
+                f"{end - 1}"
             )
     if shard.rank >= num_ranks:
         return f"is on rank {shard.rank}, and the last one is {num_ranks - 1}"

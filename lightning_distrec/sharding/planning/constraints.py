@@ -99,14 +99,12 @@ def _type_obstacle(
     if not layout.alike and sharding_type in TWO_LEVEL_TYPES:
         return (
             "the nodes have unequal numbers of ranks, or ranks that are not numbered "
-            "consecutively; allow table_wise, "
-            "row_wise or column_wise"
+            "consecutively; allow table_wise, row_wise or column_wise"
         )
     if unsplit_rows_for and "column" in sharding_type:
         return (
             f"{unsplit_rows_for} keeps one number for each row, so that a row must stay on one "
-            "rank; allow table_wise "
-            "or row_wise"
+            "rank; allow table_wise or row_wise"
         )
     # torchrec gives each rank ceil(rows / ranks) rows, so that the last ranks may get none:
     # 5 rows on 4 ranks are 2, 2, 1 and 0.
@@ -134,8 +132,7 @@ def _width_obstacle(table: Table, sharding_type: str, options: TableOptions) -> 
         return ""
     return (
         f"min_partition={width} divides {dim} columns into unequal shards, and torchrec needs one "
-        "width for all of an "
-        f"EmbeddingCollection; choose a divisor of {dim}"
+        f"width for all of an EmbeddingCollection; choose a divisor of {dim}"
     )
 
 
@@ -161,10 +158,9 @@ def allowed_kernels(
     if options.cache_load_factor is not None and "fused_uvm_caching" not in kernels:
         raise PlanError(
             f"table '{table.full_name}': cache_load_factor={options.cache_load_factor} is for a "
-            "fused_uvm_caching "
-            "table, which this one cannot be: "
-            f"{_kernel_obstacle('fused_uvm_caching', types, kept_gradient, device)}. "
-            "Leave cache_load_factor out."
+            "fused_uvm_caching table, which this one cannot be: "
+            f"{_kernel_obstacle('fused_uvm_caching', types, kept_gradient, device)}. Leave "
+            "cache_load_factor out."
         )
     return kernels
 
@@ -203,10 +199,8 @@ def check_sequence_widths(
         if len(set(widths.values())) > 1:
             raise PlanError(
                 f"tables of '{collection}' may be column_wise with unequal min_partition "
-                f"({widths}), and torchrec "
-                "needs one width for all of an EmbeddingCollection. Set the same min_partition "
-                "for them, or leave "
-                "column_wise out of their sharding_types."
+                f"({widths}), and torchrec needs one width for all of an EmbeddingCollection. Set "
+                "the same min_partition for them, or leave column_wise out of their sharding_types."
             )
 
 

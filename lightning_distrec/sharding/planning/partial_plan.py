@@ -253,10 +253,9 @@ def no_option_fits(
         table,
         proven=True,
         reason=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs "
-        f"{needs} for its rows, "
-        f"their update and exchange, and has {has}: {format_bytes(max(shard_lack, total_lack))} "
-        "too few"
-        f"{' for all its shards' if total_lack > shard_lack else ''}",
+        f"{needs} for its rows, their update and exchange, and has {has}: "
+        f"{format_bytes(max(shard_lack, total_lack))} too "
+        f"few{' for all its shards' if total_lack > shard_lack else ''}",
     )
 
 
@@ -301,8 +300,8 @@ def exceed_total_memory(
                 int(sizes.argmax()),
                 proven=True,
                 reason="is the largest of tables that need at least "
-                f"{format_bytes(sizes.sum())}{kind} together, and "
-                f"all ranks have {format_bytes(available)}: {format_bytes(missing)} too few",
+                f"{format_bytes(sizes.sum())}{kind} together, and all ranks have "
+                f"{format_bytes(available)}: {format_bytes(missing)} too few",
             )
     return None
 
@@ -329,8 +328,8 @@ def pack_by_memory(
             # then nothing counts as missing, and one byte is reported.
             missing = max(1, min(max(_missing(option, remaining)) for option in options[table]))
             reason = (
-                f"does not fit next to the other tables: {format_bytes(missing)} are missing "
-                "where it came closest"
+                f"does not fit next to the other tables: {format_bytes(missing)} are missing where "
+                "it came closest"
             )
             return InfeasiblePlan(table, proven=False, reason=reason)
     return plan

@@ -151,8 +151,8 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
         )
     if (sharding_type == "data_parallel") != (kernel == "dense"):
         reason = (
-            f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and "
-            "only those."
+            f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and only "
+            "those."
         )
         raise _Wrong(f"{place}.compute_kernel", reason)
     shards = in_order(

@@ -183,9 +183,9 @@ class Planner:
             f"{infeasible.reason}. There are {len(sizes)} tables of {format_bytes(sum(sizes))}, "
             f"and {self.topology.world_size} ranks with at least {format_bytes(usable)} each for "
             "tables, what updates them and their exchange at "
-            f"batch_size_per_rank={self.batch_size} (memory_bytes_per_rank less "
-            f"planning.reserve): {proof}. Use more ranks, allow more sharding types for the table "
-            "(sharding_types), or give more memory."
+            f"batch_size_per_rank={self.batch_size} (memory_bytes_per_rank less planning.reserve): "
+            f"{proof}. Use more ranks, allow more sharding types for the table (sharding_types), "
+            "or give more memory."
         )
 
 

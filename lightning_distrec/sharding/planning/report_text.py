@@ -156,9 +156,8 @@ def start_in_words(plan: ShardingPlan) -> str:
     )
     return (
         "Host memory for tables while a rank starts: "
-        f"{format_bytes(int(plan.start_bytes(full=False).max()))} if "
-        f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank "
-        f"0{other_ranks}{node}"
+        f"{format_bytes(int(plan.start_bytes(full=False).max()))} if configure_model builds them; "
+        f"if __init__ does, {format_bytes(int(full[0]))} on rank 0{other_ranks}{node}"
     )
 
 
@@ -258,8 +257,8 @@ def some_ranks_in_words(ranks: list[int]) -> str:
 def _rest(tables: Sequence[PlannedTable]) -> str:
     num_hidden = len(tables) - MAX_TABLES
     hidden = (
-        f"{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes "
-        "them all"
+        f"{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes them "
+        "all"
     )
     return hidden if num_hidden > 0 else ""
 

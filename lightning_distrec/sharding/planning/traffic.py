@@ -171,8 +171,7 @@ def estimate_traffic(
         if sharding_type not in _BY_TYPE:
             raise PlanError(
                 f"table '{group[0].name}' is sharded {sharding_type!r}, whose exchanges are not "
-                "known. Use one of "
-                f"{', '.join(_BY_TYPE)}."
+                f"known. Use one of {', '.join(_BY_TYPE)}."
             )
         # Gradients of one exchange are one tensor, so that those of frozen tables are sent along.
         learns = any(table.learns for table in group)

@@ -228,10 +228,9 @@ def _warn_of_full_tables(tables: list[Table], ranks_on_node: int) -> None:
         rank_zero_warn(
             f"{ranks_on_node} ranks of a node have built {format_bytes(full)} of full tables each, "
             f"{format_bytes(full * ranks_on_node)} of its {format_bytes(node_bytes)}, before the "
-            "strategy could share "
-            "them out. Build tables in configure_model, under lightning_distrec.meta_tables() or "
-            "under "
-            "trainer.init_module(): each rank makes its own rows only."
+            "strategy could share them out. Build tables in configure_model, under "
+            "lightning_distrec.meta_tables() or under trainer.init_module(): each rank makes its "
+            "own rows only."
         )
 
 
@@ -247,8 +246,8 @@ def _message(place: str, needed: int, free: int, tables: list[Table], plan: Shar
         )
         shards = format_bytes(float(plan.tables[table.full_name].shard_bytes(updates=True).max()))
         lines.append(
-            f"\n  - table '{table.full_name}' ({rows:,} x {columns}): {full}{shards} in "
-            "its largest shard"
+            f"\n  - table '{table.full_name}' ({rows:,} x {columns}): {full}{shards} in its "
+            "largest shard"
         )
     if len(tables) > NUM_LISTED:
         lines.append(f"\n  - and {len(tables) - NUM_LISTED} more")
@@ -260,6 +259,6 @@ def _message(place: str, needed: int, free: int, tables: list[Table], plan: Shar
         )
     return (
         f"{place} cannot hold its shards (rows, gradients, optimizer state): sharding takes "
-        f"{format_bytes(needed)} "
-        f"more, and {format_bytes(free)} are free.{''.join(lines)}\n{way_out}"
+        f"{format_bytes(needed)} more, and {format_bytes(free)} are "
+        f"free.{''.join(lines)}\n{way_out}"
     )

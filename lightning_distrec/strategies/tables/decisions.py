@@ -100,8 +100,8 @@ def select_tables(
         read_in, table_options = read.get(name, ""), options[name]
         if read_in and _stays_whole(table, settings):
             reasons[name] = (
-                f"its weight is read in {read_in}. To shard it, set "
-                f"tables={{'{name}': {{'gathered_weight': True}}}}"
+                f"its weight is read in {read_in}. To shard it, set tables={{'{name}': "
+                "{'gathered_weight': True}}"
             )
             continue
         # Here where its collection is sharded because of its other tables.
@@ -136,8 +136,8 @@ def _warn_of_selection(records: list[TableRecord], left_alone: Mapping[str, str]
         if record.read_in:
             warnings.append(
                 f"the weight of table '{record.name}' is read in {record.read_in}, but each rank "
-                "has a shard of it, so that this raises. Set "
-                f"tables={{'{record.name}': {{'gathered_weight': True}}}}, or 'replicated': True."
+                f"has a shard of it, so that this raises. Set tables={{'{record.name}': "
+                "{'gathered_weight': True}}, or 'replicated': True."
             )
     return warnings
 
@@ -345,8 +345,7 @@ def _mode(name: str, options: TableOptions) -> str:
     if len(types) > 1:
         raise ConfigError(
             f"table '{name}': sharding_types={types}: data_parallel (every rank holds the table, "
-            "its gradient is "
-            "averaged) must stand alone, because the table's update depends on it."
+            "its gradient is averaged) must stand alone, because the table's update depends on it."
         )
     if mode not in ("auto", "dense"):
         raise ConfigError(
@@ -390,12 +389,11 @@ def _refuse_dense_on_meta(
         if path is not None:
             raise ShardingError(
                 f"'{path}' is not sharded ({left_alone[path]}), so that its tables on the meta "
-                "device get no rows. "
-                "Build its collection with device='cpu', or outside of configure_model."
+                "device get no rows. Build its collection with device='cpu', or outside of "
+                "configure_model."
             )
         raise ShardingError(
             f"parameter '{name}' is on the meta device, and only tables get their values from the "
-            "strategy. Build "
-            "the module without torch.device('meta'); tables built in configure_model take no "
-            "memory by themselves."
+            "strategy. Build the module without torch.device('meta'); tables built in "
+            "configure_model take no memory by themselves."
         )

@@ -82,9 +82,8 @@ class FullTables(DistRecStrategy[AnyRun]):
         if tables is not None and tables.fused_tables:
             raise OptimizerError(
                 f"gradient_norms: table '{tables.fused_tables[0]}' has no gradient, because it is "
-                "updated inside of "
-                "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or "
-                "'dense'."
+                "updated inside of backward. Override on_before_optimizer_step, or set "
+                "embedding_update='sparse' or 'dense'."
             )
         table_shards: dict[str, list[LocalShard]] = {}
         table_norms: dict[str, float] = {}
@@ -147,10 +146,8 @@ class FullTables(DistRecStrategy[AnyRun]):
         if groups.num_replicas > 1 and not groups.exchanges_gradients:
             raise ConfigError(
                 f"NormalizeRows: rows of '{name}' are to have norm 1, but with "
-                f"sync_interval={groups.sync_interval} "
-                "groups average rows, and a mean of such rows is shorter. Set max_norm, which "
-                "means keep, or "
-                "sync_interval=1."
+                f"sync_interval={groups.sync_interval} groups average rows, and a mean of such "
+                "rows is shorter. Set max_norm, which means keep, or sync_interval=1."
             )
 
 

@@ -122,9 +122,8 @@ def _report(
     if unknown:
         lines.append(
             f"ids per example of {shortened(unknown, MAX_NAMED)} are not known: no batch holds "
-            "their "
-            "features by name, nor does what sparse_inputs(batch) returns. Set pooling_factor "
-            "where planning needs it"
+            "their features by name, nor does what sparse_inputs(batch) returns. Set "
+            "pooling_factor where planning needs it"
         )
     if notes:
         lines.append(f"not read: {shortened(notes, MAX_NAMED, '; ')}")
@@ -347,8 +346,7 @@ def save_with_logs(trainer: Trainer, plan: ShardingPlan) -> None:
     except OSError as error:
         rank_zero_warn(
             f"the plan is not saved: {folder / PLAN_FILE} cannot be written "
-            f"({error.strerror or error}). Training "
-            "continues."
+            f"({error.strerror or error}). Training continues."
         )
 
 

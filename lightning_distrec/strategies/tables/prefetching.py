@@ -86,11 +86,9 @@ class RunsAhead:
         ):
             raise ConfigError(
                 f"trainer.{name} is read in a hook that prepares a batch "
-                "(on_before_batch_transfer, "
-                "transfer_batch_to_device, on_after_batch_transfer, sparse_inputs). It is called "
-                "ahead of the batch's "
-                f"step, with an earlier {name}. Read it in the step, or set prefetch={{'depth': "
-                f"1}}."
+                "(on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer, "
+                f"sparse_inputs). It is called ahead of the batch's step, with an earlier {name}. "
+                "Read it in the step, or set prefetch={'depth': 1}."
             )
         return super().__getattribute__(name)
 
@@ -145,8 +143,8 @@ class PrefetchableTable:
         if request.late_weights is not None and not isinstance(request.late_weights, LateWeights):
             request.problem = ShardingError(
                 f"'{self._lookup.path}' is called with ids whose weights need a gradient and were "
-                "computed before the "
-                "step, from the parameters of an earlier one. Compute them in the step."
+                "computed before the step, from the parameters of an earlier one. Compute them in "
+                "the step."
             )
         return request
 
@@ -180,10 +178,9 @@ class PrefetchableTable:
         # step.
         if changed == self._changed and self._written not in ([], written):
             raise ShardingError(
-                f"rows of '{self._lookup.path}' were written to inside of the step before they "
-                "are looked up in it, "
-                "and by no optimizer. Write to them in a hook before the step, or set "
-                "prefetch={'depth': 1}."
+                f"rows of '{self._lookup.path}' were written to inside of the step before they are "
+                "looked up in it, and by no optimizer. Write to them in a hook before the step, or "
+                "set prefetch={'depth': 1}."
             )
         self._written, self._changed = written, changed
         return (

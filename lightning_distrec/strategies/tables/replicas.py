@@ -267,10 +267,9 @@ def warn_of_replicas(groups: ShardingGroups) -> list[str]:
         return []
     return [
         f"sharding_groups: sync_interval={groups.sync_interval} is not exact. Each of "
-        f"{groups.num_replicas} groups "
-        "updates its replica of the tables by its own batches, and the rows that they have "
-        "touched are averaged once "
-        f"in {groups.sync_interval} steps. sync_interval=1 has the numbers of one process."
+        f"{groups.num_replicas} groups updates its replica of the tables by its own batches, and "
+        f"the rows that they have touched are averaged once in {groups.sync_interval} steps. "
+        "sync_interval=1 has the numbers of one process."
     ]
 
 
@@ -287,25 +286,23 @@ def refuse_with_groups(
     if groups.exchanges_gradients and fused:
         raise ConfigError(
             f"table '{fused[0]}' is updated inside of backward, because embedding_update asks for "
-            "it, but with "
-            "sharding_groups and sync_interval=1 the groups exchange gradients before the update. "
-            "Set "
-            "embedding_update='auto', or a larger sync_interval, which is not exact."
+            "it, but with sharding_groups and sync_interval=1 the groups exchange gradients before "
+            "the update. Set embedding_update='auto', or a larger sync_interval, which is not "
+            "exact."
         )
     gathered = [record.name for record in records if record.options.gathered_weight]
     if gathered and not groups.exchanges_gradients:
         raise ConfigError(
             f"table '{gathered[0]}' has gathered_weight=True, but with "
-            f"sync_interval={groups.sync_interval} each group "
-            "has other weights. Set sync_interval=1, or replicated=True for the table."
+            f"sync_interval={groups.sync_interval} each group has other weights. Set "
+            "sync_interval=1, or replicated=True for the table."
         )
     averages = [type(callback).__name__ for callback in callbacks if isinstance(callback, AVERAGES)]
     if averages and not groups.exchanges_gradients:
         raise ConfigError(
             f"the callback {averages[0]} averages weights of which each group has others at "
             f"sync_interval={groups.sync_interval}, so that groups would have other averages. Set "
-            "sync_interval=1, or "
-            "remove it."
+            "sync_interval=1, or remove it."
         )
 
 
@@ -315,6 +312,5 @@ def refuse_with_checkpoints(groups: ShardingGroupOptions, checkpoint: Checkpoint
     if groups.size is not None and checkpoint.incremental is not None:
         raise ConfigError(
             "sharding_groups does not go together with checkpoint={'incremental': ...}, which "
-            "follows the rows of each "
-            "rank and knows of no replicas. Remove one of them."
+            "follows the rows of each rank and knows of no replicas. Remove one of them."
         )

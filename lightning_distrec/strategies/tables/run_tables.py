@@ -325,8 +325,8 @@ class RunTables:
             if have_gradient_hooks([shard.weight for shard in self.shards.shards[name]], but=1):
                 raise OptimizerError(
                     f"a gradient hook was registered on the weight of '{name}', which has no "
-                    "gradient: it is updated "
-                    "inside of backward. Set embedding_update='sparse' or 'dense' for it."
+                    "gradient: it is updated inside of backward. Set embedding_update='sparse' or "
+                    "'dense' for it."
                 )
 
     def _refuse_late_changes(self) -> None:
@@ -336,10 +336,8 @@ class RunTables:
             if name not in self.in_backward_tables and any(map(in_backward_optimizers, shards)):
                 raise OptimizerError(
                     f"apply_optimizer_in_backward gave table '{name}' an optimizer after it was "
-                    "sharded (in "
-                    "on_fit_start or later), which would step with a part of its gradient. Call "
-                    "it in __init__, "
-                    "setup, configure_model or configure_optimizers."
+                    "sharded (in on_fit_start or later), which would step with a part of its "
+                    "gradient. Call it in __init__, setup, configure_model or configure_optimizers."
                 )
 
     def after_optimizer_step(self, number: int, *_: Any) -> None:

@@ -52,8 +52,7 @@ class Unfreezing:
             if not self._shards.learns(name):
                 raise OptimizerError(
                     f"table '{name}' was frozen while training, but fused_lazy Adam still moves "
-                    "rows by their "
-                    "momentum. Set embedding_update='auto' for it."
+                    "rows by their momentum. Set embedding_update='auto' for it."
                 )
         for name in list(self._waiting):
             if self._shards.learns(name):
@@ -81,8 +80,8 @@ class Unfreezing:
             )
             raise OptimizerError(
                 f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to "
-                f"{kind.__name__}: {reason}. "
-                "Let it learn from the start of fit, or call fit again with it unfrozen."
+                f"{kind.__name__}: {reason}. Let it learn from the start of fit, or call fit again "
+                "with it unfrozen."
             )
         for shard in self._shards.shards[name]:
             shard.sparse = sparse is not None
@@ -158,8 +157,8 @@ class SummedLookups:
                 self._bring_state(name, update, shard, memory)
                 shard.sparse = self._updates[name].kind == "sparse"
             rank_zero_info(
-                f"table '{name}' is looked up more than once in a step: "
-                f"{self._updates[name].kind} from now on."
+                f"table '{name}' is looked up more than once in a step: {self._updates[name].kind} "
+                "from now on."
             )
             self._on_change(name)
         lookup.sum_gradients()
