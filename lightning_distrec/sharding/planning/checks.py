@@ -1,13 +1,13 @@
 """Checks that plans have memory, suit a run, and have shards that cover their tables as torchrec
 expects."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from lightning_distrec.errors import InfeasiblePlanError, PlanError, did_you_mean
-from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types
+from lightning_distrec.sharding.planning.constraints import TableConstraints, type_obstacle
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, Reservation
@@ -51,13 +51,11 @@ def plan_for_run(
     constraints: Mapping[str, TableConstraints],
     layout: NodeLayout,
     device: str,
-    frozen: Collection[str],
 ) -> ShardingPlan:
     """Return a file's plan for these tables, in their order, on the ranks of this run.
 
-    description: the plan, for messages. frozen: full names of tables that nothing updates in this
-    run; those that the plan has data_parallel, which only the user's optimizer needs, become
-    table_wise.
+    description: the plan, for messages. Tables that nothing updates in this run, and that the plan
+    has data_parallel, which only the user's optimizer needs, become table_wise.
     Raises PlanError: the plan is for other tables or ranks, or a table cannot be sharded as it
     says; all differences.
     """
@@ -75,13 +73,12 @@ def plan_for_run(
     # Tables can be compared one by one only where the plan has the same tables, for the same number
     # of ranks.
     if not wrong:
-        plan = _unreplicated(
-            plan, [name for name in frozen if "table_wise" in constraints[name].sharding_types]
-        )
+        plan = _unreplicated(plan, constraints)
         for table in tables:
             in_plan = plan.tables[table.full_name]
             reason = _table_misfit(table, in_plan, constraints[table.full_name], layout, device)
-            wrong += [f"table '{table.full_name}' {reason}"] if reason else []
+            if reason:
+                wrong.append(f"table '{table.full_name}' {reason}")
         wrong += _unequal_widths(tables, plan)
     if wrong:
         remainder = [f"and {len(wrong) - NUM_LISTED} more"] if len(wrong) > NUM_LISTED else []
@@ -130,15 +127,9 @@ def _table_misfit(
             "sharding_types=['data_parallel'] for the table"
         )
     if sharding_type != "data_parallel":
-        try:
-            # min_partition is about widths, which the plan itself has
-            options = replace(
-                constraints.options, sharding_types=[sharding_type], min_partition=None
-            )
-            allowed_types(table, options, layout, constraints.unsplit_rows_for)
-        except PlanError as error:
-            reason = str(error).removeprefix(f"table '{table.full_name}': ").rstrip(".")
-            return f"cannot be sharded {reason}"
+        reason = type_obstacle(table, sharding_type, layout, constraints.unsplit_rows_for)
+        if reason:
+            return f"cannot be sharded {sharding_type}: {reason}"
     reason = placement_error(planned, layout.num_ranks, layout.ranks_per_node)
     if reason:
         return (
@@ -158,16 +149,18 @@ def _table_misfit(
     return ""
 
 
-def _unreplicated(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
-    """Return the plan with the data_parallel tables among `names` table_wise, on the ranks with the
-    fewest elements."""
+def _unreplicated(plan: ShardingPlan, constraints: Mapping[str, TableConstraints]) -> ShardingPlan:
+    """Return the plan with data_parallel tables that nothing updates table_wise, on the ranks with
+    the fewest elements."""
     elements = [0] * plan.num_ranks
     for table in plan.tables.values():
         for shard in table.shards:
             elements[shard.rank] += shard.sizes[0] * shard.sizes[1]
     tables = dict(plan.tables)
     for name, table in plan.tables.items():
-        if name in names and table.sharding_type == "data_parallel":
+        may_move = "table_wise" in constraints[name].sharding_types
+        is_frozen = constraints[name].update == "frozen"
+        if table.sharding_type == "data_parallel" and is_frozen and may_move:
             rank = min(range(plan.num_ranks), key=elements.__getitem__)
             # So that several such tables are not all put on the same rank.
             elements[rank] += table.num_rows * table.dim

@@ -73,7 +73,7 @@ def allowed_types(
         options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible)
     )
     reasons = {
-        kind: _type_obstacle(table, kind, layout, unsplit_rows_for)
+        kind: type_obstacle(table, kind, layout, unsplit_rows_for)
         or _width_obstacle(table, kind, options)
         for kind in requested
     }
@@ -86,9 +86,10 @@ def allowed_types(
     return types
 
 
-def _type_obstacle(
+def type_obstacle(
     table: Table, sharding_type: str, layout: NodeLayout, unsplit_rows_for: str
 ) -> str:
+    """Return why a table cannot have a sharding type on these ranks; "" where it can."""
     if not table.pooled and sharding_type not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be {', '.join(SEQUENCE_TYPES)}"
     if layout.num_replicas > 1 and sharding_type in (*TWO_LEVEL_TYPES, "data_parallel"):

@@ -271,12 +271,16 @@ def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -
 def _still_suits(old: ShardingPlan, decisions: Decisions) -> bool:
     """Return whether an earlier plan suits every table, so that rows can stay where they are."""
     constraints = decisions.constraints
-    return old.tables.keys() == constraints.keys() and all(
-        table.sharding_type in constraints[name].sharding_types
-        and table.compute_kernel in constraints[name].compute_kernels
-        and table.cache_load_factor == constraints[name].options.cache_load_factor
-        for name, table in old.tables.items()
-    )
+    if old.tables.keys() != constraints.keys():
+        return False
+    for name, table in old.tables.items():
+        allowed = constraints[name]
+        has_type = table.sharding_type in allowed.sharding_types
+        has_kernel = table.compute_kernel in allowed.compute_kernels
+        has_cache = table.cache_load_factor == allowed.options.cache_load_factor
+        if not (has_type and has_kernel and has_cache):
+            return False
+    return True
 
 
 # --------------------------------------------------------------------------------------- plan files
@@ -300,13 +304,11 @@ def keep_sharding_types(
     A type that the user's options or these ranks do not allow is planned again.
     Source: TorchEasyRec, tzrec/utils/plan_util.py, create_planner.
     """
-    saved_types = {name: (table.sharding_type,) for name, table in plan.tables.items()}
-    return {
-        name: replace(constraint, sharding_types=saved_types[name])
-        if saved_types.get(name, ("",))[0] in constraint.sharding_types
-        else constraint
-        for name, constraint in constraints.items()
-    }
+    kept = dict(constraints)
+    for name, table in plan.tables.items():
+        if name in kept and table.sharding_type in kept[name].sharding_types:
+            kept[name] = replace(kept[name], sharding_types=(table.sharding_type,))
+    return kept
 
 
 def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
@@ -321,7 +323,6 @@ def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts
     else:
         plan = plan_from_torchrec(source, decisions.tables, facts.layout, device)
         description = "plan_file=ShardingPlan(...)"
-    not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
     plan = plan_for_run(
         plan,
         description,
@@ -329,7 +330,6 @@ def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts
         constraints=decisions.constraints,
         layout=facts.layout,
         device=device,
-        frozen=not_updated,
     )
     rank_zero_info(f"Tables are sharded by the plan of {description}.")
     return plan
