@@ -125,16 +125,10 @@ class ShardedTables:
         All tables of a kernel are kept, or none. sparse: full name -> whether only the touched
         rows' are kept.
         """
-        keeping = set()
         for name, touched_only in sparse.items():
             for shard in self.shards[name]:
                 shard.sparse = touched_only
-                keeping.add(id(shard))
-        for kernel, shards in self.kernels:
-            if any(id(shard) in keeping for shard in shards):
-                # The hook replaces the output of a kernel for all of its tables.
-                assert all(id(shard) in keeping for shard in shards)
-                give_gradients(kernel, shards)
+        self.keep_gradients_if(sparse.keys(), lambda: True)
 
     def keep_gradients_if(self, names: Set[str], are_kept: Callable[[], bool]) -> list[Any]:
         """Leave the gradients of these fused tables on their shards where `are_kept` says so in
@@ -146,6 +140,8 @@ class ShardedTables:
         handles = []
         for kernel, shards in self.kernels:
             if any(id(shard) in held for shard in shards):
+                # The hook replaces the output of a kernel for all of its tables.
+                assert all(id(shard) in held for shard in shards)
                 handles.append(give_gradients(kernel, shards, are_kept))
         return handles
 

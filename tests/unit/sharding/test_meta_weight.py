@@ -271,8 +271,12 @@ def test_embeddings_that_are_not_sharded_are_made_as_ever() -> None:
 
 
 BUILT_WHOLE: dict[str, Callable[[], Any]] = {
-    "max_norm changes rows when they are looked up": lambda: nn.Embedding(10**11, 8, max_norm=1.0),
-    "embedding_dim is no multiple of 4": lambda: nn.EmbeddingBag(10**11, 6),
+    "max_norm=1.0 changes rows when they are looked up": lambda: nn.Embedding(
+        10**11, 8, max_norm=1.0
+    ),
+    "embedding_dim=6, but FBGEMM's rows come in multiples of 4 columns": lambda: nn.EmbeddingBag(
+        10**11, 6
+    ),
     "it is given a device": lambda: nn.Embedding(10**11, 8, device="cpu"),
     "mode='max' has no FBGEMM kernel": lambda: nn.EmbeddingBag(10**11, 8, mode="max"),
     "table 't' has embedding_dim=6": lambda: EmbeddingBagCollection([
