@@ -41,7 +41,7 @@ from lightning_distrec.strategies.estimates.module_sizes import (
     meta_copy,
 )
 from lightning_distrec.strategies.estimates.step_profile import StepProfile
-from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, names_of_bandwidths
+from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import (
     decide_constraints,
     decide_updates,
@@ -336,7 +336,6 @@ def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
         memory_origin=job.memory_origin,
         reservation=reservation,
         bandwidths=bandwidths,
-        names=names_of_bandwidths(layout, job.device),
         batch_size=dry.settings.batch_size_in_words,
         dense_bytes=dense,
     )

@@ -274,14 +274,9 @@ class TorchRecRun(Run):
                 strategy.configure_ddp()
             shards, table_optimizers = tables.shards.sharded_parameters, tables.table_optimizers
             # Of tables that step in backward no gradient is left to clip, in one process either.
-            fused_tables = [
-                name for name in tables.fused_tables if name not in tables.in_backward_tables
-            ]
-            fused = {
-                id(shard.weight): name
-                for name in fused_tables
-                for shard in tables.shards.shards[name]
-            }
+            fused: dict[int, str] = {}
+            for name in tables.shards.fused_tables:
+                fused |= {id(shard.weight): name for shard in tables.shards.shards[name]}
             replicas = tables.shards.groups.num_replicas
             self.undo.enter_context(
                 clip_over_all_ranks(plugin, shards, fused, table_optimizers, replicas)

@@ -53,16 +53,15 @@ class IdMapping(RowsOfIds):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What is kept for each row, (num_rows, 1) each, by name."""
-        named = {
+        tensors = {
             "ids": self.ids,
             "used": self.used,
             "sights": self.sights,
             "newcomers": self.newcomers,
         }
-        unused = {"used"} if self.spec.managed and self.spec.policy == "none" else set()
-        return {
-            name: tensor for name, tensor in named.items() if tensor.numel() and name not in unused
-        }
+        if self.spec.managed and self.spec.policy == "none":
+            del tensors["used"]
+        return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
     @property
     def changes_ids(self) -> bool:

@@ -139,21 +139,17 @@ class MchMapping(RowsOfIds):
         """Return what is saved of this rank's part, under torchrec's names; it sorts by id what is
         here by row."""
         rows = self._state[MCH_ROWS]
-        rows_state = {
-            name: values.new_empty(values.shape).scatter_(1, rows, values)
-            for name, values in self._state.items()
-        }
-        rows_state = {name: values.view(-1) for name, values in rows_state.items()} | {
-            MCH_ROWS: self._rows()
-        }
+        state: dict[str, ChunkedTensor | Tensor] = {}
+        for name, values in self._state.items():
+            by_row = values.new_empty(values.shape).scatter_(1, rows, values).view(-1)
+            if name == MCH_ROWS:
+                by_row = self._rows()
+            chunks = [Chunk((self.first_row,), by_row)]
+            state[name] = ChunkedTensor((self.spec.num_rows,), by_row.dtype, chunks)
         ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
-        segments = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
-        return {
-            name: ChunkedTensor(
-                (self.spec.num_rows,), value.dtype, [Chunk((self.first_row,), value)]
-            )
-            for name, value in rows_state.items()
-        } | {MCH_SEGMENTS: segments, MCH_LOOKUPS: torch.tensor([self.num_lookups])}
+        state[MCH_SEGMENTS] = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
+        state[MCH_LOOKUPS] = torch.tensor([self.num_lookups])
+        return state
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> str:

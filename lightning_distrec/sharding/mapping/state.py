@@ -61,7 +61,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     if name in (BUCKETS, MADE_FOR):
         # torchrec's entry has the number of buckets alone; in ours, the number of lookups comes
         # first.
-        numbers = (value if isinstance(value, Tensor) else value.read()).flatten().tolist()
+        numbers = _whole(value).flatten().tolist()
         saved = numbers[-1 if spec.managed else 1 :]
         expected = [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])]
         if saved != expected:
@@ -75,7 +75,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
             mapping.optimizer_stepped()
         return ""
     if name == INITIAL:
-        initial = value if isinstance(value, Tensor) else value.read()
+        initial = _whole(value)
         if initial.shape != mapping.initial_rows.shape:
             return (
                 f"rows start from {tuple(mapping.initial_rows.shape)}, but there are "
@@ -95,6 +95,10 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
         value.read_into([Chunk((mapping.first_row, 0), rows)])
     mapping.rows_were_set()
     return ""
+
+
+def _whole(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else value.read()
 
 
 def _name(mapping: IdMapping, name: str) -> str:
@@ -118,26 +122,21 @@ class HoldsMappings(nn.Module):
     ) -> None:
         """Load the mappings from a state_dict; note what it lacks, and what does not fit."""
         for table, mapping in self.mappings.items():
-            _load_mapping(mapping, state, prefix + table, missing, errors)
+            absent, problems = _load_mapping(mapping, state, prefix + table)
+            missing += absent
+            errors += problems
 
 
-def _load_mapping(
-    mapping: AnyMapping,
-    state: Mapping[str, Any],
-    prefix: str,
-    missing: list[str],
-    errors: list[str],
-) -> None:
-    names = list(state_of(mapping))
-    entries = {name: state[prefix + name] for name in names if prefix + name in state}
-    missing += [prefix + name for name in names if name not in entries]
+def _load_mapping(mapping: AnyMapping, state: Any, prefix: str) -> tuple[list[str], list[str]]:
+    """Return what a state_dict lacks, and what in it does not fit."""
+    keys = {name: prefix + name for name in state_of(mapping)}
+    entries = {name: state[key] for name, key in keys.items() if key in state}
     if not isinstance(mapping, MchMapping):
         problems = {name: load_into(mapping, name, value) for name, value in entries.items()}
     else:
-        problems = {"": mapping.load(entries) if len(entries) == len(names) else ""}
-    for name, problem in problems.items():
-        if problem:
-            errors.append(f"{prefix}{name}: {problem}")
+        problems = {"": mapping.load(entries) if len(entries) == len(keys) else ""}
+    errors = [f"{prefix}{name}: {problem}" for name, problem in problems.items() if problem]
+    return [key for name, key in keys.items() if name not in entries], errors
 
 
 def _held_below(root: nn.Module) -> Iterator[tuple[str, AnyMapping]]:
@@ -154,8 +153,8 @@ def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], 
     loaded: set[str] = set()
     errors: list[str] = []
     for prefix, mapping in _held_below(root):
-        missing: list[str] = []
-        _load_mapping(mapping, state, prefix, missing, errors)
+        missing, problems = _load_mapping(mapping, state, prefix)
+        errors += problems
         loaded |= {prefix + name for name in state_of(mapping)} - set(missing)
     return loaded, errors
 

@@ -48,12 +48,21 @@ class ClusterFacts:
     memory_origin: str
     reservation: Reservation
     bandwidths: AssumedBandwidths
-    names: tuple[str, ...]
-    """The bandwidths that matter on these ranks."""
     batch_size: Origin
     """Examples per rank and step."""
     dense_bytes: int
     """Parameters, gradients and optimizer state of the layers without tables, on a rank."""
+
+    @property
+    def names(self) -> list[str]:
+        """The bandwidths by which plans for these ranks differ."""
+        on_cpu = self.devices[0].type == "cpu"
+        names = ["host_memory"] if on_cpu else ["device_memory", "host_to_device"]
+        if self.layout.ranks_on_node > 1 and self.layout.alike:
+            names.append("intra_node")
+        if self.layout.num_nodes > 1:
+            names.append("cross_node")
+        return names
 
     @property
     def in_words(self) -> str:
@@ -79,11 +88,10 @@ class ClusterFacts:
             ),
             ("reserved for all but tables", self.reservation.in_words, self.reservation.origin),
         ]
-        bandwidths = [(name, getattr(self.bandwidths, name)) for name in self.names]
-        return rows + [
-            (name, format_bandwidth(bandwidth.bytes_per_second), bandwidth.origin)
-            for name, bandwidth in bandwidths
-        ]
+        for name in self.names:
+            bandwidth = getattr(self.bandwidths, name)
+            rows.append((name, format_bandwidth(bandwidth.bytes_per_second), bandwidth.origin))
+        return rows
 
     @property
     def _memory_in_words(self) -> str:
@@ -149,19 +157,9 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
         else "memory_bytes_per_rank",
         reservation=reservation,
         bandwidths=bandwidths,
-        names=names_of_bandwidths(in_group, device),
         batch_size=settings.batch_size_in_words,
         dense_bytes=dense,
     )
-
-
-def names_of_bandwidths(layout: NodeLayout, device: torch.device) -> tuple[str, ...]:
-    """Return the bandwidths by which plans for these ranks differ; torchrec's others have no
-    effect."""
-    names = ["host_memory"] if device.type == "cpu" else ["device_memory", "host_to_device"]
-    names += ["intra_node"] if layout.ranks_on_node > 1 and layout.alike else []
-    names += ["cross_node"] if layout.num_nodes > 1 else []
-    return tuple(names)
 
 
 NUM_LISTED = 10

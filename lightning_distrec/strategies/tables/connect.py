@@ -33,13 +33,12 @@ def look_up(
     inputs: SetUpInputs, shards: ShardedTables, plan: ShardingPlan, updates: dict[str, TableUpdate]
 ) -> RunTables:
     """Give the proxies their lookups."""
-    weight = LossWeight(inputs.settings.loss_reduction, inputs.consensus, rank_zero_info)
     run_tables = RunTables(
         shards=shards,
         plan=plan,
         updates=updates,
         learning_rates=LearningRates(updates),
-        loss_weight=weight,
+        loss_weight=LossWeight(inputs.settings.loss_reduction, inputs.consensus, rank_zero_info),
         automatic=inputs.module.automatic_optimization,
     )
     shards.state.ranks = inputs.consensus

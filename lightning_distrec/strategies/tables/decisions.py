@@ -1,7 +1,7 @@
 """Decides about each table of an unsharded module: whether to shard it, its update, its
 constraints, what to refuse."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
@@ -179,20 +178,25 @@ def decide_updates(
             described[record.name] = parse_table_optimizer(place, record.options.optimizer)
     members, automatic = members_of(optimizers), module.automatic_optimization
     in_backward = take_in_backward(parameters, described, members, earlier)
-    own_optimizers = build_table_optimizers(parameters, described, optimizers, automatic, earlier)
-    decisions.own_optimizers = own_optimizers
-    updates = _translate(
-        records,
-        in_backward,
-        [*members, *decisions.table_optimizers, *in_backward.values()],
-        # Where one process steps in every backward too, nothing between backward and step matters.
-        retained_for or _obstacle(trainer, module, precision, len(members) > len(optimizers)),
-        retained_for,
-        device,
-        earlier,
+    decisions.own_optimizers = build_table_optimizers(
+        parameters, described, optimizers, automatic, earlier
     )
+    all_optimizers = [*members, *decisions.table_optimizers, *in_backward.values()]
+    modes = {record.name: _mode(record.name, record.options) for record in records}
+    plain = [record.name for record in records if record.table.plain is not None]
+
+    def translated(names: Iterable[str], obstacle: str) -> dict[str, TableUpdate]:
+        some = {name: parameters[name] for name in names}
+        return translate(some, modes, all_optimizers, device.type, obstacle, plain, earlier)
+
+    obstacle = retained_for or obstacle_to_backward_updates(trainer, module, precision)
+    if automatic and len(members) > len(optimizers):
+        obstacle = obstacle or "each optimizer of CombinedOptimizer runs backward"
+    updates = translated([name for name in parameters if name not in in_backward], obstacle)
+    # Where one process steps in every backward too, nothing between backward and step matters.
+    updates |= translated(in_backward, retained_for)
     updates |= share_kernels({n: name_optimizer(updates[n], ANNOUNCED) for n in in_backward})
-    for own_optimizer in own_optimizers:
+    for own_optimizer in decisions.own_optimizers:
         for name in own_optimizer.tables:
             updates[name] = name_optimizer(updates[name], "table_optimizer's ")
     for record in records:
@@ -204,55 +208,22 @@ def decide_updates(
     _refuse_inexact(decisions, module, trainer, precision, retained_for)
 
 
-def _translate(
-    records: list[TableRecord],
-    in_backward: Mapping[str, Optimizer],
-    optimizers: list[Optimizer],
-    obstacle: str,
-    obstacle_in_backward: str,
-    device: torch.device,
-    earlier: Mapping[str, list[nn.Parameter]],
-) -> dict[str, TableUpdate]:
-    """Return full name -> update. obstacle: what comes between backward and step."""
-    modes = {record.name: _mode(record.name, record.options) for record in records}
-    plain = {record.name for record in records if record.table.plain is not None}
-    updates: dict[str, TableUpdate] = {}
-    for steps_in_backward, reason in ((False, obstacle), (True, obstacle_in_backward)):
-        parameters = {}
-        for record in records:
-            if (record.name in in_backward) == steps_in_backward:
-                parameters[record.name] = record.table.parameter
-        updates |= translate(parameters, modes, optimizers, device.type, reason, plain, earlier)
-    return updates
-
-
-def _obstacle(
-    trainer: Any, module: LightningModule, precision: Any, combines_optimizers: bool
-) -> str:
-    obstacle = obstacle_to_backward_updates(trainer, module, precision)
-    if not obstacle and module.automatic_optimization and combines_optimizers:
-        return "each optimizer of CombinedOptimizer runs backward"
-    return obstacle
-
-
 def _refuse_inexact(
     decisions: Decisions, module: LightningModule, trainer: Any, precision: Any, retained_for: str
 ) -> None:
     """Raise where updates inside of backward are not exact; add warnings."""
-    fused, stepped, averaged = [], [], []
+    fused, averaged, half = [], [], []
     for record in decisions.records:
-        if record.in_backward is not None:
-            stepped.append(record.name)
-            if retained_for or "data_parallel" in (record.options.sharding_types or ()):
-                averaged.append(record.name)
-        elif record.update.in_backward:
+        if not record.update.in_backward and record.in_backward is None:
+            continue
+        if record.in_backward is None:
             fused.append(record.name)
-    refuse_inexact_settings(trainer, precision, fused)
-    refuse_inexact_in_backward(trainer, precision, stepped, averaged)
-    half = []
-    for record in decisions.records:
+        elif retained_for or "data_parallel" in (record.options.sharding_types or ()):
+            averaged.append(record.name)
         if record.update.in_backward and record.table.parameter.dtype == torch.float16:
             half.append(record.name)
+    refuse_inexact_settings(trainer, precision, fused)
+    refuse_inexact_in_backward(trainer, precision, list(decisions.in_backward), averaged)
     if half:
         decisions.warnings.append(
             f"table {_first_of(half)} has float16 rows: FBGEMM rounds them after every update, so "

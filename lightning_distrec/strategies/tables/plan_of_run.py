@@ -131,12 +131,9 @@ def _report(
 
 
 def _in_words(table: Table, factors: tuple[float, ...]) -> str:
-    if table.plain is not None:
-        return f"{table.full_name} {factors[0]:.2f}"
-    features = zip(table.config.feature_names, factors, strict=True)
-    return (
-        f"{table.full_name} {', '.join(f'{feature} {factor:.2f}' for feature, factor in features)}"
-    )
+    features = [""] if table.plain is not None else [f"{f} " for f in table.config.feature_names]
+    numbers = [f"{feature}{factor:.2f}" for feature, factor in zip(features, factors, strict=True)]
+    return f"{table.full_name} {', '.join(numbers)}"
 
 
 OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
@@ -173,10 +170,10 @@ def plan_tables(
 def _make_plan(
     inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
 ) -> ShardingPlan:
+    old, resumes_from, settings = None, None, inputs.settings
     # A plan of other groups names ranks that are in another group now.
-    is_alike = earlier is not None and earlier.groups.size == inputs.groups.size
-    old = plan_of(earlier, inputs) if earlier is not None and is_alike else None
-    settings, resumes_from = inputs.settings, None
+    if earlier is not None and earlier.groups.size == inputs.groups.size:
+        old = plan_of(earlier, inputs)
     if inputs.fits and settings.planning.plan_file is None and follows_checkpoint():
         resumes_from = resumed_path(inputs.trainer)
     if resumes_from is not None:

@@ -2,7 +2,7 @@
 step."""
 
 from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ class RunTables:
     updates: dict[str, TableUpdate]
     learning_rates: LearningRates
     loss_weight: LossWeight
-    groups: Replicas | None = None
+    groups: Replicas = field(default_factory=Replicas)
     """Keeps the replicas of the tables equal in a fit, where groups of ranks have one each."""
     automatic: bool = True
     """Whether Lightning calls backward and step; else the module does."""
@@ -139,10 +139,10 @@ class RunTables:
             # They step with the user's first one, whose steps Lightning's loop counts.
             self.undo.callback(step_with(optimizers[0], table_optimizers))
             held = {id(parameter) for parameter in collect_parameters(table_optimizers)}
-            weights = {
-                id(s.weight): name for name, shards in self.shards.shards.items() for s in shards
-            }
-            self._added_tables = AddedTables({i: name for i, name in weights.items() if i in held})
+            added: dict[int, str] = {}
+            for name, weights in self.shards.parameters().items():
+                added |= {id(weight): name for weight in weights if id(weight) in held}
+            self._added_tables = AddedTables(added)
         for number, optimizer in enumerate([*members, *table_optimizers]):
             stepped = partial(self.after_optimizer_step, number)
             self.undo.callback(optimizer.register_step_post_hook(stepped).remove)
@@ -197,7 +197,7 @@ class RunTables:
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside of the context, gradients stay on their rank, and a later backward exchanges their
         sum."""
-        return nullcontext() if self.groups is None else self.groups.no_sync()
+        return self.groups.no_sync()
 
     def synchronize(self) -> None:
         """Collective where replicas differ. Make them equal."""
@@ -214,18 +214,15 @@ class RunTables:
             self.undo.callback(optimizer.__dict__.pop, "zero_grad", None)
         watch = self._manual_watch
         if watch is not None:
-            numbers = {
-                id(optimizer): number for number, optimizer in enumerate(self.all_optimizers)
-            }
-            for hooked, optimizer in [
-                *zip(self.all_optimizers, self.all_optimizers, strict=True),
-                *zip(wrappers, optimizers, strict=True),
-            ]:
-                if id(optimizer) in numbers:  # not a CombinedOptimizer, which calls its members'
-                    number = numbers[id(optimizer)]
-                    self.undo.callback(before_zero_grad(hooked, partial(watch.zero_grad, number)))
-        for optimizer in [*optimizers, *wrappers] if self.table_optimizers else []:
-            self.undo.callback(zero_with(optimizer, self.table_optimizers))
+            wrapper_of = dict(zip(map(id, optimizers), wrappers, strict=True))
+            for number, optimizer in enumerate(self.all_optimizers):
+                report = partial(watch.zero_grad, number)
+                self.undo.callback(before_zero_grad(optimizer, report))
+                if id(optimizer) in wrapper_of:  # else one that a CombinedOptimizer calls
+                    self.undo.callback(before_zero_grad(wrapper_of[id(optimizer)], report))
+        if self.table_optimizers:
+            for optimizer in [*optimizers, *wrappers]:
+                self.undo.callback(zero_with(optimizer, self.table_optimizers))
 
     def _zero_grad(self, optimizer: Optimizer) -> Callable[..., None]:
         # It reads the gradient of each weight, which takes the guard of a shard two microseconds.
@@ -271,8 +268,7 @@ class RunTables:
     def before_training_step(self) -> None:
         """Raise where something has changed since the start that the tables' updates do not
         follow."""
-        if self.groups is not None:
-            self.groups.before_training_step()
+        self.groups.before_training_step()
         self.check_steps()
         self.learning_rates.check()
         if self.in_backward is not None:
@@ -306,8 +302,7 @@ class RunTables:
         self.backward_watch.end_backward()
         # After DDP has averaged the dense gradients, so that groups exchange in the same order on
         # every rank.
-        if self.groups is not None:
-            self.groups.after_backward()
+        self.groups.after_backward()
         if self.in_backward is not None:
             with without_guard():
                 self.in_backward.after_backward()
@@ -354,8 +349,7 @@ class RunTables:
         self.shards.state.num_changes += 1
         if self._summed_lookups.followed:
             self._summed_lookups.end_first_step()
-        if self.groups is not None:
-            self.groups.after_optimizer_step()
+        self.groups.after_optimizer_step()
         for lookup in self.lookups:
             lookup.forget_gradients()
 
