@@ -112,7 +112,7 @@ def _plain(original: Any, conversion: Conversion) -> Any:
         bound.apply_defaults()
         options = bound.arguments
         shape = options["num_embeddings"], options["embedding_dim"]
-        reason = _why_whole(options, conversion)
+        reason = _full_obstacle(options, conversion)
         if not reason:
             options["_weight"] = torch.empty(shape, dtype=options["dtype"], device=META)
             original(*bound.args, **bound.kwargs)
@@ -132,7 +132,7 @@ def _plain(original: Any, conversion: Conversion) -> Any:
     return init
 
 
-def _why_whole(options: dict[str, Any], conversion: Conversion) -> str:
+def _full_obstacle(options: dict[str, Any], conversion: Conversion) -> str:
     """Return why an embedding of these arguments is no table; "" where its kind may be."""
     if conversion.selected == "none":
         return "convert_embeddings is 'none'"

@@ -61,7 +61,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     if name in (BUCKETS, MADE_FOR):
         # torchrec's entry has the number of buckets alone; in ours, the number of lookups comes
         # first.
-        numbers = _whole(value).flatten().tolist()
+        numbers = _full(value).flatten().tolist()
         saved = numbers[-1 if spec.managed else 1 :]
         expected = [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])]
         if saved != expected:
@@ -75,7 +75,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
             mapping.optimizer_stepped()
         return ""
     if name == INITIAL:
-        initial = _whole(value)
+        initial = _full(value)
         if initial.shape != mapping.initial_rows.shape:
             return (
                 f"rows start from {tuple(mapping.initial_rows.shape)}, but there are "
@@ -97,7 +97,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     return ""
 
 
-def _whole(value: Any) -> Tensor:
+def _full(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else value.read()
 
 

@@ -97,7 +97,7 @@ def select_tables(
     for table in tables:
         name = table.full_name
         read_in, table_options = read.get(name, ""), options[name]
-        if read_in and _stays_whole(table, settings):
+        if read_in and _stays_full(table, settings):
             reasons[name] = (
                 f"its weight is read in {read_in}. To shard it, set tables={{'{name}': "
                 "{'gathered_weight': True}}"
@@ -117,7 +117,7 @@ def select_tables(
     )
 
 
-def _stays_whole(table: Table, settings: TableSettings) -> bool:
+def _stays_full(table: Table, settings: TableSettings) -> bool:
     """Return whether a table whose weight is read, and not gathered, stays on every rank."""
     # Asked for by its path, an embedding is sharded, and the read raises by name.
     if not isinstance(settings.conversion.selected, str):
