@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.optim import Optimizer
 
 from lightning_distrec.advice.meta_copy import configured_optimizers, meta_copy
 from lightning_distrec.errors import ConfigError
@@ -33,16 +32,14 @@ from lightning_distrec.sharding.sharding_groups import (
     checked_size,
 )
 from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
-from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, names_of_bandwidths
+from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.decisions import (
-    Decisions,
-    SelectedTables,
-    constraints_of,
+    decide_constraints,
+    decide_updates,
     select_tables,
-    updates_in_fit,
 )
 from lightning_distrec.strategies.tables.replicas import why_kept
-from lightning_distrec.strategies.tables.set_up_inputs import TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions, TableSettings
 from lightning_distrec.units import describe_error, format_bytes, shortened
 
 
@@ -53,10 +50,8 @@ class DryModule:
 
     module: LightningModule
     """Configured, on the meta device."""
-    selection: SelectedTables
-    updates: dict[str, TableUpdate]
-    optimizers: list[Optimizer]
-    """Those of configure_optimizers, on the meta device; none where it failed."""
+    decisions: Decisions
+    """Those without ranks. Of configure_optimizers where it did not fail."""
     trainer: Any
     """Stands for a Trainer: has the attributes that decisions need."""
     settings: TableSettings
@@ -89,11 +84,11 @@ def dry_module(
             f"({locate_error(error)}{describe_error(error)}). Build there what needs neither, and "
             "tensors whose values are read with device='cpu'."
         ) from error
-    selection = select_tables(copied, settings)
-    if not selection.tables:
+    decisions = select_tables(copied, settings)
+    if not decisions.tables:
         unsharded = "".join(
             f" '{path}' is not sharded: {reason}."
-            for path, reason in list(selection.left_alone.items())[:3]
+            for path, reason in list(decisions.left_alone.items())[:3]
         )
         raise ConfigError(
             f"plan: nothing to plan: {type(module).__name__} has no embedding tables that "
@@ -101,42 +96,38 @@ def dry_module(
             f"shard.{unsharded} See convert_embeddings and min_rows, or train it with another "
             "strategy."
         )
-    assumed = [*selection.warnings, *selection.shipped]
     # Decisions only ask whether losses are scaled. On a CPU Lightning takes bf16-mixed instead,
     # which has no scaler.
     plugin = SimpleNamespace(
         scaler=object() if precision == "16-mixed" and device.type == "cuda" else None
     )
-    optimizers: list[Optimizer] = []
     failed = ""
     try:
         # It may read self.trainer, as for estimated_stepping_batches. A plan by assumed updates is
         # better than none.
         optimizers = configured_optimizers(copied)
+        decisions.optimizers = see_through(optimizers)
     except Exception as error:
         failed = describe_error(error)
     retained_for = why_kept(settings.groups)
-    updates, table_optimizers, in_backward, notes = updates_in_fit(
-        selection, copied, see_through(optimizers), trainer, plugin, device, {}, retained_for
-    )
-    assumed += notes
-    optimized_tables = in_backward.keys() | {
-        name for optimizer in table_optimizers for name in optimizer.tables
-    }
-    module_tables = [table for table in selection.tables if table.full_name not in optimized_tables]
-    if failed and module_tables:
+    decide_updates(decisions, copied, trainer, plugin, device, {}, retained_for)
+    assumed = [*decisions.warnings, *decisions.shipped]
+    optimized_tables = set(decisions.in_backward)
+    for own_optimizer in decisions.own_optimizers:
+        optimized_tables.update(own_optimizer.tables)
+    in_module = [record for record in decisions.records if record.name not in optimized_tables]
+    if failed and in_module:
         assumed.append(
             f"configure_optimizers failed without a Trainer ({failed}): the user's optimizer is "
             "assumed to update "
             f"every table on its rank, with {UNKNOWN_TENSORS} elements of state for each of its "
             "own, as Adam"
         )
-        updates |= {table.full_name: _assumed(table.parameter) for table in module_tables}
+        for record in in_module:
+            record.update = _assumed(record.table.parameter)
     return DryModule(
         module=copied,
-        selection=selection,
-        updates=updates,
-        optimizers=optimizers,
+        decisions=decisions,
         trainer=trainer,
         settings=settings,
         assumed=assumed,
@@ -241,7 +232,7 @@ def with_counts(dry: DryModule, counts: IdCounts, batch_size: int | None) -> Dry
         settings = replace(
             settings, batch_size_per_rank=batch_size, batch_size_origin="of the first batch"
         )
-    unknown = [table.full_name for table in dry.selection.tables if counts.factors(table) is None]
+    unknown = [table.full_name for table in dry.decisions.tables if counts.factors(table) is None]
     if unknown:
         assumed.append(
             f"--from-data: no batch holds the features of {shortened(unknown, MAX_NAMED)} by "
@@ -286,20 +277,18 @@ class DryJob:
 
 def make_decisions(dry: DryModule, job: DryJob) -> Decisions:
     """Return what is decided about the tables on these ranks."""
-    constraints = constraints_of(dry.selection, dry.updates, job.device, job.layout)
+    records = [replace(record) for record in dry.decisions.records]
+    decisions = replace(dry.decisions, records=records)
+    decide_constraints(decisions, job.device, job.layout)
+    constraints = decisions.constraints
     if dry.counts is not None:
-        constraints = dry.counts.add_to(constraints, dry.selection.tables)
+        constraints = dry.counts.add_to(constraints, decisions.tables)
     # estimates take most of the time, and are not needed for kernels that cannot be chosen
     if not job.host_bytes:
         constraints = {
             name: _on_device(table_constraints) for name, table_constraints in constraints.items()
         }
-    return Decisions(
-        selection=dry.selection,
-        updates=dry.updates,
-        constraints=constraints,
-        optimizers=dry.optimizers,
-    )
+    return decisions.with_constraints(constraints)
 
 
 def _on_device(constraints: TableConstraints) -> TableConstraints:
@@ -316,7 +305,7 @@ def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
     # All ranks, also where sharding_groups divide the tables among fewer.
     shares = job.num_ranks if job.shards_dense else 1
     dense = dense_bytes(
-        dry.module, dry.selection.tables, dry.optimizers, dry.trainer.precision, shares
+        dry.module, dry.decisions.tables, dry.decisions.optimizers, dry.trainer.precision, shares
     )
     reservation = reservation.with_dense(dense, job.memory_bytes)
     # Nothing can be measured without ranks: torchrec's defaults fill in, and the report mentions
@@ -337,7 +326,6 @@ def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
         memory_origin=job.memory_origin,
         reservation=reservation,
         bandwidths=bandwidths,
-        names=names_of_bandwidths(layout, job.device),
         batch_size=dry.settings.batch_size_in_words,
         dense_bytes=dense,
     )
@@ -362,8 +350,8 @@ def describe_misfit(plan: ShardingPlan, plan_name: str) -> str:
 def bytes_of_tables(dry: DryModule) -> float:
     """Return the bytes of all tables, with the optimizer state and gradients that are kept."""
     total = 0.0
-    for table in dry.selection.tables:
-        weight, update = table.parameter, dry.updates[table.full_name]
+    for record in dry.decisions.records:
+        weight, update = record.table.parameter, record.update
         total += weight.numel() * (weight.element_size() + update.bytes_per_element)
         total += weight.shape[0] * update.bytes_per_row
     return total

@@ -22,8 +22,8 @@ from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.planning.sharding_plan import Origin, ShardingPlan
 from lightning_distrec.sharding.planning.topology import Reservation
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
-from lightning_distrec.strategies.tables.decisions import Decisions
 from lightning_distrec.strategies.tables.plan_of_run import cost_of, new_plan, plan_or_follow
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions
 from lightning_distrec.units import quantity
 
 FINENESS = 100
@@ -268,7 +268,7 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
         misfit = str(error)
     # The searches below begin no plan that would exceed their time, by this estimate.
     seconds = time.perf_counter() - begun
-    tables = dry.selection.tables
+    tables = dry.decisions.tables
     result = DryRun(
         job=job,
         batch_size=settings.batch_size,
@@ -314,11 +314,10 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
         assumed.append(
             "planning.estimate_pooling: no data is read, so ids per example are not counted"
         )
-    counts, options = dry.counts or IdCounts(), dry.selection.options
-    tables = [
-        table for table in dry.selection.tables if options[table.full_name].pooling_factor is None
-    ]
-    unset = [table for table in tables if counts.factors(table) is None]
+    counts, unset = dry.counts or IdCounts(), []
+    for record in dry.decisions.records:
+        if record.options.pooling_factor is None and counts.factors(record.table) is None:
+            unset.append(record.table)
     if unset:
         assumed.append(
             f"one id per example and feature is assumed for {quantity(len(unset), 'table')} "

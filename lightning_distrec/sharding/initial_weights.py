@@ -102,13 +102,13 @@ def redistribute(
 ) -> None:
     """Collective. Copy shards of one table to others, whichever ranks hold them. Sources that
     overlap are equal."""
+    source_at = {(source.rank, source.rectangle): source for source in sources}
     # All ranks have the same lists, but for the tensors: they return here together, or broadcast
     # together.
-    if all(any(_same_place(source, target) for source in sources) for target in targets):
+    if all((target.rank, target.rectangle) in source_at for target in targets):
         for target in targets:
             if target.tensor is not None:
-                source = next(s for s in sources if _same_place(s, target))
-                for block, values in _blocks(source):
+                for block, values in _blocks(source_at[target.rank, target.rectangle]):
                     _copy_overlap(values, block, target)
         return
     for source in _without_replicas(sources):
@@ -164,14 +164,12 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
     treats all elements alike (uniform_, normal_ ...).
     """
     name, start, next_line = table.full_name, time.monotonic(), PROGRESS_SECONDS
-    blocks = [
-        (target, target.tensor, block)
-        for target in targets
-        if target.tensor is not None and target.num_rows
-        for block in range(
-            target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS + 1
-        )
-    ]
+    blocks = []
+    for target in targets:
+        if target.tensor is not None and target.num_rows:
+            first, last = target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS
+            for block in range(first, last + 1):
+                blocks.append((target, target.tensor, block))
     num_threads = _num_threads(table, [tensor for _, tensor, _ in blocks])
     # Torch draws a tensor by one thread, and lets others run meanwhile.
     with ThreadPoolExecutor(num_threads) as pool:
@@ -183,9 +181,8 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
             if seconds > next_line and count < len(blocks):
                 next_line = 2 * seconds
                 rank_zero_info(
-                    f"torchrec_sharded: table '{name}': rank 0 has drawn "
-                    f"{count / len(blocks):.0%} of its rows "
-                    f"in {seconds:.0f} s."
+                    f"torchrec_sharded: table '{name}': rank 0 has drawn {count / len(blocks):.0%} "
+                    f"of its rows in {seconds:.0f} s."
                 )
 
 
@@ -236,10 +233,6 @@ def _draw_block(
                 fill(values, start)
     if not is_in_place or values.data_ptr() != address:  # the function may have set `values.data`
         _copy_overlap(values, source, target)
-
-
-def _same_place(a: TableShard, b: TableShard) -> bool:
-    return a.rank == b.rank and a.rectangle == b.rectangle
 
 
 def _without_replicas(shards: list[TableShard]) -> list[TableShard]:

@@ -15,12 +15,7 @@ from lightning_distrec._compat.torchrec_modules import note_device
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
 from lightning_distrec.sharding.meta_weight import can_have_rows, give_rows, record_writes
-from lightning_distrec.sharding.plain_embeddings import (
-    POOLINGS,
-    Conversion,
-    Convert,
-    overridden_name,
-)
+from lightning_distrec.sharding.plain_embeddings import Conversion, Convert, obstacle_of
 from lightning_distrec.sharding.tables import odd_dim
 from lightning_distrec.units import format_bytes
 
@@ -54,12 +49,15 @@ def tables_on_meta(conversion: Conversion | None = None) -> Iterator[None]:
     """
     # The constructors are replaced for the time of the context: a `with torch.device("meta")`
     # around the user's code would put every other layer on meta too.
-    kinds = COLLECTIONS if conversion is None else (*COLLECTIONS, *PLAIN)
-    originals: dict[Any, Any] = {kind: kind.__init__ for kind in kinds}
-    for kind, original in originals.items():
-        kind.__init__ = (
-            _plain(original, conversion) if kind in PLAIN else _collection(original, conversion)
-        )
+    replaced: dict[Any, Any] = {}
+    for collection in COLLECTIONS:
+        replaced[collection] = _collection(collection.__init__, conversion)
+    if conversion is not None:
+        for plain in PLAIN:
+            replaced[plain] = _plain(plain.__init__, conversion)
+    originals: dict[Any, Any] = {kind: kind.__init__ for kind in replaced}
+    for kind, init in replaced.items():
+        kind.__init__ = init
     try:
         yield
     finally:
@@ -86,35 +84,26 @@ def _collection(original: Any, conversion: Conversion | None) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         # A subclass is left alone by the strategy, and so are odd dims; they need their rows now.
         device, configs = bound.arguments.get("device"), bound.arguments["tables"]
-        reason = (
-            f"{type(self).__name__} is a subclass"
-            if type(self) not in COLLECTIONS
-            else odd_dim(configs)
-        )
-        if reason or device:
-            if conversion is not None:
-                sizes = [(config.num_embeddings, config.embedding_dim) for config in configs]
-                _check_memory(
-                    f"tables '{configs[0].name}' ...",
-                    sizes,
-                    4,
-                    reason or "it is given a device",
-                    device,
-                )
-            original(*bound.args, **bound.kwargs)
-            return
-        bound.arguments["device"] = META
+        reason = odd_dim(configs) or ("it is given a device" if device else "")
+        if type(self) not in COLLECTIONS:
+            reason = f"{type(self).__name__} is a subclass"
+        if not reason:
+            bound.arguments["device"] = META
+        elif conversion is not None:
+            sizes = [(config.num_embeddings, config.embedding_dim) for config in configs]
+            _check_memory(f"tables '{configs[0].name}' ...", sizes, 4, reason, device)
         original(*bound.args, **bound.kwargs)
-        for config in bound.arguments["tables"] if conversion is not None else ():
-            children = (
-                self.embedding_bags if isinstance(self, EmbeddingBagCollection) else self.embeddings
-            )
+        if reason or conversion is None:
+            return
+        is_pooled = isinstance(self, EmbeddingBagCollection)
+        children = self.embedding_bags if is_pooled else self.embeddings
+        for config in bound.arguments["tables"]:
             record_writes(children[config.name].weight, config.init_fn, f"table '{config.name}'")
 
     return init
 
 
-def _plain(original: Any, conversion: Conversion | None) -> Any:
+def _plain(original: Any, conversion: Conversion) -> Any:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -122,43 +111,36 @@ def _plain(original: Any, conversion: Conversion | None) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         options = bound.arguments
-        if reason := _obstacle(type(self), options, conversion):
-            if options["_weight"] is None:
-                sizes = [(options["num_embeddings"], options["embedding_dim"])]
-                dtype = options["dtype"] or torch.get_default_dtype()
-                _check_memory(type(self).__name__, sizes, dtype.itemsize, reason, options["device"])
-            original(*bound.args, **bound.kwargs)
-            return
         shape = options["num_embeddings"], options["embedding_dim"]
-        options["_weight"] = torch.empty(shape, dtype=options["dtype"], device=META)
+        reason = _full_obstacle(options, conversion)
+        if not reason:
+            options["_weight"] = torch.empty(shape, dtype=options["dtype"], device=META)
+            original(*bound.args, **bound.kwargs)
+            reason = obstacle_of(self)
+            if not reason:
+                name = f"{type(self).__name__}({shape[0]}, {shape[1]})"
+                record_writes(self.weight, nn.init.normal_, name)
+                self.reset_parameters()
+                return
+            options["_weight"] = None
+        if options["_weight"] is None:
+            dtype = options["dtype"] or torch.get_default_dtype()
+            kind = type(self).__name__
+            _check_memory(kind, [shape], dtype.itemsize, reason, options["device"])
         original(*bound.args, **bound.kwargs)
-        name = f"{type(self).__name__}({shape[0]}, {shape[1]})"
-        record_writes(self.weight, nn.init.normal_, name)
-        self.reset_parameters()
 
     return init
 
 
-def _obstacle(kind: Any, options: dict[str, Any], conversion: Conversion | None) -> str:
-    """Return why an embedding of these arguments is built whole, as far as they show; see
-    PlainEmbeddings."""
-    if conversion is None or conversion.selected == "none":
+def _full_obstacle(options: dict[str, Any], conversion: Conversion) -> str:
+    """Return why an embedding of these arguments is no table; "" where its kind may be."""
+    if conversion.selected == "none":
         return "convert_embeddings is 'none'"
-    dtype, name = options["dtype"] or torch.get_default_dtype(), overridden_name(kind)
-    reasons = {
-        "it has fewer rows than min_rows": conversion.selected == "auto"
-        and options["num_embeddings"] < conversion.min_rows,
-        "it is given rows": options["_weight"] is not None,
-        "it is given a device": options["device"] is not None,
-        "max_norm changes rows when they are looked up": options["max_norm"] is not None,
-        "scale_grad_by_freq counts ids within one device's batch": options["scale_grad_by_freq"],
-        f"mode={options.get('mode')!r} has no FBGEMM kernel": options.get("mode", "sum")
-        not in POOLINGS,
-        "embedding_dim is no multiple of 4": options["embedding_dim"] % 4,
-        f"its dtype is {dtype}": dtype not in (torch.float32, torch.float16, torch.bfloat16),
-        f"{kind.__name__} has its own {name}": name,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if conversion.selected == "auto" and options["num_embeddings"] < conversion.min_rows:
+        return "it has fewer rows than min_rows"
+    if options["device"] is not None:
+        return "it is given a device"
+    return "it is given rows" if options["_weight"] is not None else ""
 
 
 def _check_memory(
@@ -171,7 +153,6 @@ def _check_memory(
         shapes = ", ".join(f"{rows:,} x {columns}" for rows, columns in sizes)
         raise ShardingError(
             f"{description} ({shapes}) needs {format_bytes(needed)} on every rank, and "
-            f"{format_bytes(free)} are free. "
-            f"It is built whole because {reason}. Change that, so that each rank makes its own "
-            "rows, or use fewer rows."
+            f"{format_bytes(free)} are free. It is built whole because {reason}. Change that, so "
+            "that each rank makes its own rows, or use fewer rows."
         )

@@ -1,11 +1,10 @@
-"""Weights of tables that have no rows yet: what is written to them is recorded, and repeated block
-by block.
+"""Weights of tables without rows: what is written to all of them is repeated block by block.
 
-A constructor may write to a weight (nn.init, `weight.data.uniform_()`, `weight[0] = 0`,
-`weight.data.copy_(rows)`) before a plan assigns its rows to ranks. On the meta device that would be
-lost. Writes that treat every element alone are recorded, and each rank repeats them for its own
-rows. Anything else (a norm, a copy of the weight) gives the weight all of its rows at once, as
-without this package.
+A constructor may write to a weight (nn.init, `weight.data.uniform_()`, `weight[0] = 0`) before a
+plan assigns its rows to ranks. On the meta device that would be lost. Writes of numbers to the
+weight, or to one row of it, are recorded, and each rank repeats them for its own rows. Anything
+else (several rows, another tensor, a norm, a copy of the weight) gives the weight all of its rows
+at once, as without this package.
 """
 
 import copy
@@ -36,96 +35,64 @@ from lightning_distrec._compat.torch import (
 )
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
-from lightning_distrec.sharding.weight_writes import Draw, NeedsRows, Place, Record, Write
+from lightning_distrec.sharding.weight_writes import TRUNCATED, Draw, NeedsRows, Record, Write
 from lightning_distrec.sharding.weights.shard_access import without_guard
+from lightning_distrec.sharding.weights.shard_operations import words
 from lightning_distrec.sharding.weights.shard_weight import DESCRIBES, SHAPES, VALUES
 from lightning_distrec.units import format_bytes
 
-NEED_ROWS = frozenset({
-    *(
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "share_memory_",
-        "__deepcopy__",
-        "__reduce_ex__",
-    ),
-    *("untyped_storage", "storage", "data_ptr"),
-})
+NEED_ROWS = words("""
+    register_hook register_post_accumulate_grad_hook share_memory_ __deepcopy__ __reduce_ex__
+    untyped_storage storage data_ptr
+""")
 """Methods that are for a weight that is not sharded, or give its memory away."""
-CREATES = frozenset({
-    *(
-        "new_tensor",
-        "new_empty",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "empty_like",
-        "zeros_like",
-        "ones_like",
-    ),
-    *("full_like", "randn_like", "rand_like"),
-})
+CREATES = words("""
+    new_tensor new_empty new_zeros new_ones new_full empty_like zeros_like ones_like full_like
+    randn_like rand_like
+""")
 """What makes another tensor and reads no values."""
+DESCRIBING = (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor"}
 
 
 def _guarded(
     _: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     kwargs, name = kwargs or {}, func.__name__
-    is_attribute = name in ("__get__", "__set__", "__delete__")
-    if is_attribute:
+    if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
-        name = (
-            attribute
-            if name == "__get__"
-            else "data ="
-            if attribute == "data"
-            else "setting another"
-        )
-    reads = (
-        name in VALUES - {"grad"}
-        if is_attribute
-        else name not in (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor"}
-    )
-    weights = [
-        tensor
-        for tensor in _tensors_in([args, kwargs])
-        if isinstance(tensor, (MetaWeight, MetaValues))
-    ]
-    if is_attribute and name in ("device", "is_meta"):
-        # The frame gets no name here: it would keep itself alive, with the views that are its
-        # arguments.
-        return _described(name, args[0], _caller(inspect.currentframe()))
-    if name == "grad_fn" and isinstance(args[0], MetaValues):
-        return args[0].node()
+        if attribute in ("device", "is_meta"):
+            # The frame gets no name here: it would keep itself alive, with its arguments.
+            return _described(attribute, args[0], _caller(inspect.currentframe()))
+        if attribute == "grad_fn" and isinstance(args[0], MetaValues):
+            return args[0].node()
+        if name == "__get__":
+            reads, name = attribute in VALUES - {"grad"}, attribute
+        else:
+            reads, name = attribute == "data", f"{attribute} ="
+    else:
+        reads = name not in DESCRIBING
     if not reads:
         with without_guard():
             return func(*args, **kwargs)
-    if over := next((weight.record for weight in weights if weight.record.is_over), None):
-        raise ShardingError(
-            f"'{name}' was called on a view of {over.description} from before it was sharded, "
-            "which has no values. "
-            "Take another one: by trainer.strategy.full_parameter(), or of the weight in the "
-            "module."
-        )
+    weights = [tensor for tensor in _tensors_in([args, kwargs]) if _is_guarded(tensor)]
+    for weight in weights:
+        if weight.record.is_over:
+            raise ShardingError(
+                f"'{name}' was called on a view of {weight.record.description} from before it was "
+                "sharded, which has no values. Take another one: by "
+                "trainer.strategy.full_parameter(), or of the weight in the module."
+            )
     if name == "equal":  # Lightning looks a parameter up in param groups so
         return args[0] is args[1]
     if name == "detach" and makes_parameter(_caller(inspect.currentframe())):
         return _parameter_of(args[0])
-    if (
-        name == "data ="
-        and isinstance(args[0], MetaWeight)
-        and not isinstance(args[1], (MetaWeight, MetaValues))
-    ):
+    if name == "data =" and isinstance(args[0], MetaWeight) and not _is_guarded(args[1]):
         give_rows(args[0], args[1])
         return None
     if name in CREATES:
         # The state of an optimizer in backward is made by the shards, as the rows are.
-        device = (
-            "meta"
-            if makes_state_in_backward(_caller(inspect.currentframe()))
-            else weights[0].record.device
-        )
+        on_meta = makes_state_in_backward(_caller(inspect.currentframe()))
+        device = "meta" if on_meta else weights[0].record.device
         with without_guard():
             return func(*args, **{"device": device} | kwargs)
     if name == "__setitem__" and isinstance(args[2], (bool, int, float)):
@@ -139,10 +106,17 @@ def _guarded(
     for weight in weights:
         _give_rows_for(weight, name)
     with without_guard():
-        args, kwargs = apply_to_collection(
-            [args, kwargs], MetaValues, lambda view: view.record.view(view), allow_frozen=True
-        )
+        args, kwargs = apply_to_collection([args, kwargs], MetaValues, _rows_of, allow_frozen=True)
         return func(*args, **kwargs)
+
+
+def _is_guarded(value: Any) -> bool:
+    return isinstance(value, (MetaWeight, MetaValues))
+
+
+def _rows_of(view: Any) -> Tensor:
+    record: Record = view.record
+    return record.view(view)
 
 
 def _caller(frame: Any) -> Any:
@@ -172,10 +146,13 @@ def _described(name: str, weight: Any, frame: Any) -> Any:
     options = truncated_draw(frame) if record.rows is None else None
     if options is None:
         return False
-    with without_guard():
-        place = Place.of_view(weight, record.shape[1])
-    record.append(Write("trunc_normal_", place, (), options, []))
-    return True
+    with suppress(NeedsRows):
+        with without_guard():
+            row = record.row_of(weight)
+        record.append(Write(TRUNCATED, row, (), options))
+        return True
+    _give_rows_for(weight, TRUNCATED)
+    return False
 
 
 class MetaValues(Tensor):
@@ -221,8 +198,10 @@ def record_writes(weight: Any, draw: Draw, description: str) -> Record:
 
 
 def carry_record(weight: Any, resized: Any) -> None:
-    """Give a weight of another number of rows what was written to `weight`. Raises ShardingError:
-    to some rows only."""
+    """Give a weight of another number of rows what was written to `weight`.
+
+    Raises ShardingError: it was written to one row.
+    """
     if isinstance(weight, MetaWeight):
         resized.record = weight.record.resized(len(resized))
         resized.__class__ = MetaWeight
@@ -238,7 +217,8 @@ def stop_recording(weight: Any) -> None:
 def initial_rows(weight: Any, init_fn: Draw | None) -> Callable[..., Any]:
     """Return what gives a block of rows their values: of (rows, number of the first), and a
     generator if one draws."""
-    if (record := getattr(weight, "record", None)) is not None:
+    record = getattr(weight, "record", None)
+    if record is not None:
         return record.fill  # type: ignore[no-any-return]
     assert init_fn is not None
     return lambda values, _, **options: init_fn(values, **options)
@@ -274,9 +254,8 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
         if num_bytes > free and record.device.type == "cpu":
             raise ShardingError(
                 f"{record.description} needs {format_bytes(num_bytes)} for all of its rows on "
-                "every rank, and "
-                f"{format_bytes(free)} are free. It is sharded where it is not replicated, tied, "
-                "or read."
+                f"every rank, and {format_bytes(free)} are free. It is sharded where it is not "
+                "replicated, tied, or read."
             )
         with without_guard(), torch.no_grad():
             rows = torch.empty(record.shape, dtype=weight.dtype, device=record.device)
@@ -294,24 +273,27 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
             torch.utils.swap_tensors(weight, real)
         except RuntimeError as error:
             raise ShardingError(
-                f"{record.description} is not sharded, and cannot get its rows now: {error}. "
-                "Build it with "
-                "device='cpu', or outside of configure_model and meta_tables()."
+                f"{record.description} is not sharded, and cannot get its rows now: {error}. Build "
+                "it with device='cpu', or outside of configure_model and meta_tables()."
             ) from error
     apply_in_backward(in_backward, weight)
 
 
 def _give_rows_for(weight: Any, name: str) -> None:
-    if not isinstance(weight, (MetaWeight, MetaValues)) or weight.record.rows is not None:
+    if not _is_guarded(weight) or weight.record.rows is not None:
         return
     record: Record = weight.record
     warn(
-        f"{record.description} is built whole on every rank: '{name}' needs all of its rows. "
-        "In-place operations on "
-        "every element alone, as those of nn.init, are done by each rank for its own rows.",
+        f"{record.description} is built whole on every rank: '{name}' needs all of its rows. What "
+        "nn.init draws, and numbers that are written to all of it or to one row, each rank writes "
+        "to its own rows.",
         stacklevel=4,
     )
-    give_rows(weight if isinstance(weight, MetaWeight) else weight.weight)
+    give_rows(_weight_of(weight))
+
+
+def _weight_of(weight: Any) -> Any:
+    return weight if isinstance(weight, MetaWeight) else weight.weight
 
 
 def _recorded(
@@ -324,18 +306,13 @@ def _recorded(
     writes: list[tuple[Record, Write]] = []
 
     def check(operation: Any, op_args: tuple[Any, ...], op_kwargs: dict[str, Any]) -> None:
-        touched = [
-            tensor for tensor in _tensors_in([op_args, op_kwargs]) if storage_key(tensor) in sources
-        ]
+        tensors = _tensors_in([op_args, op_kwargs])
+        touched = [tensor for tensor in tensors if storage_key(tensor) in sources]
         written = list(written_by(operation, op_args, op_kwargs))
         if not touched or (not written and returns_view(operation)):
             return
-        if (
-            len(touched) > 1
-            or len(written) != 1
-            or written[0] is not op_args[0]
-            or written[0] is not touched[0]
-        ):
+        only_written = len(touched) == len(written) == 1 and touched[0] is written[0]
+        if not only_written or op_args[0] is not touched[0]:
             raise NeedsRows
         record: Record = sources[storage_key(touched[0])].record
         writes.append((record, record.write_of(operation, op_args, op_kwargs)))
@@ -352,15 +329,12 @@ def _recorded(
         record.append(write)
 
     def wrap(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, (MetaWeight, MetaValues)) or storage_key(tensor) not in sources:
+        source = sources.get(storage_key(tensor))
+        if source is None or _is_guarded(tensor):
             return tensor
-        source = sources[storage_key(tensor)]
         # a view with a base would keep the weight from its rows
         view: Any = tensor.detach().as_subclass(MetaValues)
-        view.record, view.weight = (
-            source.record,
-            source if isinstance(source, MetaWeight) else source.weight,
-        )
+        view.record, view.weight = source.record, _weight_of(source)
         view.is_traced = tensor.requires_grad
         return view
 
@@ -371,14 +345,11 @@ def _recorded(
 def _tensors_in(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         return [value]
-    parts = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return [tensor for part in parts for tensor in _tensors_in(part)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for part in value for tensor in _tensors_in(part)]
 
 
 def _rebuilt(record: Record, dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:

@@ -101,54 +101,55 @@ class PlainEmbeddings:
         for name in self._conversion.selected:
             if name not in paths:
                 raise ConfigError(
-                    f"convert_embeddings: there is no nn.Embedding or nn.EmbeddingBag '{name}'"
-                    f"{did_you_mean(name, paths)} The module has "
+                    "convert_embeddings: there is no nn.Embedding or nn.EmbeddingBag "
+                    f"'{name}'{did_you_mean(name, paths)} The module has "
                     f"{', '.join(sorted(paths)) or 'none'}."
                 )
 
     def _obstacle(self, plain: Plain) -> str:
-        if changed := overridden_name(type(plain)):
-            return (
-                f"{type(plain).__name__} is a subclass and may compute something else: it has "
-                f"its own {changed}"
-            )
-        if not isinstance(plain.weight, nn.Parameter):
-            return "its weight is computed, not a parameter (a parametrization)"
-        if have_gradient_hooks([plain.weight]):
-            return (
-                "its weight has gradient hooks, which would see a part of the gradient only. "
-                f"{WATCH}"
-            )
-        besides = [
-            name
-            for name, _ in [*plain.named_parameters(), *plain.named_buffers()]
-            if name != "weight"
-        ]
-        if besides:
-            return f"it has a '{besides[0]}' besides its weight"
-        if plain.max_norm is not None:
-            return (
-                f"max_norm={plain.max_norm} changes rows when they are looked up, on each rank "
-                "by itself"
-            )
-        if plain.scale_grad_by_freq:
-            return "scale_grad_by_freq counts ids within one device's batch"
-        if isinstance(plain, nn.EmbeddingBag) and plain.mode not in POOLINGS:
-            return f"mode={plain.mode!r} has no FBGEMM kernel"
-        if plain.embedding_dim % 4:
-            return (
-                f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of "
-                "4 columns"
-            )
-        if plain.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            return f"its weight is {plain.weight.dtype}"
+        reason = obstacle_of(plain)
+        if reason:
+            return reason
         # A tied weight, of an output layer for example, would stay full there, while lookups use
         # shards.
         own_names = {f"{path}.weight" for path in self._paths[id(plain)]}
         other_names = self._names[id(plain.weight)] - own_names
-        if other_names:
-            return f"its weight is also '{min(other_names)}'"
-        return ""
+        return f"its weight is also '{min(other_names)}'" if other_names else ""
+
+
+def obstacle_of(plain: Plain) -> str:
+    """Return why an embedding cannot be a table, as far as it shows by itself; "" where it can."""
+    changed = overridden_name(type(plain))
+    if changed:
+        return (
+            f"{type(plain).__name__} is a subclass and may compute something else: it has its "
+            f"own {changed}"
+        )
+    if not isinstance(plain.weight, nn.Parameter):
+        return "its weight is computed, not a parameter (a parametrization)"
+    if have_gradient_hooks([plain.weight]):
+        return (
+            f"its weight has gradient hooks, which would see a part of the gradient only. {WATCH}"
+        )
+    for name, _ in [*plain.named_parameters(), *plain.named_buffers()]:
+        if name != "weight":
+            return f"it has a '{name}' besides its weight"
+    if plain.max_norm is not None:
+        return (
+            f"max_norm={plain.max_norm} changes rows when they are looked up, on each rank by "
+            "itself"
+        )
+    if plain.scale_grad_by_freq:
+        return "scale_grad_by_freq counts ids within one device's batch"
+    if isinstance(plain, nn.EmbeddingBag) and plain.mode not in POOLINGS:
+        return f"mode={plain.mode!r} has no FBGEMM kernel"
+    if plain.embedding_dim % 4:
+        return (
+            f"embedding_dim={plain.embedding_dim}, but FBGEMM's rows come in multiples of 4 columns"
+        )
+    if plain.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"its weight is {plain.weight.dtype}"
+    return ""
 
 
 def overridden_name(kind: type[Plain]) -> str:

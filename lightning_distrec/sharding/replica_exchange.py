@@ -24,13 +24,16 @@ def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
     """
     if not weights:
         return
-    gradients = [
-        w.grad.coalesce() if w.grad is not None and w.grad.is_sparse else w.grad for w in weights
-    ]
-    forms = [
-        _NONE if g is None else _FIRST_SPARSE + len(g.values()) if g.is_sparse else _DENSE
-        for g in gradients
-    ]
+    gradients, forms = [], []
+    for weight in weights:
+        gradient, form = weight.grad, _NONE
+        if gradient is not None:
+            form = _DENSE
+            if gradient.is_sparse:
+                gradient = gradient.coalesce()
+                form = _FIRST_SPARSE + len(gradient.values())
+        gradients.append(gradient)
+        forms.append(form)
     # First what each has: replicas see other ids, so that one may have no gradient where another
     # has one.
     # What follows is decided by the gathered forms, alike on all replicas.
@@ -42,10 +45,9 @@ def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
         elif any(kinds):
             sparse.append(i)
     if sparse:
-        counts = [
-            [max(0, replica_forms[i] - _FIRST_SPARSE) for i in sparse]
-            for replica_forms in per_replica
-        ]
+        counts = []
+        for replica_forms in per_replica:
+            counts.append([max(0, replica_forms[i] - _FIRST_SPARSE) for i in sparse])
         _average_sparse([weights[i] for i in sparse], [gradients[i] for i in sparse], counts, group)
 
 
@@ -70,18 +72,16 @@ def _average_sparse(
     """counts: of each replica, and each gradient, the number of its rows."""
     local = [g for g in gradients if g is not None and len(g.values())]
     widths = [weight.shape[1] for weight in weights]
-    sizes = [
-        [count * width for count, width in zip(row_counts, widths, strict=True)]
-        for row_counts in counts
-    ]
-    # A shard with 2^31 rows would not fit into any rank's memory.
+    sizes = []
+    for row_counts in counts:
+        sizes.append([count * width for count, width in zip(row_counts, widths, strict=True)])
     # With an empty one first, so that a replica without rows has something to send: all must
-    # exchange.
-    sent_rows = [weights[0].new_empty(0, dtype=torch.int32), *(g.indices()[0].int() for g in local)]
-    sent_values = [
-        weights[0].new_empty(0, dtype=torch.float32),
-        *(g.values().float().flatten() for g in local),
-    ]
+    # exchange. A shard with 2^31 rows would not fit into any rank's memory.
+    sent_rows = [weights[0].new_empty(0, dtype=torch.int32)]
+    sent_values = [weights[0].new_empty(0, dtype=torch.float32)]
+    for gradient in local:
+        sent_rows.append(gradient.indices()[0].int())
+        sent_values.append(gradient.values().float().flatten())
     rows = _gathered_uneven(torch.cat(sent_rows), counts, group)
     values = _gathered_uneven(torch.cat(sent_values), sizes, group)
     for i, weight in enumerate(weights):
@@ -152,18 +152,15 @@ def average_rows(tensors: Sequence[Tensor], rows: Tensor | None, group: Any) -> 
     at_once = max(1, BLOCK_BYTES // (4 * width))
     for first in range(0, num_rows, at_once):
         end = min(first + at_once, num_rows)
-        some = (
-            torch.arange(first, end, device=tensors[0].device) if rows is None else rows[first:end]
-        )
-        parts = [
-            tensor.index_select(0, some).float().reshape(end - first, -1) for tensor in tensors
-        ]
+        if rows is None:
+            some = torch.arange(first, end, device=tensors[0].device)
+        else:
+            some = rows[first:end]
+        selected = [tensor.index_select(0, some) for tensor in tensors]
+        parts = [part.float().reshape(len(some), -1) for part in selected]
         mean = torch.cat(parts, dim=1)
         dist.all_reduce(mean, group=group)
         mean /= dist.get_world_size(group)
-        for tensor, part in zip(
-            tensors, mean.split([part.shape[1] for part in parts], dim=1), strict=True
-        ):
-            tensor.index_copy_(
-                0, some, part.reshape(end - first, *tensor.shape[1:]).to(tensor.dtype)
-            )
+        means = mean.split([part.shape[1] for part in parts], dim=1)
+        for tensor, before, part in zip(tensors, selected, means, strict=True):
+            tensor.index_copy_(0, some, part.reshape(before.shape).to(tensor.dtype))

@@ -301,9 +301,9 @@ def _weight_gradients(ctx: Any, gradient: Tensor) -> Tensor:
     # gradient.
     if ctx.versions != _versions(shards):
         raise OptimizerError(
-            "backward comes to a lookup whose ids have weights that need a gradient, after rows "
-            f"of '{shards[0].table}'"
-            " were updated. Call backward before the optimizer of the table steps."
+            "backward comes to a lookup whose ids have weights that need a gradient, after rows of "
+            f"'{shards[0].table}' were updated. Call backward before the optimizer of the table "
+            "steps."
         )
     products = [
         (shards[table].weight.index_select(0, rows) * bag_gradients).sum(1)

@@ -1,7 +1,6 @@
 """Shards tables: makes torchrec's sharded modules, brings rows and id mappings to them, and puts
 proxies in place."""
 
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -9,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 from torchrec.distributed.types import ShardedModule, ShardedTensor
@@ -17,24 +15,16 @@ from torchrec.distributed.types import ShardedModule, ShardedTensor
 from lightning_distrec._compat.fbgemm import fbgemm_kernels
 from lightning_distrec._compat.torch import use_foreach_for
 from lightning_distrec._compat.torchrec_modules import (
-    COLLISIONS,
-    EMBEDDINGS,
-    IDENTITIES,
-    MCH_IDS,
-    METADATA,
-    MODULES,
     attach_fused_optimizer,
     detach_fused_optimizer,
     free_unsharded_tables,
     free_weights,
-    hash_zch_state,
     keep_rows_undrawn,
-    set_hash_zch_state,
     silence_torchrec,
 )
 from lightning_distrec.chunks import refuse_pickling
-from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import release_pages
+from lightning_distrec.sharding.held_mappings import hold_mappings
 from lightning_distrec.sharding.initial_weights import (
     TableShard,
     chunks_of,
@@ -44,23 +34,13 @@ from lightning_distrec.sharding.initial_weights import (
     sharded_weights,
     table_shards,
 )
-from lightning_distrec.sharding.mapping.id_mapping import IdMapping
-from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
-from lightning_distrec.sharding.mapping.spec import MchSpec
-from lightning_distrec.sharding.mapping.state import (
-    AnyMapping,
-    ShardedCollisions,
-    attach_mapping,
-    lookups_with_mappings,
-    restore_mch,
-)
 from lightning_distrec.sharding.meta_weight import stop_recording
 from lightning_distrec.sharding.proxies import ProxyWeight, ShardedProxy, make_proxy
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable, sharder_of
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
-from lightning_distrec.sharding.tables import Table, managed_module
+from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.collective_reads import Gathering
 from lightning_distrec.sharding.weights.shard_access import (
     GuardedTable,
@@ -177,7 +157,8 @@ def _bring_rows(sharded: ShardedModule, tables: list[Table], sharding: TableShar
     weights = sharded_weights(sharded, tables)
     for table in tables:
         targets = table_shards(weights[table.full_name], sharding.groups)
-        if (sources := sharding.rows.pop(table.full_name, None)) is None:
+        sources = sharding.rows.pop(table.full_name, None)
+        if sources is None:
             init_rows(table, targets, sharding.seed)
         else:
             redistribute(sources, targets, sharding.device)
@@ -268,8 +249,8 @@ def _load(sharded: ShardedModule, groups: ShardingGroups, name: str, value: Any)
     target = sharded.state_dict()[name]
     if tuple(value.size()) != tuple(target.size()):
         return (
-            f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load "
-            "into it."
+            f"the table is {tuple(target.size())}, but there is {tuple(value.size())} to load into "
+            "it."
         )
     shards = table_shards(target, groups)
     if isinstance(value, Tensor) and not isinstance(value, ShardedTensor):
@@ -334,123 +315,3 @@ def make_freezable(weight: TableBatchedEmbeddingSlice) -> TableBatchedEmbeddingS
     # to it. The class adds properties only, so that the object's memory layout fits.
     weight.__class__ = ReplicatedTable
     return weight
-
-
-# Few, since every rank has all of them; an id chooses one by its remainder (RowReset).
-NUM_INITIAL_ROWS = 1024
-
-
-def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
-    """Collective. Give every table with a mapping this rank's part of it, and rows for ids that get
-    another's.
-
-    earlier: the sharding whose mappings go on; other tables begin with those of their unsharded
-    modules.
-    """
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    for table in result.tables:
-        name, spec = table.full_name, table.mapping
-        if spec is None:
-            continue
-        mapping_before = None if earlier is None else earlier.mappings.get(name)
-        if mapping_before is not None and mapping_before.spec == spec:
-            result.mappings[name] = mapping_before
-        else:
-            per_rank = spec.num_buckets // num_ranks
-            shard = result.shards[name][0]
-            buckets, module = (
-                (rank * per_rank, per_rank, shard.weight.device),
-                managed_module(table),
-            )
-            mapping = (
-                MchMapping(spec, *buckets, module)
-                if isinstance(spec, MchSpec)
-                else IdMapping(spec, *buckets)
-            )
-            # Ranks share buckets evenly (buckets_obstacle): torchrec's block of rows is that of the
-            # buckets.
-            assert shard.row == mapping.first_row
-            _begin(mapping, table)
-            result.mappings[name] = mapping
-            mapping.initial_rows = _initial_rows(result, table).to(shard.weight.device)
-    for path, proxy in result.proxies.items():
-        tables = [table for table in result.tables_of(path) if table.mapping is not None]
-        proxy.mappings = {
-            table.original_key.removesuffix("weight"): result.mappings[table.full_name]
-            for table in tables
-            if table.collisions is None
-        }
-        managed = {table.collisions: table for table in tables if table.collisions is not None}
-        for collisions in managed:
-            result.collisions[collisions] = ShardedCollisions({
-                f"{MODULES}.{table.name}.": result.mappings[table.full_name] for table in tables
-            })
-
-
-def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:
-    """Give the unsharded modules the mappings; full: state by key in the module's state_dict, none
-    where it is dropped.
-
-    The modules find the rows of ids then; torchrec's own give new ids rows in training too, where
-    they can.
-    """
-    for table in (table for table in tables.tables if table.mapping is not None):
-        module = managed_module(table)
-        if module is not None:
-            prefix = (
-                f"{table.collection.removesuffix(EMBEDDINGS)}{COLLISIONS}.{MODULES}.{table.name}."
-            )
-            if prefix + MCH_IDS in full:
-                restore_mch(
-                    module, {name.removeprefix(prefix): value for name, value in full.items()}
-                )
-            if prefix + IDENTITIES in full:
-                set_hash_zch_state(module, full[prefix + IDENTITIES], full.get(prefix + METADATA))
-    root = nn.Module()
-    for path, original in {table.collection: table.original for table in tables.tables}.items():
-        state = {
-            f"m.{key.removeprefix(path)[1:]}": value
-            for key, value in full.items()
-            if key.startswith(f"{path}.")
-        }
-        root.m = original
-        for lookup, lookup_state in lookups_with_mappings(root, state):
-            attach_mapping(lookup, lookup_state)
-
-
-def _begin(mapping: AnyMapping, table: Table) -> None:
-    """Take this rank's part of torchrec's mapping. Raises ShardingError: buckets would not give
-    what it learned."""
-    module = managed_module(table)
-    if module is None:
-        return
-    if isinstance(mapping, MchMapping):
-        if problem := mapping.begin():
-            raise ShardingError(f"table '{table.full_name}': {problem}")
-        return
-    identities, used = hash_zch_state(module)
-    rows = slice(mapping.first_row, mapping.first_row + mapping.num_rows)
-    if len(identities):
-        mapping.ids.copy_(identities[rows])
-        if used is not None:
-            mapping.used.copy_(used[rows])
-        mapping.rows_were_set()
-        # Else every rank would hold the mapping of all rows, beside its own part.
-        set_hash_zch_state(
-            module, identities.new_empty(0, 1), None if used is None else used.new_empty(0, 1)
-        )
-
-
-def _initial_rows(result: ShardedTables, table: Table) -> Tensor:
-    """Collective for plain embeddings, of which the rows with which the run starts are taken."""
-    num_rows = min(NUM_INITIAL_ROWS, table.config.num_embeddings)
-    if table.plain is not None:
-        return result.full_weight(table.full_name, 0, num_rows)
-    # As torchrec does, by the table's init function; with a seed of the table's own, alike on all
-    # ranks and restarts.
-    rows = torch.empty(num_rows, table.config.embedding_dim)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(zlib.crc32(table.full_name.encode()))
-        assert table.config.init_fn is not None
-        table.config.init_fn(rows)
-    return rows

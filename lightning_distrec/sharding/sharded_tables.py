@@ -89,28 +89,27 @@ class ShardedTables:
 
     def parameters(self) -> dict[str, list[nn.Parameter]]:
         """Return this rank's shards of every table by full name, as optimizers step on them."""
-        return {name: [shard.weight for shard in shards] for name, shards in self.shards.items()}
+        parameters = {}
+        for name, shards in self.shards.items():
+            parameters[name] = [shard.weight for shard in shards]
+        return parameters
 
     def keys_in_tree(self) -> dict[str, str]:
         """Return key of a table in the root's state_dict -> its full name; a module with two names
         has two keys."""
         paths = self._module().named_modules(remove_duplicate=False)
         proxy_paths = {id(module): path for path, module in self.proxies.items()}
-        return {
-            f"{path}.{table.original_key}": table.full_name
-            for path, module in paths
-            if id(module) in proxy_paths
-            for table in self.tables_of(proxy_paths[id(module)])
-        }
+        keys = {}
+        for path, module in paths:
+            if id(module) in proxy_paths:
+                for table in self.tables_of(proxy_paths[id(module)]):
+                    keys[f"{path}.{table.original_key}"] = table.full_name
+        return keys
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that only this rank has."""
-        return [
-            shard.weight
-            for shards in self.shards.values()
-            for shard in shards
-            if not shard.replicated
-        ]
+        shards = [shard for shards in self.shards.values() for shard in shards]
+        return [shard.weight for shard in shards if not shard.replicated]
 
     def replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the names and parameters of the root that are the same on all ranks: all but the
@@ -126,16 +125,10 @@ class ShardedTables:
         All tables of a kernel are kept, or none. sparse: full name -> whether only the touched
         rows' are kept.
         """
-        keeping = set()
         for name, touched_only in sparse.items():
             for shard in self.shards[name]:
                 shard.sparse = touched_only
-                keeping.add(id(shard))
-        for kernel, shards in self.kernels:
-            if any(id(shard) in keeping for shard in shards):
-                # The hook replaces the output of a kernel for all of its tables.
-                assert all(id(shard) in keeping for shard in shards)
-                give_gradients(kernel, shards)
+        self.keep_gradients_if(sparse.keys(), lambda: True)
 
     def keep_gradients_if(self, names: Set[str], are_kept: Callable[[], bool]) -> list[Any]:
         """Leave the gradients of these fused tables on their shards where `are_kept` says so in
@@ -144,12 +137,13 @@ class ShardedTables:
         names: all tables of their kernels. Returns the handles of hooks.
         """
         held = {id(shard) for name in names for shard in self.shards[name]}
-        kernels = [
-            (kernel, shards)
-            for kernel, shards in self.kernels
-            if {id(shard) for shard in shards} & held
-        ]
-        return [give_gradients(kernel, shards, are_kept) for kernel, shards in kernels]
+        handles = []
+        for kernel, shards in self.kernels:
+            if any(id(shard) in held for shard in shards):
+                # The hook replaces the output of a kernel for all of its tables.
+                assert all(id(shard) in held for shard in shards)
+                handles.append(give_gradients(kernel, shards, are_kept))
+        return handles
 
     def note_used_tables(self, path: str, used: set[str] | None) -> None:
         """Let the lookup of the collection at `path` that begins now find which tables get
@@ -267,10 +261,12 @@ class ShardedTables:
         """
         originals = set(self.originals.values())
         staying = {table.full_name for table in tables if table.original in originals}
-        rows = {name: shards for name, shards in self.table_shards().items() if name in staying}
-        # Rows wait on the host, so that the device never holds two sets of them, nor the
-        # optimizers' state.
-        rows = {name: [shard.to_be_moved() for shard in shards] for name, shards in rows.items()}
+        rows = {}
+        for name, shards in self.table_shards().items():
+            if name in staying:
+                # Rows wait on the host, so that the device never holds two sets of them, nor the
+                # optimizers' state.
+                rows[name] = [shard.to_be_moved() for shard in shards]
         self._free_shards()
         return rows
 
@@ -340,8 +336,7 @@ def refuse_foreign_shards(root: nn.Module) -> None:
     if root in _without_rows:
         raise ShardingError(
             "an earlier set-up of this module failed while rows moved to other shards, and they "
-            "are lost. Build the "
-            "module again, and load a checkpoint into it."
+            "are lost. Build the module again, and load a checkpoint into it."
         )
     tables = sharded_tables_of(root)
     proxies = set(tables.proxies.values()) if tables is not None else set()
@@ -349,8 +344,8 @@ def refuse_foreign_shards(root: nn.Module) -> None:
         if isinstance(module, ShardedProxy) and module not in proxies:
             raise ShardingError(
                 f"'{path}' was sharded as a part of another LightningModule. Train or evaluate it "
-                "inside of that one, "
-                "or load that one's checkpoint into the unsharded collections of this one."
+                "inside of that one, or load that one's checkpoint into the unsharded collections "
+                "of this one."
             )
 
 
@@ -358,9 +353,8 @@ def _refuse_forward(path: str) -> Any:
     def forward(*args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
             f"the unsharded collection of '{path}' was called while its tables are sharded. Call "
-            "it through the module "
-            f"(self.{path}), not through a reference that was kept elsewhere, in a list for "
-            "example."
+            f"it through the module (self.{path}), not through a reference that was kept "
+            "elsewhere, in a list for example."
         )
 
     return forward

@@ -152,7 +152,8 @@ def as_table_options(constraints: ParameterConstraints) -> dict[str, Any]:
         )
     if factors != default.pooling_factors:
         options["pooling_factor"] = factors[0]
-    if (cache := constraints.cache_params) is not None:
+    cache = constraints.cache_params
+    if cache is not None:
         for name in _changed(cache, CacheParams(), ("load_factor", "stats")):
             _refuse("CacheParams", name, getattr(cache, name))
         options["cache_load_factor"] = cache.load_factor
@@ -171,7 +172,8 @@ def as_comms(value: Any) -> Any:
         _refuse("quantized_comms: QCommsConfig", name, getattr(value, name))
     words = {precision: word for word, precision in PRECISIONS.items()}
     # An unknown precision keeps its own word, which the options refuse.
-    forward, backward = (words.get(p := getattr(value, name), p.value) for name in names)
+    precisions = [getattr(value, name) for name in names]
+    forward, backward = (words.get(precision, precision.value) for precision in precisions)
     return {"forward": forward, "backward": backward}
 
 

@@ -143,8 +143,8 @@ def make_groups(options: ShardingGroupOptions, ranks: Ranks, timeout: timedelta)
     per_rank = ranks.all_gather((options.size, options.sync_interval))
     if len(set(per_rank)) > 1:
         raise ConfigError(
-            "sharding_groups: ranks have unequal (size, sync_interval): "
-            f"{per_rank}. Give all the same."
+            f"sharding_groups: ranks have unequal (size, sync_interval): {per_rank}. Give all the "
+            "same."
         )
     size = checked_size(options, ranks.num_ranks)
     # `size` and the number of ranks are alike on all ranks: all return here or none.
@@ -214,19 +214,17 @@ class NodeLayout:
     def group_layout(self, size: int) -> "NodeLayout":
         """Return the layout of each group of `size` consecutive ranks. Raises ConfigError: they
         have unequal ones."""
-        groups = [
-            self.node_of_rank[first : first + size] for first in range(0, self.num_ranks, size)
-        ]
-        numbered = {
-            tuple(list(dict.fromkeys(nodes)).index(node) for node in nodes) for nodes in groups
-        }
+        numbered = set()
+        for first in range(0, self.num_ranks, size):
+            nodes = self.node_of_rank[first : first + size]
+            numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+            numbered.add(tuple(numbers[node] for node in nodes))
         if len(numbered) > 1:
             raise ConfigError(
                 f"sharding_groups: size={size} makes groups that lie on unequal numbers of ranks "
-                "of their nodes (the "
-                f"nodes have {', '.join(map(str, self.ranks_by_node))} ranks), and one plan is "
-                "made for all groups. "
-                "Choose the ranks of a node, of some nodes, or a divisor of a node's."
+                f"of their nodes (the nodes have {', '.join(map(str, self.ranks_by_node))} ranks), "
+                "and one plan is made for all groups. Choose the ranks of a node, of some nodes, "
+                "or a divisor of a node's."
             )
         return NodeLayout(numbered.pop(), self.num_ranks // size)
 

@@ -41,12 +41,12 @@ _OF_TORCHREC = "torchrec.modules."
 FUSED = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
 """Those that update tables of their own inside of backward."""
 _POOL = (
-    "is made of buffers, of which every rank gets rank 0's values: what other ranks write to "
-    "it is lost"
+    "is made of buffers, of which every rank gets rank 0's values: what other ranks write to it is "
+    "lost"
 )
 _PRUNES = (
-    "prunes rows inside of TorchRec's own sharded module only, on a GPU; here it looks up "
-    "and prunes nothing"
+    "prunes rows inside of TorchRec's own sharded module only, on a GPU; here it looks up and "
+    "prunes nothing"
 )
 UNSHARDED = {
     **dict.fromkeys(("TensorPool", "KeyedJaggedTensorPool"), _POOL),
@@ -67,12 +67,10 @@ MAPS_IDS = (
 
 _NOT_TRAINED = {
     "num_embeddings_post_pruning": "It counts when TorchRec quantizes for inference; a table is "
-    "trained with all its "
-    "rows. Leave it out, and set it in the configuration that you quantize.",
+    "trained with all its rows. Leave it out, and set it in the configuration that you quantize.",
     "use_virtual_table": "TorchRec trains such tables in its own key-value kernels only, and "
-    "unsharded as any other. "
-    "Leave it out; for ids of any range set ids='dynamic' for the table, or use a "
-    "ManagedCollisionEmbeddingCollection.",
+    "unsharded as any other. Leave it out; for ids of any range set ids='dynamic' for the table, "
+    "or use a ManagedCollisionEmbeddingCollection.",
 }
 """Settings of a table that its training cannot follow, and what to do."""
 SMALL_ROWS = 2**31
@@ -175,8 +173,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
         if finds_rows(child):
             raise ShardingError(
                 f"'{path}' has ids: dynamic, and was made an ordinary module after a run: new ids "
-                "would get no rows. "
-                "Load the run's checkpoint into a new module."
+                "would get no rows. Load the run's checkpoint into a new module."
             )
         if isinstance(child, ShardedProxy):
             skipped.append(f"{path}.")
@@ -197,7 +194,8 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
         elif type(child) in (EmbeddingBagCollection, EmbeddingCollection):
             collection_tables = [Table(path, config, child) for config in _configs(child)]
             skipped.append(f"{path}.")
-            if odd := odd_dim(_configs(child)):
+            odd = odd_dim(_configs(child))
+            if odd:
                 left_alone[path] = odd
                 odd_tables += collection_tables
             else:
@@ -206,13 +204,15 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
         elif type(child).__name__ in FUSED and type(child).__module__.startswith(_OF_TORCHREC):
             raise ShardingError(
                 f"'{path}' is a {type(child).__name__}, which updates its tables inside of "
-                "backward, on each rank by "
-                f"itself. Use {type(child).__name__.removeprefix('Fused')}: its update is fused "
-                "where that is exact."
+                "backward, on each rank by itself. Use "
+                f"{type(child).__name__.removeprefix('Fused')}: its update is fused where that is "
+                "exact."
             )
-        elif reason := _sharding_obstacle(child):
-            left_alone[path] = reason
-            skipped.append(f"{path}.")
+        else:
+            reason = _sharding_obstacle(child)
+            if reason:
+                left_alone[path] = reason
+                skipped.append(f"{path}.")
     plain.check_names()
     _refuse_shared_weights(tables, odd_tables)
     _check(tables)
@@ -230,7 +230,8 @@ def _managed_tables(path: str, managed: nn.Module) -> list[Table] | str:
     specs = specs_of(managed)
     if isinstance(specs, str):
         return specs
-    if odd := odd_dim(_configs(inner)):
+    odd = odd_dim(_configs(inner))
+    if odd:
         return odd
     inner_path = f"{path}.{EMBEDDINGS}" if path else EMBEDDINGS
     collisions = managed.get_submodule(COLLISIONS)
@@ -249,11 +250,12 @@ def odd_dim(configs: Iterable[BaseEmbeddingConfig]) -> str | None:
     """Return why a collection of these tables cannot be sharded: which dim is no multiple of 4;
     None where all are."""
     for config in configs:
-        if dim := config.embedding_dim % 4 and config.embedding_dim:
+        dim = config.embedding_dim % 4 and config.embedding_dim
+        if dim:
             return (
                 f"table '{config.name}' has embedding_dim={dim}, but FBGEMM's rows come in "
-                "multiples of 4 columns, so "
-                f"that only embedding_dim={dim + 4 - dim % 4} would be sharded"
+                f"multiples of 4 columns, so that only embedding_dim={dim + 4 - dim % 4} would be "
+                "sharded"
             )
     return None
 
@@ -279,8 +281,8 @@ def _sharding_obstacle(module: nn.Module) -> str | None:
         return f"{kind.__name__} is a subclass and may map ids in another way"
     if isinstance(module, MAPS_IDS):
         return (
-            f"{kind.__name__} is used outside of a ManagedCollisionEmbeddingCollection, or one "
-            "of bags"
+            f"{kind.__name__} is used outside of a ManagedCollisionEmbeddingCollection, or one of "
+            "bags"
         )
     if kind.__module__.startswith("torchrec.quant."):
         return f"{kind.__name__} is for inference"
@@ -309,8 +311,7 @@ def _refuse_shared_weights(tables: list[Table], odd_tables: list[Table]) -> None
         if other != table.full_name:
             raise ShardingError(
                 f"tables '{other}' and '{table.full_name}' share one weight, which cannot live in "
-                "two sharded tables. "
-                "Use one table and list both features in its feature_names."
+                "two sharded tables. Use one table and list both features in its feature_names."
             )
 
 
@@ -318,21 +319,18 @@ def _check(tables: list[Table]) -> None:
     for table in tables:
         if have_gradient_hooks([table.parameter]):
             raise ShardingError(
-                f"the weight of table '{table.full_name}' has gradient hooks, which would see "
-                "only this rank's shard "
-                f"of the gradient. {WATCH}."
+                f"the weight of table '{table.full_name}' has gradient hooks, which would see only "
+                f"this rank's shard of the gradient. {WATCH}."
             )
         if table.parameter.dtype not in (torch.float32, torch.float16):
             raise ShardingError(
                 f"table '{table.full_name}' holds {table.parameter.dtype}, which FBGEMM cannot "
-                "train. "
-                "Leave tables in float32 (no module.double() or .bfloat16() over them)."
+                "train. Leave tables in float32 (no module.double() or .bfloat16() over them)."
             )
         if table.config.data_type not in (DataType.FP32, DataType.FP16):
             raise ShardingError(
                 f"table '{table.full_name}': data_type={table.config.data_type.value} cannot be "
-                "trained exactly here. "
-                "Use FP32 or FP16."
+                "trained exactly here. Use FP32 or FP16."
             )
         for setting, advice in _NOT_TRAINED.items():
             if getattr(table.config, setting):

@@ -36,7 +36,7 @@ from lightning_distrec.prefetch.even_batches import EndPolicy
 from lightning_distrec.prefetch.fetcher import ReadyBatch
 from lightning_distrec.prefetch.prefetcher import PrefetchOptions
 from lightning_distrec.prefetch.step_calls import LookupCounts
-from lightning_distrec.sharding.shard_tables import unshard_mappings
+from lightning_distrec.sharding.held_mappings import unshard_mappings
 from lightning_distrec.sharding.sharded_tables import has_unused_shards, sharded_tables_of
 from lightning_distrec.sharding.sharding_groups import NodeLayout, make_groups
 from lightning_distrec.sharding.weights.shard_access import without_guards
@@ -213,7 +213,8 @@ class TorchRecRun(Run):
             self.undo.callback(tables.undo.close)
             self.undo.enter_context(skip_idle_record_functions())
             self.undo.enter_context(replace_train_pipelines(_refuse_train_pipeline))
-            if noted := NotedIds(tables.shards.mappings):
+            noted = NotedIds(tables.shards.mappings)
+            if noted:
                 checkpoints.positions.keep_rank_state("noted_ids", noted)
         elif shards_dense:
             raise ConfigError(
@@ -222,8 +223,8 @@ class TorchRecRun(Run):
             )
         else:
             rank_zero_info(
-                "torchrec_sharded: no embedding table is sharded; the module trains as "
-                "under plain DDP."
+                "torchrec_sharded: no embedding table is sharded; the module trains as under plain "
+                "DDP."
             )
         return tables
 
@@ -273,14 +274,9 @@ class TorchRecRun(Run):
                 strategy.configure_ddp()
             shards, table_optimizers = tables.shards.sharded_parameters, tables.table_optimizers
             # Of tables that step in backward no gradient is left to clip, in one process either.
-            fused_tables = [
-                name for name in tables.fused_tables if name not in tables.in_backward_tables
-            ]
-            fused = {
-                id(shard.weight): name
-                for name in fused_tables
-                for shard in tables.shards.shards[name]
-            }
+            fused: dict[int, str] = {}
+            for name in tables.shards.fused_tables:
+                fused |= {id(shard.weight): name for shard in tables.shards.shards[name]}
             replicas = tables.shards.groups.num_replicas
             self.undo.enter_context(
                 clip_over_all_ranks(plugin, shards, fused, table_optimizers, replicas)
@@ -340,9 +336,8 @@ class TorchRecRun(Run):
 def _refuse_train_pipeline(pipeline: Any, *_: Any, **__: Any) -> NoReturn:
     raise UnsupportedError(
         f"{type(pipeline).__name__}.progress was called in a step. Remove the pipeline and return "
-        "the batch's loss: "
-        "the strategy prefetches the next batches' ids (prefetch={'depth': 3}), and Lightning "
-        "calls backward and step."
+        "the batch's loss: the strategy prefetches the next batches' ids (prefetch={'depth': 3}), "
+        "and Lightning calls backward and step."
     )
 
 
@@ -358,8 +353,8 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
     options = as_options("fsdp", FSDPOptions, fsdp) if dense == "fsdp" else None
     if options and options.offload:
         raise ConfigError(
-            "fsdp={'offload': True}: layers beside tables stay on the GPU; only "
-            "fsdp_tuned offloads."
+            "fsdp={'offload': True}: layers beside tables stay on the GPU; only fsdp_tuned "
+            "offloads."
         )
     return options
 
@@ -368,7 +363,8 @@ def dense_options(dense: str, fsdp: FSDPOptions | dict[str, Any] | None) -> FSDP
 def unshard(module: nn.Module, full: Mapping[str, Tensor]) -> None:
     """Replace all shards of a module by full weights. full: by key; those that are missing stay on
     meta."""
-    if (tables := sharded_tables_of(module)) is not None:
+    tables = sharded_tables_of(module)
+    if tables is not None:
         with kept_up(module):
             tables.unshard(full)
         unshard_mappings(tables, full)

@@ -20,10 +20,9 @@ from lightning_distrec.sharding.planning.constraints import (
     torchrec_constraint,
 )
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable, in_order
-from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.sharding_options import (
     EstimatedOption,
-    estimated_options,
     without_duplicates,
 )
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
@@ -60,7 +59,9 @@ class Space:
         topology = self.topology(default_bandwidths())
         self.options: list[list[EstimatedOption]] = [
             without_duplicates(entry)
-            for entry in estimated_options(self.tables, self.constraints, topology, BATCH_SIZE)
+            for entry in Planner(
+                self.tables, self.constraints, topology, BATCH_SIZE
+            ).estimated_options()
         ]
 
     def topology(self, bandwidths: AssumedBandwidths) -> Topology:
@@ -103,9 +104,9 @@ class Space:
                 name: replace(item, sharding_types=(kind,))
                 for name, item in self.constraints.items()
             }
-            actual[f"all {kind}"] = make_plan(
+            actual[f"all {kind}"] = Planner(
                 self.tables, constraints, self.topology(bandwidths), BATCH_SIZE
-            )
+            ).make_plan()
         return actual
 
     def torchrecs(self, bandwidths: AssumedBandwidths) -> ShardingPlan:
@@ -128,9 +129,9 @@ class Space:
 
     def estimate(self, plan: ShardingPlan, bandwidths: AssumedBandwidths) -> float:
         """Return the milliseconds of a plan's critical path."""
-        estimated = estimate_plan(
-            plan, self.tables, self.constraints, self.topology(bandwidths), BATCH_SIZE
-        )
+        estimated = Planner(
+            self.tables, self.constraints, self.topology(bandwidths), BATCH_SIZE
+        ).estimate(plan)
         return estimated.cost.critical_path
 
     def key(self, plan: ShardingPlan) -> Key:

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
 from tests.benchmarks.planning_jobs import Job
 from tests.support.planned_tables import default_critical_path
 
-Planner = Literal["ours", "default"]
+PlannerName = Literal["ours", "default"]
 WALL_TIMES, START_SECONDS = 6, 120
 """How much longer than its limit a process may take by the clock, and until it has begun."""
 
@@ -37,7 +37,7 @@ class Planned:
     """What the plan says of ranks and bytes, see `_facts`."""
 
 
-def run_one(planner: Planner, job: Job, limit_seconds: float) -> Planned | str:
+def run_one(planner: PlannerName, job: Job, limit_seconds: float) -> Planned | str:
     """Return what a planner comes to in a process of its own, or why it came to nothing.
 
     limit_seconds: of the processor, so that it does not depend on what else the machine does.
@@ -65,14 +65,14 @@ def run_one(planner: Planner, job: Job, limit_seconds: float) -> Planned | str:
     return answer
 
 
-def _send(remote: Connection, planner: Planner, job: Job, limit_seconds: float) -> None:
+def _send(remote: Connection, planner: PlannerName, job: Job, limit_seconds: float) -> None:
     try:
         remote.send(plan_here(planner, job, limit_seconds))
     except Exception as error:
         remote.send(f"{type(error).__name__}: {error}")
 
 
-def plan_here(planner: Planner, job: Job, limit_seconds: float | None = None) -> Planned:
+def plan_here(planner: PlannerName, job: Job, limit_seconds: float | None = None) -> Planned:
     """Return what a planner comes to in this process, which ends by SIGXCPU after `limit_seconds`
     of the processor."""
     inputs = job.tables()
@@ -84,7 +84,9 @@ def plan_here(planner: Planner, job: Job, limit_seconds: float | None = None) ->
     if planner == "default":
         critical_path = default_critical_path(inputs)
         return Planned(time.process_time() - began, critical_path, peak_bytes=_peak_bytes())
-    made = make_plan(inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size)
+    made = Planner(
+        inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size
+    ).make_plan()
     seconds, peak_bytes = time.process_time() - began, _peak_bytes()
     return Planned(
         seconds, made.cost.critical_path, made.cost.lower_bound, peak_bytes, _facts(made)

@@ -39,7 +39,7 @@ BREAKAGES = (
     Breakage(
         "replicas-keep-their-state",
         "lightning_distrec/strategies/tables/replicas.py",
-        r"average_rows\(\[shard\.weight, \*state\[i\]\], rows",
+        r"average_rows\(\[shard\.weight, \*states\[i\]\], rows",
         "average_rows([shard.weight], rows",
         "Groups average their rows and keep their optimizer state: replicas drift apart, and a "
         "checkpoint has one's.",
@@ -858,7 +858,7 @@ BREAKAGES = (
     ),
     Breakage(
         "unfrozen-tables",
-        "lightning_distrec/strategies/tables/run_tables.py",
+        "lightning_distrec/strategies/tables/update_changes.py",
         r'= \[name for name, update in updates\.items\(\) if update\.kind == "frozen"\]',
         "= []",
         "A table that is unfrozen while training gets a gradient that its optimizer cannot take.",
@@ -1163,8 +1163,8 @@ BREAKAGES = (
     Breakage(
         "batch-size-assumed",
         "lightning_distrec/strategies/tables/set_up_inputs.py",
-        r"if is_size\(size := getattr\(source, \"batch_size\", None\)\):",
-        "if False:",
+        r"(batch_size\", None\)\n +)if is_size\(size\):",
+        r"\1if False:",
         "Plans are made for 512 examples, not for the loader's.",
         ("unit/strategies/test_batch_size.py",),
     ),

@@ -20,7 +20,7 @@ from lightning_distrec.sharding.planning.constraints import (
     allowed_types,
     torchrec_constraint,
 )
-from lightning_distrec.sharding.planning.planner import estimate_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
@@ -141,7 +141,7 @@ def default_critical_path(inputs: TableSet) -> float:
     plan = ShardingPlan.from_torchrec(
         inputs.tables, shardings, layout, inputs.topology.compute_device
     )
-    estimated = estimate_plan(
-        plan, inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size
-    )
+    estimated = Planner(
+        inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size
+    ).estimate(plan)
     return estimated.cost.critical_path

@@ -53,16 +53,15 @@ class IdMapping(RowsOfIds):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """What is kept for each row, (num_rows, 1) each, by name."""
-        named = {
+        tensors = {
             "ids": self.ids,
             "used": self.used,
             "sights": self.sights,
             "newcomers": self.newcomers,
         }
-        unused = {"used"} if self.spec.managed and self.spec.policy == "none" else set()
-        return {
-            name: tensor for name, tensor in named.items() if tensor.numel() and name not in unused
-        }
+        if self.spec.managed and self.spec.policy == "none":
+            del tensors["used"]
+        return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
     @property
     def changes_ids(self) -> bool:
@@ -106,12 +105,12 @@ class IdMapping(RowsOfIds):
         (num_far,), (ids, is_first, rows, is_far), self._noted = numbers, self._noted, ()
         spec, hour = self.spec, current_hour()
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
-        limit = hour if spec.counts_hours else 0 if spec.policy == "none" else self.protected_from
-        num_sights = (
-            _run_lengths(is_first)
-            if self.sights.numel() or self.newcomers.numel()
-            else is_first.int()
-        )
+        limit = hour
+        if not spec.counts_hours:
+            limit = 0 if spec.policy == "none" else self.protected_from
+        num_sights = is_first.int()
+        if self.sights.numel() or self.newcomers.numel():
+            num_sights = _run_lengths(is_first)
         num_ids, none = is_first.sum(), ids.new_zeros(())
         if not num_far:  # as in most steps, once a table knows its ids
             self.used.view(-1).index_fill_(0, rows, stamp)

@@ -87,9 +87,8 @@ class MchMapping(RowsOfIds):
         if hashed.shape != ids.shape or bool(((hashed < 0) | (hashed >= size)).any()):
             raise IdsError(
                 f"input_hash_func has returned {len(hashed)} numbers for {len(ids)} ids, or some "
-                "that are not in the "
-                f"range from 0 to input_hash_size - 1 = {size - 1}. Return one in that range for "
-                "each id."
+                f"that are not in the range from 0 to input_hash_size - 1 = {size - 1}. Return one "
+                "in that range for each id."
             )
         return hashed
 
@@ -140,21 +139,17 @@ class MchMapping(RowsOfIds):
         """Return what is saved of this rank's part, under torchrec's names; it sorts by id what is
         here by row."""
         rows = self._state[MCH_ROWS]
-        rows_state = {
-            name: values.new_empty(values.shape).scatter_(1, rows, values)
-            for name, values in self._state.items()
-        }
-        rows_state = {name: values.view(-1) for name, values in rows_state.items()} | {
-            MCH_ROWS: self._rows()
-        }
+        state: dict[str, ChunkedTensor | Tensor] = {}
+        for name, values in self._state.items():
+            by_row = values.new_empty(values.shape).scatter_(1, rows, values).view(-1)
+            if name == MCH_ROWS:
+                by_row = self._rows()
+            chunks = [Chunk((self.first_row,), by_row)]
+            state[name] = ChunkedTensor((self.spec.num_rows,), by_row.dtype, chunks)
         ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
-        segments = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
-        return {
-            name: ChunkedTensor(
-                (self.spec.num_rows,), value.dtype, [Chunk((self.first_row,), value)]
-            )
-            for name, value in rows_state.items()
-        } | {MCH_SEGMENTS: segments, MCH_LOOKUPS: torch.tensor([self.num_lookups])}
+        state[MCH_SEGMENTS] = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
+        state[MCH_LOOKUPS] = torch.tensor([self.num_lookups])
+        return state
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> str:
@@ -170,8 +165,8 @@ class MchMapping(RowsOfIds):
         # row.
         if not torch.equal(local.pop(MCH_ROWS), self._rows()):
             return (
-                "its ids are in their own order. Load it into an unsharded module, and start "
-                "from that."
+                "its ids are in their own order. Load it into an unsharded module, and start from "
+                "that."
             )
         self.ids.view(-1).copy_(local.pop(MCH_IDS))
         self._set_rows(local)

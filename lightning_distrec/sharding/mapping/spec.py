@@ -95,8 +95,8 @@ class MappingSpec:
         buckets = f"{self.num_buckets} buckets" if self.num_buckets > 1 else "one bucket"
         return (
             f"its ids have {buckets}, which {num_ranks} ranks cannot share evenly. Set "
-            f"{self.buckets_option} to a "
-            f"multiple of {num_ranks}, for good: the mapping depends on it"
+            f"{self.buckets_option} to a multiple of {num_ranks}, for good: the mapping depends on "
+            "it"
         )
 
 
@@ -156,7 +156,8 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
         return _spec_of_mch(module)
     if type(module) is not HashZchManagedCollisionModule:
         return f"{type(module).__name__} may map ids in another way than TorchRec's own modules"
-    if reason := hash_zch_difference(module, name):
+    reason = hash_zch_difference(module, name)
+    if reason:
         return f"HashZchManagedCollisionModule with {reason} is not sharded"
     rows, buckets, settings = module.output_size(), module.buckets(), hash_zch_settings(module)
     policies: dict[str, Policy] = {"": "none", "LRU_EVICTION": "ttl_lru"}
@@ -175,7 +176,8 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
 
 def _spec_of_mch(module: MCHManagedCollisionModule) -> MchSpec | str:
     rows, buckets = module.output_size(), module.buckets()
-    if reason := mch_difference(module):
+    reason = mch_difference(module)
+    if reason:
         return f"MCHManagedCollisionModule with {reason} is not sharded"
     # Buckets of equal size, and in each a row for ids beside the one that is shared.
     if rows % buckets or rows < 2 * buckets:
@@ -197,8 +199,8 @@ def specs_of(managed: nn.Module) -> dict[str, MappingSpec] | str:
     unsharded."""
     if returns_remapped_features(managed):
         return (
-            "return_remapped_features=True asks for rows' numbers, which the ranks that look "
-            "up do not have"
+            "return_remapped_features=True asks for rows' numbers, which the ranks that look up do "
+            "not have"
         )
     collisions = managed.get_submodule(COLLISIONS)
     if type(collisions) is not ManagedCollisionCollection:

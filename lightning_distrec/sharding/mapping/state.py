@@ -43,12 +43,10 @@ def state_of(mapping: AnyMapping) -> dict[str, ChunkedTensor | Tensor]:
     if isinstance(mapping, MchMapping):
         return mapping.state()
     spec = mapping.spec
-    state: dict[str, ChunkedTensor | Tensor] = {
-        _name(mapping, name): ChunkedTensor(
-            (spec.num_rows, 1), rows.dtype, [Chunk((mapping.first_row, 0), rows)]
-        )
-        for name, rows in mapping.tensors.items()
-    }
+    state: dict[str, ChunkedTensor | Tensor] = {}
+    for name, rows in mapping.tensors.items():
+        chunks = [Chunk((mapping.first_row, 0), rows)]
+        state[_name(mapping, name)] = ChunkedTensor((spec.num_rows, 1), rows.dtype, chunks)
     if spec.managed:
         return state | {BUCKETS: torch.tensor([[spec.num_buckets]])}
     made_for = torch.tensor([mapping.num_lookups, spec.num_buckets, spec.num_reserved])
@@ -63,13 +61,13 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
     if name in (BUCKETS, MADE_FOR):
         # torchrec's entry has the number of buckets alone; in ours, the number of lookups comes
         # first.
-        numbers = (value if isinstance(value, Tensor) else value.read()).flatten().tolist()
+        numbers = _full(value).flatten().tolist()
         saved = numbers[-1 if spec.managed else 1 :]
         expected = [spec.num_buckets, spec.num_reserved][: len(numbers[-2:])]
         if saved != expected:
             return (
-                f"the ids were mapped for {saved} buckets and reserved rows of each, and here "
-                f"they are {expected}."
+                f"the ids were mapped for {saved} buckets and reserved rows of each, and here they "
+                f"are {expected}."
             )
         if not spec.managed:
             mapping.num_lookups = int(numbers[0])
@@ -77,7 +75,7 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
             mapping.optimizer_stepped()
         return ""
     if name == INITIAL:
-        initial = value if isinstance(value, Tensor) else value.read()
+        initial = _full(value)
         if initial.shape != mapping.initial_rows.shape:
             return (
                 f"rows start from {tuple(mapping.initial_rows.shape)}, but there are "
@@ -85,11 +83,11 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
             )
         mapping.initial_rows.copy_(initial)
         return ""
-    rows = next(rows for key, rows in mapping.tensors.items() if _name(mapping, key) == name)
+    (rows,) = [rows for key, rows in mapping.tensors.items() if _name(mapping, key) == name]
     if tuple(value.shape) != (spec.num_rows, 1):
         return (
-            f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} "
-            "to load."
+            f"the table maps ids to {spec.num_rows} rows, but there are {tuple(value.shape)} to "
+            "load."
         )
     if isinstance(value, Tensor):
         rows.copy_(value[mapping.first_row : mapping.first_row + mapping.num_rows])
@@ -97,6 +95,10 @@ def load_into(mapping: IdMapping, name: str, value: Any) -> str:
         value.read_into([Chunk((mapping.first_row, 0), rows)])
     mapping.rows_were_set()
     return ""
+
+
+def _full(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else value.read()
 
 
 def _name(mapping: IdMapping, name: str) -> str:
@@ -112,27 +114,37 @@ class HoldsMappings(nn.Module):
     def put_mappings(self, destination: dict[str, Any], prefix: str) -> None:
         """Add the state of the mappings to a state_dict."""
         for table, mapping in self.mappings.items():
-            destination |= {
-                f"{prefix}{table}{name}": value for name, value in state_of(mapping).items()
-            }
+            for name, value in state_of(mapping).items():
+                destination[f"{prefix}{table}{name}"] = value
 
     def load_mappings(
         self, state: Mapping[str, Any], prefix: str, missing: list[str], errors: list[str]
     ) -> None:
         """Load the mappings from a state_dict; note what it lacks, and what does not fit."""
         for table, mapping in self.mappings.items():
-            keys = {name: f"{prefix}{table}{name}" for name in state_of(mapping)}
-            missing += [key for key in keys.values() if key not in state]
-            entries = {name: state[key] for name, key in keys.items() if key in state}
-            if not isinstance(mapping, MchMapping):
-                problems = {
-                    keys[name]: load_into(mapping, name, value) for name, value in entries.items()
-                }
-            else:
-                problems = {
-                    f"{prefix}{table}": mapping.load(entries) if len(entries) == len(keys) else ""
-                }
-            errors += [f"{key}: {problem}" for key, problem in problems.items() if problem]
+            absent, problems = _load_mapping(mapping, state, prefix + table)
+            missing += absent
+            errors += problems
+
+
+def _load_mapping(mapping: AnyMapping, state: Any, prefix: str) -> tuple[list[str], list[str]]:
+    """Return what a state_dict lacks, and what in it does not fit."""
+    keys = {name: prefix + name for name in state_of(mapping)}
+    entries = {name: state[key] for name, key in keys.items() if key in state}
+    if not isinstance(mapping, MchMapping):
+        problems = {name: load_into(mapping, name, value) for name, value in entries.items()}
+    else:
+        problems = {"": mapping.load(entries) if len(entries) == len(keys) else ""}
+    errors = [f"{prefix}{name}: {problem}" for name, problem in problems.items() if problem]
+    return [key for name, key in keys.items() if name not in entries], errors
+
+
+def _held_below(root: nn.Module) -> Iterator[tuple[str, AnyMapping]]:
+    """Yield all mappings below `root`, each after the prefix of its names in the state_dict."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        if isinstance(module, HoldsMappings):
+            for table, mapping in module.mappings.items():
+                yield f"{path}.{table}", mapping
 
 
 def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], list[str]]:
@@ -140,16 +152,10 @@ def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], 
     and what is wrong."""
     loaded: set[str] = set()
     errors: list[str] = []
-    for path, module in root.named_modules(remove_duplicate=False):
-        if isinstance(module, HoldsMappings):
-            missing: list[str] = []
-            module.load_mappings(state, f"{path}.", missing, errors)
-            keys = {
-                f"{path}.{table}{name}"
-                for table, mapping in module.mappings.items()
-                for name in state_of(mapping)
-            }
-            loaded |= keys - set(missing)
+    for prefix, mapping in _held_below(root):
+        missing, problems = _load_mapping(mapping, state, prefix)
+        errors += problems
+        loaded |= {prefix + name for name in state_of(mapping)} - set(missing)
     return loaded, errors
 
 
@@ -157,12 +163,11 @@ def resized_mappings(root: nn.Module, state: Mapping[str, Any]) -> set[tuple[int
     """Return the rows that mappings below `root` have, and other numbers of rows that they have in
     a state_dict."""
     sizes = set()
-    for path, module in root.named_modules(remove_duplicate=False):
-        for table, mapping in module.mappings.items() if isinstance(module, HoldsMappings) else ():
-            for name, value in state_of(mapping).items():
-                saved = getattr(state.get(f"{path}.{table}{name}"), "shape", None)
-                if saved and value.shape and saved[0] != value.shape[0]:
-                    sizes.add((int(value.shape[0]), int(saved[0])))
+    for prefix, mapping in _held_below(root):
+        for name, value in state_of(mapping).items():
+            saved = getattr(state.get(prefix + name), "shape", None)
+            if saved and value.shape and saved[0] != value.shape[0]:
+                sizes.add((int(value.shape[0]), int(saved[0])))
     return sizes
 
 
@@ -265,10 +270,8 @@ def mch_modules_of(root: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
     """Yield the MCHManagedCollisionModules below `root` that are in a state_dict, each with its
     segments there."""
     for path, module in root.named_modules():
-        if (
-            type(module) is MCHManagedCollisionModule
-            and (segments := state.get(f"{path}.{MCH_SEGMENTS}")) is not None
-        ):
+        segments = state.get(f"{path}.{MCH_SEGMENTS}")
+        if type(module) is MCHManagedCollisionModule and segments is not None:
             yield module, segments
 
 

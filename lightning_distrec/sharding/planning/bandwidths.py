@@ -142,12 +142,13 @@ def bandwidth_request(option: BandwidthOption, environment: Mapping[str, str]) -
     to_measure = []
     for name in NAMES:
         value, variable = getattr(argument, name), VARIABLES.get(name, "")
+        text = environment.get(variable, "").strip()
         if value == MEASURE:
             to_measure.append(name)
         elif value is not None:
             number = parse_bandwidth(value, f"planning.bandwidths.{name}={value!r}")
             configured[name] = Bandwidth(bytes_per_second=number, origin="argument")
-        elif text := environment.get(variable, "").strip():
+        elif text:
             configured[name] = _read_variable(name, variable, text)
         elif option == MEASURE:
             to_measure.append(name)

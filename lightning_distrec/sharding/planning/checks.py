@@ -1,13 +1,13 @@
 """Checks that plans have memory, suit a run, and have shards that cover their tables as torchrec
 expects."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from lightning_distrec.errors import InfeasiblePlanError, PlanError, did_you_mean
-from lightning_distrec.sharding.planning.constraints import TableConstraints, allowed_types
+from lightning_distrec.sharding.planning.constraints import TableConstraints, type_obstacle
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.topology import RankMemory, Reservation
@@ -36,12 +36,10 @@ def check_memory(plan: ShardingPlan, memory: RankMemory, reservation: Reservatio
     if needed[worst] > usable[worst]:
         raise InfeasiblePlanError(
             f"rank {worst} would hold {format_bytes(needed[worst])} for its tables (rows, "
-            "gradients, optimizer state), "
-            f"but has {format_bytes(usable[worst])} "
-            f"(memory_bytes_per_rank={memory.device_bytes[worst]:,} less "
-            f"{reservation.in_words}). Use more ranks, or an optimizer with a fused update (SGD, "
-            "Adagrad, "
-            "RowWiseAdagrad), which keeps no gradient."
+            f"gradients, optimizer state), but has {format_bytes(usable[worst])} "
+            f"(memory_bytes_per_rank={memory.device_bytes[worst]:,} less {reservation.in_words}). "
+            "Use more ranks, or an optimizer with a fused update (SGD, Adagrad, RowWiseAdagrad), "
+            "which keeps no gradient."
         )
 
 
@@ -53,13 +51,11 @@ def plan_for_run(
     constraints: Mapping[str, TableConstraints],
     layout: NodeLayout,
     device: str,
-    frozen: Collection[str],
 ) -> ShardingPlan:
     """Return a file's plan for these tables, in their order, on the ranks of this run.
 
-    description: the plan, for messages. frozen: full names of tables that nothing updates in this
-    run; those that the plan has data_parallel, which only the user's optimizer needs, become
-    table_wise.
+    description: the plan, for messages. Tables that nothing updates in this run, and that the plan
+    has data_parallel, which only the user's optimizer needs, become table_wise.
     Raises PlanError: the plan is for other tables or ranks, or a table cannot be sharded as it
     says; all differences.
     """
@@ -77,21 +73,19 @@ def plan_for_run(
     # Tables can be compared one by one only where the plan has the same tables, for the same number
     # of ranks.
     if not wrong:
-        plan = _unreplicated(
-            plan, [name for name in frozen if "table_wise" in constraints[name].sharding_types]
-        )
+        plan = _unreplicated(plan, constraints)
         for table in tables:
             in_plan = plan.tables[table.full_name]
             reason = _table_misfit(table, in_plan, constraints[table.full_name], layout, device)
-            wrong += [f"table '{table.full_name}' {reason}"] if reason else []
+            if reason:
+                wrong.append(f"table '{table.full_name}' {reason}")
         wrong += _unequal_widths(tables, plan)
     if wrong:
         remainder = [f"and {len(wrong) - NUM_LISTED} more"] if len(wrong) > NUM_LISTED else []
         lines = "".join(f"\n  - {line}" for line in [*wrong[:NUM_LISTED], *remainder])
         raise PlanError(
             f"{description} does not suit this run:{lines}\nName the plan of a run like this one, "
-            "change the file, or "
-            "leave plan_file out."
+            "change the file, or leave plan_file out."
         )
     ordered = {table.full_name: plan.tables[table.full_name] for table in tables}
     return replace(plan, layout=layout, device=device, tables=ordered)
@@ -133,43 +127,40 @@ def _table_misfit(
             "sharding_types=['data_parallel'] for the table"
         )
     if sharding_type != "data_parallel":
-        try:
-            # min_partition is about widths, which the plan itself has
-            options = replace(
-                constraints.options, sharding_types=[sharding_type], min_partition=None
-            )
-            allowed_types(table, options, layout, constraints.unsplit_rows_for)
-        except PlanError as error:
-            reason = str(error).removeprefix(f"table '{table.full_name}': ").rstrip(".")
-            return f"cannot be sharded {reason}"
-    if reason := placement_error(planned, layout.num_ranks, layout.ranks_per_node):
+        reason = type_obstacle(table, sharding_type, layout, constraints.unsplit_rows_for)
+        if reason:
+            return f"cannot be sharded {sharding_type}: {reason}"
+    reason = placement_error(planned, layout.num_ranks, layout.ranks_per_node)
+    if reason:
         return (
             f"cannot have these shards on {quantity(layout.ranks_per_node, 'rank')} per node: "
             f"{reason}"
         )
     if kernel in HOST_KERNELS and constraints.kept_gradient:
         return (
-            f"has the kernel {kernel}, with which the user's own optimizer gets no gradient; "
-            "use fused"
+            f"has the kernel {kernel}, with which the user's own optimizer gets no gradient; use "
+            "fused"
         )
     if kernel in HOST_KERNELS and device == "cpu":
         return (
-            f"has the kernel {kernel}, by which a GPU reads its host's memory, and the ranks "
-            "have no GPU; use fused"
+            f"has the kernel {kernel}, by which a GPU reads its host's memory, and the ranks have "
+            "no GPU; use fused"
         )
     return ""
 
 
-def _unreplicated(plan: ShardingPlan, names: Collection[str]) -> ShardingPlan:
-    """Return the plan with the data_parallel tables among `names` table_wise, on the ranks with the
-    fewest elements."""
+def _unreplicated(plan: ShardingPlan, constraints: Mapping[str, TableConstraints]) -> ShardingPlan:
+    """Return the plan with data_parallel tables that nothing updates table_wise, on the ranks with
+    the fewest elements."""
     elements = [0] * plan.num_ranks
     for table in plan.tables.values():
         for shard in table.shards:
             elements[shard.rank] += shard.sizes[0] * shard.sizes[1]
     tables = dict(plan.tables)
     for name, table in plan.tables.items():
-        if name in names and table.sharding_type == "data_parallel":
+        may_move = "table_wise" in constraints[name].sharding_types
+        is_frozen = constraints[name].update == "frozen"
+        if table.sharding_type == "data_parallel" and is_frozen and may_move:
             rank = min(range(plan.num_ranks), key=elements.__getitem__)
             # So that several such tables are not all put on the same rank.
             elements[rank] += table.num_rows * table.dim
@@ -194,8 +185,7 @@ def _unequal_widths(tables: list[Table], plan: ShardingPlan) -> list[str]:
             )
     return [
         f"tables of the EmbeddingCollection '{path}' have column_wise shards of {sorted(widths)} "
-        "columns, and "
-        "torchrec needs one width for all of them"
+        "columns, and torchrec needs one width for all of them"
         for path, widths in widths_by_collection.items()
         if len(widths) > 1
     ]
@@ -216,22 +206,26 @@ def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) ->
         table.shards, key=lambda shard: (shard.offsets[1], shard.sizes[1], shard.offsets[0])
     ):
         strips.setdefault((shard.offsets[1], shard.sizes[1]), []).append(shard)
-    if reason := _gap_or_overlap(list(strips), dim, "columns", ""):
+    reason = _gap_or_overlap(list(strips), dim, "columns", "")
+    if reason:
         return reason
     for (first, width), strip in strips.items():
         blocks = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
         strip_text = "" if len(strips) == 1 else f" of columns {first} to {first + width - 1}"
-        if reason := _gap_or_overlap(blocks, rows, "rows", strip_text):
+        reason = _gap_or_overlap(blocks, rows, "rows", strip_text)
+        if reason:
             return reason
     if kind not in COLUMN_TYPES and len(strips) > 1:
         return f"{kind} does not shard columns, and these shards do"
     if kind not in ROW_TYPES and any(len(strip) > 1 for strip in strips.values()):
         return f"{kind} does not shard rows, and these shards do"
-    if narrow := next((width for _, width in strips if width % 4), 0):
+    narrow = next((width for _, width in strips if width % 4), 0)
+    if narrow:
         return f"a shard has {narrow} columns, and FBGEMM's rows come in multiples of 4"
     if kind in ROW_TYPES:
         for strip in strips.values():
-            if reason := _row_block_error(strip, table, num_ranks, ranks_per_node):
+            reason = _row_block_error(strip, table, num_ranks, ranks_per_node)
+            if reason:
                 return reason
     nodes = {shard.rank // ranks_per_node for shard in table.shards}
     if kind in ONE_NODE_TYPES and len(nodes) > 1:
@@ -265,16 +259,15 @@ def _row_block_error(
     if [shard.rank for shard in strip] != list(range(first, first + num_blocks)):
         return (
             f"{kind} gives each of the ranks {first} to {first + num_blocks - 1} one block of "
-            "rows, in the order of "
-            "the ranks"
+            "rows, in the order of the ranks"
         )
     # torchrec finds a row's rank by dividing by this number, so that blocks of other sizes would be
     # looked up wrongly.
     block = -(-table.num_rows // num_blocks)
     if any(shard.sizes[0] != block for shard in strip[:-1]):
         return (
-            f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of "
-            f"{block}; the last is smaller"
+            f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of {block}; "
+            "the last is smaller"
         )
     return ""
 
@@ -286,8 +279,8 @@ def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> st
     ):
         if offset + size > end:
             return (
-                f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one "
-                f"is {end - 1}"
+                f"exceeds the table: {axis}s {offset} to {offset + size - 1}, and the last one is "
+                f"{end - 1}"
             )
     if shard.rank >= num_ranks:
         return f"is on rank {shard.rank}, and the last one is {num_ranks - 1}"

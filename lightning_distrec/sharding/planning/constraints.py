@@ -1,7 +1,7 @@
 """What the planner may do with each table: its sharding types, its kernels, and what its update
 keeps in memory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchrec.distributed.planner import ParameterConstraints
@@ -73,7 +73,7 @@ def allowed_types(
         options.sharding_types or (t for t in default_types(layout.num_nodes) if t in possible)
     )
     reasons = {
-        kind: _type_obstacle(table, kind, layout, unsplit_rows_for)
+        kind: type_obstacle(table, kind, layout, unsplit_rows_for)
         or _width_obstacle(table, kind, options)
         for kind in requested
     }
@@ -86,9 +86,10 @@ def allowed_types(
     return types
 
 
-def _type_obstacle(
+def type_obstacle(
     table: Table, sharding_type: str, layout: NodeLayout, unsplit_rows_for: str
 ) -> str:
+    """Return why a table cannot have a sharding type on these ranks; "" where it can."""
     if not table.pooled and sharding_type not in SEQUENCE_TYPES:
         return f"an EmbeddingCollection's table can be {', '.join(SEQUENCE_TYPES)}"
     if layout.num_replicas > 1 and sharding_type in (*TWO_LEVEL_TYPES, "data_parallel"):
@@ -99,14 +100,12 @@ def _type_obstacle(
     if not layout.alike and sharding_type in TWO_LEVEL_TYPES:
         return (
             "the nodes have unequal numbers of ranks, or ranks that are not numbered "
-            "consecutively; allow table_wise, "
-            "row_wise or column_wise"
+            "consecutively; allow table_wise, row_wise or column_wise"
         )
     if unsplit_rows_for and "column" in sharding_type:
         return (
             f"{unsplit_rows_for} keeps one number for each row, so that a row must stay on one "
-            "rank; allow table_wise "
-            "or row_wise"
+            "rank; allow table_wise or row_wise"
         )
     # torchrec gives each rank ceil(rows / ranks) rows, so that the last ranks may get none:
     # 5 rows on 4 ranks are 2, 2, 1 and 0.
@@ -134,8 +133,7 @@ def _width_obstacle(table: Table, sharding_type: str, options: TableOptions) -> 
         return ""
     return (
         f"min_partition={width} divides {dim} columns into unequal shards, and torchrec needs one "
-        "width for all of an "
-        f"EmbeddingCollection; choose a divisor of {dim}"
+        f"width for all of an EmbeddingCollection; choose a divisor of {dim}"
     )
 
 
@@ -161,10 +159,9 @@ def allowed_kernels(
     if options.cache_load_factor is not None and "fused_uvm_caching" not in kernels:
         raise PlanError(
             f"table '{table.full_name}': cache_load_factor={options.cache_load_factor} is for a "
-            "fused_uvm_caching "
-            "table, which this one cannot be: "
-            f"{_kernel_obstacle('fused_uvm_caching', types, kept_gradient, device)}. "
-            "Leave cache_load_factor out."
+            "fused_uvm_caching table, which this one cannot be: "
+            f"{_kernel_obstacle('fused_uvm_caching', types, kept_gradient, device)}. Leave "
+            "cache_load_factor out."
         )
     return kernels
 
@@ -188,7 +185,9 @@ def _kernel_obstacle(kernel: str, types: list[str], kept_gradient: bool, device:
     return ""
 
 
-def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableConstraints]) -> None:
+def check_sequence_widths(
+    tables: Collection[Table], constraints: Mapping[str, TableConstraints]
+) -> None:
     """Raise PlanError where column-wise tables of one EmbeddingCollection would have shards of
     unequal width."""
     for collection in dict.fromkeys(table.collection for table in tables if not table.pooled):
@@ -201,10 +200,8 @@ def check_sequence_widths(tables: list[Table], constraints: Mapping[str, TableCo
         if len(set(widths.values())) > 1:
             raise PlanError(
                 f"tables of '{collection}' may be column_wise with unequal min_partition "
-                f"({widths}), and torchrec "
-                "needs one width for all of an EmbeddingCollection. Set the same min_partition "
-                "for them, or leave "
-                "column_wise out of their sharding_types."
+                f"({widths}), and torchrec needs one width for all of an EmbeddingCollection. Set "
+                "the same min_partition for them, or leave column_wise out of their sharding_types."
             )
 
 

@@ -253,10 +253,9 @@ def no_option_fits(
         table,
         proven=True,
         reason=f"fits on no rank: even {closest.sharding_type} ({closest.kernel}) a rank needs "
-        f"{needs} for its rows, "
-        f"their update and exchange, and has {has}: {format_bytes(max(shard_lack, total_lack))} "
-        "too few"
-        f"{' for all its shards' if total_lack > shard_lack else ''}",
+        f"{needs} for its rows, their update and exchange, and has {has}: "
+        f"{format_bytes(max(shard_lack, total_lack))} too "
+        f"few{' for all its shards' if total_lack > shard_lack else ''}",
     )
 
 
@@ -277,6 +276,11 @@ def _missing(option: EstimatedOption, budget: MemoryBudget) -> tuple[int, int]:
     return shard_lack, total_lack
 
 
+def _smallest_bytes(options: Sequence[EstimatedOption], device: float, host: float) -> float:
+    """Return the least that an option takes. device, host: weights of the two memories."""
+    return min(device * o.device_bytes.sum() + host * o.host_bytes.sum() for o in options)
+
+
 def exceed_total_memory(
     options: Sequence[Sequence[EstimatedOption]], budget: MemoryBudget
 ) -> InfeasiblePlan | None:
@@ -285,12 +289,10 @@ def exceed_total_memory(
     for device, host in WEIGHTS:
         # No plan needs less than this weighted sum. One weighting under which it is too large
         # therefore is a proof.
-        sizes = np.array([
-            min(device * o.device_bytes.sum() + host * o.host_bytes.sum() for o in table_options)
-            for table_options in options
-        ])
+        sizes = np.array([_smallest_bytes(choices, device, host) for choices in options])
         available = device * budget.device_bytes.sum() + host * budget.host_bytes.sum()
-        if (missing := int(np.ceil(sizes.sum() - available))) > 0:
+        missing = int(np.ceil(sizes.sum() - available))
+        if missing > 0:
             kind = {(1.0, 0.0): " of device memory", (0.0, 1.0): " of host memory"}.get(
                 (device, host), ""
             )
@@ -298,8 +300,8 @@ def exceed_total_memory(
                 int(sizes.argmax()),
                 proven=True,
                 reason="is the largest of tables that need at least "
-                f"{format_bytes(sizes.sum())}{kind} together, and "
-                f"all ranks have {format_bytes(available)}: {format_bytes(missing)} too few",
+                f"{format_bytes(sizes.sum())}{kind} together, and all ranks have "
+                f"{format_bytes(available)}: {format_bytes(missing)} too few",
             )
     return None
 
@@ -309,17 +311,15 @@ def pack_by_memory(
 ) -> PartialPlan | InfeasiblePlan:
     """Return a plan of any speed: tables by size, on the ranks with most memory; or the first one
     without room."""
-    smallest = [
-        min(int((o.device_bytes + o.host_bytes).sum()) for o in table_options)
-        for table_options in options
-    ]
+    smallest = [_smallest_bytes(choices, 1, 1) for choices in options]
     plan = PartialPlan(options, budget)
     # Large tables come first, because small ones still fit into what remains.
     for table in sorted(range(len(options)), key=lambda t: -smallest[t]):
         for number in sorted(
             range(len(options[table])), key=lambda o: int(options[table][o].device_bytes.sum())
         ):
-            if (ranks := plan.find_ranks(options[table][number], prefer_memory=True)) is not None:
+            ranks = plan.find_ranks(options[table][number], prefer_memory=True)
+            if ranks is not None:
                 plan.put(table, number, ranks)
                 break
         else:
@@ -328,8 +328,8 @@ def pack_by_memory(
             # then nothing counts as missing, and one byte is reported.
             missing = max(1, min(max(_missing(option, remaining)) for option in options[table]))
             reason = (
-                f"does not fit next to the other tables: {format_bytes(missing)} are missing "
-                "where it came closest"
+                f"does not fit next to the other tables: {format_bytes(missing)} are missing where "
+                "it came closest"
             )
             return InfeasiblePlan(table, proven=False, reason=reason)
     return plan

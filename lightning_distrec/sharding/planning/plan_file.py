@@ -67,19 +67,28 @@ def load_plan(path: str | Path, read: Callable[[Path], bytes] = Path.read_bytes)
     try:
         if file.is_dir():
             file = file / PLAN_FILE
-        content = json.loads(read(file), object_pairs_hook=_each_once)
+        content = read(file)
     except OSError as error:
         raise ConfigError(
             f"the plan {file} cannot be read: {error.strerror or error}. Name a {PLAN_FILE}, or "
-            "the folder of a "
-            "checkpoint or of logs that has one; runs save it when they start to train."
+            "the folder of a checkpoint or of logs that has one; runs save it when they start to "
+            "train."
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:  # a zero in the path
         raise PlanError(f"{file} is not a plan: {error}.") from None
+    return parse_plan(content, str(file))
+
+
+def parse_plan(content: bytes, name: str) -> ShardingPlan:
+    """Return the plan that `content`, called `name` in messages, holds. Raises PlanError."""
     try:
-        return _plan(content)
+        parsed = json.loads(content, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{name} is not a plan: {error}.") from None
+    try:
+        return _plan(parsed)
     except _Wrong as wrong:
-        raise PlanError(f"{file} is not a valid plan: {wrong}") from None
+        raise PlanError(f"{name} is not a valid plan: {wrong}") from None
 
 
 class _Wrong(Exception):
@@ -142,8 +151,8 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
         )
     if (sharding_type == "data_parallel") != (kernel == "dense"):
         reason = (
-            f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and "
-            "only those."
+            f"{kernel} with {sharding_type}: data_parallel tables have the kernel dense, and only "
+            "those."
         )
         raise _Wrong(f"{place}.compute_kernel", reason)
     shards = in_order(
@@ -162,7 +171,8 @@ def _table(name: str, content: Any, num_ranks: int, on_node: int) -> PlannedTabl
         shards=shards,
         cache_load_factor=content.get(_CACHE),
     )
-    if reason := placement_error(table, num_ranks, on_node):
+    reason = placement_error(table, num_ranks, on_node)
+    if reason:
         raise _Wrong(f"{place}.shards", f"{reason}.")
     return table
 
@@ -174,7 +184,8 @@ def _shard(content: Any, place: str, num_rows: int, dim: int, num_ranks: int) ->
     shard = PlannedShard(
         _number(content["rank"], f"{place}.rank", smallest=0), (row, column), (rows, columns)
     )
-    if reason := bounds_error(shard, num_rows, dim, num_ranks):
+    reason = bounds_error(shard, num_rows, dim, num_ranks)
+    if reason:
         raise _Wrong(place, f"{reason}.")
     return shard
 
@@ -184,7 +195,8 @@ def _check_fields(
 ) -> None:
     if not isinstance(content, dict):
         raise _Wrong(place, f"an object with {', '.join(needed)} is needed.")
-    if missing := [name for name in needed if name not in content]:
+    missing = [name for name in needed if name not in content]
+    if missing:
         raise _Wrong(place, f"{', '.join(missing)} is missing.")
     allowed = (*needed, *optional)
     for name in content:

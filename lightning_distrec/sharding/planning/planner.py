@@ -1,11 +1,12 @@
 """Makes plans, and estimates plans from elsewhere. Runs on one rank, without exchanges."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torchrec.distributed.planner import Topology
 
+from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
@@ -24,8 +25,8 @@ from lightning_distrec.sharding.planning.partial_plan import (
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
 from lightning_distrec.sharding.planning.search import GOOD_ENOUGH, Search, Totals, proposals
 from lightning_distrec.sharding.planning.sharding_options import (
-    estimated_options,
-    options_of_plan,
+    EstimatedOption,
+    OptionEstimator,
     without_duplicates,
 )
 from lightning_distrec.sharding.planning.sharding_plan import (
@@ -39,143 +40,153 @@ from lightning_distrec.sharding.tables import Table
 from lightning_distrec.units import format_bytes
 
 
-def make_plan(
-    tables: Sequence[Table],
-    constraints: Mapping[str, TableConstraints],
-    topology: Topology,
-    batch_size: int,
-    seed: int = 0,
-) -> ShardingPlan:
-    """Return the plan that was found with the least time on a step. Equal input gives equal plans.
+@dataclass(frozen=True)
+class Planner:
+    """Plans tables on ranks. Equal input gives equal plans."""
 
-    constraints: by full name. topology: its memory is what tables and their exchange may take,
-    without what is reserved. Raises InfeasiblePlanError: the tables do not fit. PlanError: options
-    of tables contradict each other.
-    """
-    tables = list(tables)
-    check_sequence_widths(tables, constraints)
-    all_options = estimated_options(tables, constraints, topology, batch_size)
-    budget = budget_of(topology)
-    options = [
-        [
-            o
-            for o in without_duplicates(table_options)
-            if PartialPlan([[o]], budget).find_ranks(o) is not None
-        ]
-        for table_options in all_options
-    ]
-    # A table that fits on no empty rank is reported by itself: the search could only find that
-    # nothing fits.
-    for number, table_options in enumerate(options):
-        if not table_options:
-            raise _error(
-                tables, no_option_fits(all_options[number], number, budget), topology, batch_size
+    tables: Sequence[Table]
+    constraints: Mapping[str, TableConstraints]
+    """By full name."""
+    topology: Topology
+    """Its memory is what tables and their exchange may take, without what is reserved."""
+    batch_size: int
+
+    def make_plan(self, seed: int = 0) -> ShardingPlan:
+        """Return the plan that was found with the least time on a step.
+
+        Raises InfeasiblePlanError: the tables do not fit. PlanError: options of tables contradict
+        each other.
+        """
+        check_sequence_widths(self.tables, self.constraints)
+        budget, options = self.budget, []
+        empty = PartialPlan([], budget)
+        for number, table_options in enumerate(self.estimated_options()):
+            choices = without_duplicates(table_options)
+            options.append([choice for choice in choices if empty.find_ranks(choice) is not None])
+            # A table that fits on no empty rank is reported by itself: the search could only find
+            # that nothing fits.
+            if not options[number]:
+                raise self._error(no_option_fits(table_options, number, budget))
+        totals = Totals(options, budget)
+        starts = proposals(options, totals, budget)
+        if not starts:
+            # Proposals look for speed first. Where none fits, try a proof that no plan can, then
+            # any plan at all.
+            packed = exceed_total_memory(options, budget) or pack_by_memory(options, budget)
+            if isinstance(packed, InfeasiblePlan):
+                raise self._error(packed)
+            starts = [packed]
+        best = Search(options, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
+        placed = {}
+        for number, table in enumerate(self.tables):
+            option, ranks = best.option_of(number), best.ranks[number].tolist()
+            placed[table.full_name] = PlannedTable.placed(
+                table,
+                sharding_type=option.sharding_type,
+                compute_kernel=option.kernel,
+                shards=tuple(map(PlannedShard, ranks, option.offsets, option.sizes)),
+                cache_load_factor=option.cache_load_factor,
             )
-    totals = Totals(options, budget)
-    starts = proposals(options, totals, budget)
-    if not starts:
-        # Proposals look for speed first. Where none fits, try a proof that no plan can, then any
-        # plan at all.
-        packed = exceed_total_memory(options, budget) or pack_by_memory(options, budget)
-        if isinstance(packed, InfeasiblePlan):
-            raise _error(tables, packed, topology, batch_size)
-        starts = [packed]
-    packed_tables = Search(options, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
-    placed = {}
-    for number, table in enumerate(tables):
-        option, ranks = packed_tables.option_of(number), packed_tables.ranks[number].tolist()
-        placed[table.full_name] = PlannedTable.placed(
-            table,
-            sharding_type=option.sharding_type,
-            compute_kernel=option.kernel,
-            shards=tuple(map(PlannedShard, ranks, option.offsets, option.sizes)),
-            cache_load_factor=option.cache_load_factor,
+        plan = ShardingPlan(
+            layout=NodeLayout.equal(self.topology.world_size, self.topology.local_world_size),
+            device=self.topology.compute_device,
+            tables=placed,
+            cost=replace(_cost(best), lower_bound=totals.lower_bound),
         )
-    plan = ShardingPlan(
-        layout=NodeLayout.equal(topology.world_size, topology.local_world_size),
-        device=topology.compute_device,
-        tables=placed,
-        cost=replace(_cost(packed_tables), lower_bound=totals.lower_bound),
-    )
-    return _described(plan, packed_tables, tables, constraints, batch_size)
+        return self._with_times(plan, best)
 
+    def estimate(self, plan: ShardingPlan) -> ShardingPlan:
+        """Return a plan that was not searched for here, of a file or an earlier run, with its cost
+        for these tables."""
+        with silence_torchrec():
+            estimator = self._estimator()
+            options = [estimator.planned_option(t, plan.tables[t.full_name]) for t in self.tables]
+        # `put` does not check memory: a plan that does not fit is estimated too, and
+        # `check_memory` refuses it.
+        on_ranks = PartialPlan([[option] for option in options], self.budget)
+        for number, table in enumerate(self.tables):
+            on_ranks.put(number, 0, np.asarray(plan.tables[table.full_name].ranks, dtype=np.intp))
+        return self._with_times(replace(plan, cost=_cost(on_ranks)), on_ranks)
 
-def estimate_plan(
-    plan: ShardingPlan,
-    tables: Sequence[Table],
-    constraints: Mapping[str, TableConstraints],
-    topology: Topology,
-    batch_size: int,
-) -> ShardingPlan:
-    """Return a plan that was not searched for here, of a file or an earlier run, with its cost for
-    these tables."""
-    tables = list(tables)
-    options = options_of_plan(tables, plan, constraints, topology, batch_size)
-    # `put` does not check memory: a plan that does not fit is estimated too, and `check_memory`
-    # refuses it.
-    on_ranks = PartialPlan([[option] for option in options], budget_of(topology))
-    for number, table in enumerate(tables):
-        on_ranks.put(number, 0, np.asarray(plan.tables[table.full_name].ranks, dtype=np.intp))
-    return _described(
-        replace(plan, cost=_cost(on_ranks)), on_ranks, tables, constraints, batch_size
-    )
+    def estimated_options(self) -> list[list[EstimatedOption]]:
+        """Return all options of each table, in a fixed order."""
+        with silence_torchrec():
+            estimator = self._estimator()
+            return [estimator.options_of(table) for table in self.tables]
 
+    def describe(self, plan: ShardingPlan) -> ShardingPlan:
+        """Return the plan with what a run knows of its tables, alike on every rank."""
+        described = {}
+        for table in self.tables:
+            update, planned = self.constraints[table.full_name], plan.tables[table.full_name]
+            constraint = torchrec_constraint(table, update)
+            factors = constraint.pooling_factors
+            numbers = [self.batch_size * factor for factor in factors]
+            ids = estimate_batch_ids(numbers, table.config.num_embeddings, update.distinct_share)
+            is_replicated = planned.sharding_type == "data_parallel"
+            sends_rows = plan.num_ranks > 1 and not is_replicated and not table.pooled
+            described[table.full_name] = replace(
+                planned,
+                collection=table.collection,
+                pooled=table.pooled,
+                weighted=bool(constraint.is_weighted),
+                pooling_factors=tuple(factors),
+                distinct_share=ids.distinct_share,
+                deduplicated=sends_rows and ids.repeat_enough and table.mapping is None,
+                update=update.update,
+                optimizer=update.optimizer,
+                update_reason=update.update_reason,
+                update_bytes_per_element=update.bytes_per_element,
+                update_bytes_per_row=update.bytes_per_row,
+            )
+        return replace(plan, tables=described, batch_size=self.batch_size)
 
-def budget_of(topology: Topology) -> MemoryBudget:
-    """Return what tables may take of every rank."""
-    on_gpu, storages = (
-        topology.compute_device == "cuda",
-        [device.storage for device in topology.devices],
-    )
-    device = np.asarray(
-        [storage.hbm if on_gpu else storage.ddr for storage in storages], dtype=np.int64
-    )
-    # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count twice.
-    host = np.asarray([storage.ddr if on_gpu else 0 for storage in storages], dtype=np.int64)
-    return MemoryBudget(device, host, topology.local_world_size)
-
-
-def _described(
-    plan: ShardingPlan,
-    packed_tables: PartialPlan,
-    tables: list[Table],
-    constraints: Mapping[str, TableConstraints],
-    batch_size: int,
-) -> ShardingPlan:
-    """Return the plan with what reports need to know of its tables."""
-    described = {}
-    for number, table in enumerate(tables):
-        update, option = constraints[table.full_name], packed_tables.option_of(number)
-        constraint = torchrec_constraint(table, update)
-        factors = constraint.pooling_factors
-        ids = estimate_batch_ids(
-            [batch_size * factor for factor in factors],
-            table.config.num_embeddings,
-            update.distinct_share,
+    @property
+    def budget(self) -> MemoryBudget:
+        """What tables may take of every rank."""
+        on_gpu = self.topology.compute_device == "cuda"
+        device, host = [], []
+        for rank in self.topology.devices:
+            # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count
+            # twice.
+            device.append(rank.storage.hbm if on_gpu else rank.storage.ddr)
+            host.append(rank.storage.ddr if on_gpu else 0)
+        return MemoryBudget(
+            np.array(device, dtype=np.int64),
+            np.array(host, dtype=np.int64),
+            self.topology.local_world_size,
         )
-        planned = plan.tables[table.full_name]
-        sends_rows = (
-            plan.num_ranks > 1 and planned.sharding_type != "data_parallel" and not table.pooled
+
+    def _estimator(self) -> OptionEstimator:
+        return OptionEstimator(self.tables, self.constraints, self.topology, self.batch_size)
+
+    def _with_times(self, plan: ShardingPlan, packed_tables: PartialPlan) -> ShardingPlan:
+        """Return the plan with what runs and reports need to know of its tables."""
+        plan, timed = self.describe(plan), {}
+        for number, (name, planned) in enumerate(plan.tables.items()):
+            option = packed_tables.option_of(number)
+            by_part = option.milliseconds_by_part[option.size_numbers]
+            updates = by_part[:, TIME_PARTS.index("update")]
+            timed[name] = replace(
+                planned, update_milliseconds=updates, milliseconds=option.milliseconds
+            )
+        return replace(plan, tables=timed)
+
+    def _error(self, infeasible: InfeasiblePlan) -> InfeasiblePlanError:
+        sizes = [table.parameter.numel() * table.parameter.element_size() for table in self.tables]
+        usable = int(self.budget.device_bytes.min())
+        proof = "no plan was found, which does not prove that there is none"
+        if infeasible.proven:
+            proof = "no plan can exist"
+        return InfeasiblePlanError(
+            f"the tables do not fit: table '{self.tables[infeasible.table].full_name}' "
+            f"{infeasible.reason}. There are {len(sizes)} tables of {format_bytes(sum(sizes))}, "
+            f"and {self.topology.world_size} ranks with at least {format_bytes(usable)} each for "
+            "tables, what updates them and their exchange at "
+            f"batch_size_per_rank={self.batch_size} (memory_bytes_per_rank less planning.reserve): "
+            f"{proof}. Use more ranks, allow more sharding types for the table (sharding_types), "
+            "or give more memory."
         )
-        described[table.full_name] = replace(
-            planned,
-            collection=table.collection,
-            pooled=table.pooled,
-            weighted=bool(constraint.is_weighted),
-            pooling_factors=tuple(factors),
-            distinct_share=ids.distinct_share,
-            deduplicated=sends_rows and ids.repeat_enough and table.mapping is None,
-            update=update.update,
-            optimizer=update.optimizer,
-            update_milliseconds=option.milliseconds_by_part[
-                option.size_numbers, TIME_PARTS.index("update")
-            ],
-            milliseconds=option.milliseconds,
-            update_reason=update.update_reason,
-            update_bytes_per_element=update.bytes_per_element,
-            update_bytes_per_row=update.bytes_per_row,
-        )
-    return replace(plan, tables=described, batch_size=batch_size)
 
 
 def _cost(packed_tables: PartialPlan) -> PlanCost:
@@ -201,26 +212,4 @@ def _cost(packed_tables: PartialPlan) -> PlanCost:
         host_bytes=budget.host_bytes - packed_tables.host_left,
         device_bytes_usable=budget.device_bytes,
         host_bytes_usable=budget.host_bytes,
-    )
-
-
-def _error(
-    tables: Sequence[Table], infeasible: InfeasiblePlan, topology: Topology, batch_size: int
-) -> InfeasiblePlanError:
-    sizes = [table.parameter.numel() * table.parameter.element_size() for table in tables]
-    usable = int(budget_of(topology).device_bytes.min())
-    proof = (
-        "no plan can exist"
-        if infeasible.proven
-        else ("no plan was found, which does not prove that there is none")
-    )
-    return InfeasiblePlanError(
-        f"the tables do not fit: table '{tables[infeasible.table].full_name}' "
-        f"{infeasible.reason}. There are "
-        f"{len(tables)} tables of {format_bytes(sum(sizes))}, and {topology.world_size} ranks "
-        "with at least "
-        f"{format_bytes(usable)} each for tables, what updates them and their exchange at "
-        f"batch_size_per_rank={batch_size} (memory_bytes_per_rank less planning.reserve): {proof}. "
-        "Use more ranks, allow more sharding types for the table (sharding_types), or give more "
-        "memory."
     )

@@ -258,8 +258,8 @@ def some_ranks_in_words(ranks: list[int]) -> str:
 def _rest(tables: Sequence[PlannedTable]) -> str:
     num_hidden = len(tables) - MAX_TABLES
     hidden = (
-        f"{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes "
-        "them all"
+        f"{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes them "
+        "all"
     )
     return hidden if num_hidden > 0 else ""
 

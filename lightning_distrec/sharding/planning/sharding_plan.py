@@ -282,9 +282,8 @@ def plan_from_torchrec(
         if len(keys) != 1:
             raise PlanError(
                 f"plan_file=ShardingPlan(...): '{path}' fits {keys or 'none'} of its modules "
-                f"{list(plan.plan)}. Make "
-                "the plan for the LightningModule, or for the module of it that holds the "
-                "collections."
+                f"{list(plan.plan)}. Make the plan for the LightningModule, or for the module of "
+                "it that holds the collections."
             )
         shardings: Mapping[str, Any] = plan.plan[keys[0]]  # type: ignore[assignment]
         for table in tables:
@@ -308,9 +307,8 @@ def _planned(table: Table, sharding: ParameterSharding, num_ranks: int) -> Plann
     if planned.sharding_type not in SHARDING_TYPES or planned.compute_kernel not in KERNELS:
         raise PlanError(
             f"plan_file=ShardingPlan(...): table '{table.full_name}' is {planned.sharding_type} "
-            "with the kernel "
-            f"{planned.compute_kernel}. Use one of {', '.join(SHARDING_TYPES)}, and one of "
-            f"{', '.join(KERNELS)}."
+            f"with the kernel {planned.compute_kernel}. Use one of {', '.join(SHARDING_TYPES)}, "
+            f"and one of {', '.join(KERNELS)}."
         )
     return planned
 

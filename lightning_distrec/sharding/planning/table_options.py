@@ -87,45 +87,39 @@ class TableOptions:
         if self.pooling_factor is not None and self.pooling_factor <= 0:
             raise ConfigError(f"pooling_factor={self.pooling_factor}: must be above 0.")
         self._check_cache()
-        if self.replicated and (
-            ignored := [name for name in self.explicit_options() if name != "replicated"]
-        ):
+        ignored = [name for name in self.explicit_options() if name != "replicated"]
+        if self.replicated and ignored:
             raise ConfigError(
                 "replicated=True: a table that every rank holds is not planned, and "
-                f"{' and '.join(ignored)} "
-                "would change nothing. Leave those out, or set replicated=False."
+                f"{' and '.join(ignored)} would change nothing. Leave those out, or set "
+                "replicated=False."
             )
         self._check_ids()
         if self.gathered_weight and self.embedding_update not in (None, "auto", "dense"):
             raise ConfigError(
                 f"gathered_weight=True, embedding_update={self.embedding_update!r}: a weight that "
-                "is read has a "
-                "gradient for every row. Leave embedding_update out, or set it to 'dense'."
+                "is read has a gradient for every row. Leave embedding_update out, or set it to "
+                "'dense'."
             )
         if self.gathered_weight and "data_parallel" in (self.sharding_types or []):
             raise ConfigError(
-                "gathered_weight=True: data_parallel tables are not gathered. Set "
-                "replicated=True alone."
+                "gathered_weight=True: data_parallel tables are not gathered. Set replicated=True "
+                "alone."
             )
 
     def _check_ids(self) -> None:
         for name in ("rows", "buckets", "min_sights"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1.")
         if self.rows is not None and self.buckets is not None and self.rows < 2 * self.buckets:
             raise ConfigError(
                 f"rows={self.rows}, buckets={self.buckets}: a bucket needs at least 2 rows."
             )
-        id_options = [
-            name
-            for name in ("rows", "buckets", "evict", "min_sights")
-            if getattr(self, name) is not None
-        ]
-        if id_options and self.ids is None:
-            raise ConfigError(
-                f"{id_options[0]}={getattr(self, id_options[0])!r} is for a table with ids: "
-                "dynamic. Set ids."
-            )
+        for name in ("rows", "buckets", "evict", "min_sights"):
+            value = getattr(self, name)
+            if value is not None and self.ids is None:
+                raise ConfigError(f"{name}={value!r} is for a table with ids: dynamic. Set ids.")
 
     def _check_cache(self) -> None:
         share, kernels = self.cache_load_factor, self.compute_kernels
@@ -138,17 +132,14 @@ class TableOptions:
         if share is not None and kernels is not None and "fused_uvm_caching" not in kernels:
             raise ConfigError(
                 f"cache_load_factor={share}: only a fused_uvm_caching table has a cache, and "
-                f"compute_kernels={kernels} "
-                "leaves that out. Add it, or leave cache_load_factor out."
+                f"compute_kernels={kernels} leaves that out. Add it, or leave cache_load_factor "
+                "out."
             )
 
     def explicit_options(self) -> dict[str, Any]:
         """Return the options that were set, by name."""
-        return {
-            field.name: value
-            for field in fields(self)
-            if (value := getattr(self, field.name)) is not None
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_names(option: str, values: Iterable[str], allowed: tuple[str, ...], noun: str) -> None:
@@ -194,12 +185,11 @@ def options_of_modules(root: nn.Module, tables: list[Table]) -> tuple[ShippedOpt
         if not hasattr(type(module), "table_options"):
             continue
         prefix = f"{path}." if path else ""
+        place = f"table_options() of '{path or type(module).__name__}'"
         try:
             parsed = _parsed(module.table_options())  # type: ignore[operator]
         except ConfigError as error:
-            raise ConfigError(
-                f"table_options() of '{path or type(module).__name__}': {error}"
-            ) from None
+            raise ConfigError(f"{place}: {error}") from None
         fitted: set[str] = set()
         for table in tables:
             if table.full_name == path or table.full_name.startswith(prefix):
@@ -208,10 +198,7 @@ def options_of_modules(root: nn.Module, tables: list[Table]) -> tuple[ShippedOpt
                 fitted |= fitting.keys()
                 shipped.setdefault(table.full_name, []).extend(fitting.values())
         texts = [name if name in fitted else f"{name} (no sharded table)" for name in parsed]
-        lines.append(
-            f"table_options() of '{path or type(module).__name__}' has options of "
-            f"{', '.join(texts)}"
-        )
+        lines.append(f"{place} has options of {', '.join(texts)}")
     return shipped, lines
 
 
@@ -247,8 +234,8 @@ def _known_in_words(tables: list[Table]) -> str:
     if tables:
         return f"The tables are {', '.join(table.full_name for table in tables)}."
     return (
-        "There are no tables: an nn.Embedding is one with convert_embeddings, and from "
-        "min_rows rows on."
+        "There are no tables: an nn.Embedding is one with convert_embeddings, and from min_rows "
+        "rows on."
     )
 
 
@@ -271,8 +258,8 @@ def refuse_named_odd_dims(
         if odd is not None:
             raise ShardingError(
                 f"tables[{name!r}]: '{odd.full_name}' cannot be sharded: "
-                f"{reasons[odd.collection]}. Change the dim, "
-                "give tables of other dims a collection of their own, or set replicated=True alone."
+                f"{reasons[odd.collection]}. Change the dim, give tables of other dims a "
+                "collection of their own, or set replicated=True alone."
             )
 
 
@@ -306,9 +293,8 @@ def replicated_collections(
         elif replicated and not collection_tables[0].pooled:
             raise ConfigError(
                 f"table '{replicated[0].full_name}': replicated=True, but an EmbeddingCollection "
-                "is sharded with all "
-                f"of its tables or not at all. Set it for all tables of '{path}', as '{path}.*', "
-                "or for none."
+                "is sharded with all of its tables or not at all. Set it for all tables of "
+                f"'{path}', as '{path}.*', or for none."
             )
     return paths
 
@@ -332,11 +318,11 @@ def _as_options(name: str, options: TableOptions | Mapping[str, Any]) -> TableOp
 def _fitting(names: tuple[str, str], parsed: Mapping[str, TableOptions]) -> dict[str, TableOptions]:
     """Return the options of a table by what names it; later ones override. names: its name and its
     full name."""
-    fitting = {
-        pattern: options
-        for pattern, options in parsed.items()
-        if pattern not in names and any(fnmatchcase(name, pattern) for name in names)
-    }
+    fitting = {}
+    for pattern, options in parsed.items():
+        fits = any(fnmatchcase(name, pattern) for name in names)
+        if fits and pattern not in names:
+            fitting[pattern] = options
     # The name before the full name, so that the latter wins.
     return fitting | {name: parsed[name] for name in names if name in parsed}
 
@@ -402,9 +388,8 @@ class PlanningOptions:
                 f"planning.estimate_pooling={self.estimate_pooling}: a number of batches is "
                 "needed, 0 for none."
             )
-        if self.plan_file is not None and (
-            not isinstance(self.plan_file, (str, TorchRecPlan)) or not self.plan_file
-        ):
+        is_plan = isinstance(self.plan_file, (str, TorchRecPlan)) and self.plan_file
+        if self.plan_file is not None and not is_plan:
             raise ConfigError(
                 f"plan_file={self.plan_file!r}: a path as a string is needed, or None to let "
                 "tables be planned."

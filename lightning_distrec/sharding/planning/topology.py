@@ -79,8 +79,8 @@ def reservation_of(option: str | float | None, environment: Mapping[str, str]) -
     if not 0 <= number < 100 or number == 1:
         raise ConfigError(
             f"the environment's {VARIABLE}={text!r}: the share of each rank's memory that is not "
-            "for tables is needed, "
-            "from 0 to below 1, as TorchEasyRec has it; or a percentage above 1 and below 100."
+            "for tables is needed, from 0 to below 1, as TorchEasyRec has it; or a percentage "
+            "above 1 and below 100."
         )
     if number < 1:
         return Reservation(share=number, origin=f"environment {VARIABLE}={text}, a share")
@@ -93,12 +93,13 @@ def _parse_reserve(value: str | float) -> Reservation:
     # A number without a unit may mean bytes, GB or percent.
     if not isinstance(value, str) or re.fullmatch(r"[\s\d.]*", value):
         raise ConfigError(f"{option} has no unit. {hint}")
-    if match := PERCENT.fullmatch(value):
+    match = PERCENT.fullmatch(value)
+    if match:
         percent = float(match[1])
         if not 0 < percent < 100:
             raise ConfigError(
-                f"{option}: a percentage above 0 and below 100 is needed, or "
-                f"nothing is left. {hint}"
+                f"{option}: a percentage above 0 and below 100 is needed, or nothing is left. "
+                f"{hint}"
             )
         return Reservation(share=percent / 100, origin="argument")
     if value.strip().isalpha():
@@ -122,10 +123,8 @@ class RankMemory:
         if usable[rank] <= 0:
             raise PlanError(
                 f"{reservation.in_words} ({reservation.origin}) are reserved for what is not "
-                f"tables, and rank {rank} "
-                f"has {format_bytes(self.device_bytes[rank])}: nothing is left for tables. "
-                "Reserve less by "
-                "planning.reserve, or use ranks with more memory."
+                f"tables, and rank {rank} has {format_bytes(self.device_bytes[rank])}: nothing is "
+                "left for tables. Reserve less by planning.reserve, or use ranks with more memory."
             )
         host_reservation = reservation.of_host()
         usable_of_host = tuple(

@@ -108,23 +108,13 @@ class Traffic:
         return total
 
     def matrix(self, kind: str | None = None) -> Vector:
-        """Return, (num_ranks, num_ranks), what each rank sends to each other rank."""
-        node, on_node, _ = self._nodes()
-        ranks = np.arange(len(node))
-        total = np.zeros((len(node), len(node)))
-        sender, receiver = np.meshgrid(ranks, ranks, indexing="ij")
-        # The local rank. It counts only where nodes are alike, whose ranks follow one another.
-        place = ranks % on_node[node]
-        same_local_rank = (place[sender] == place[receiver]) & (node[sender] != node[receiver])
-        next_on_node = ranks - place + (place + 1) % on_node[node]
+        """Return, (num_ranks, num_ranks), what each rank of one node sends to each other rank."""
+        assert self.layout.num_nodes == 1
+        ranks = np.arange(self.layout.num_ranks)
+        total = np.zeros((len(ranks), len(ranks)))
         for flow in self._flows(kind):
             total += flow.to_rank[None, :] + flow.from_rank[:, None]
-            total[ranks, np.roll(ranks, -1)] += flow.ring
-            if self.layout.alike:
-                total[ranks, next_on_node] += flow.ring_on_node[node]
-                total += same_local_rank * (
-                    flow.to_node[node][None, :] + flow.from_node[node][:, None]
-                )
+            total[ranks, np.roll(ranks, -1)] += flow.ring + flow.ring_on_node[0]
         np.fill_diagonal(total, 0.0)
         return total
 
@@ -171,8 +161,7 @@ def estimate_traffic(
         if sharding_type not in _BY_TYPE:
             raise PlanError(
                 f"table '{group[0].name}' is sharded {sharding_type!r}, whose exchanges are not "
-                "known. Use one of "
-                f"{', '.join(_BY_TYPE)}."
+                f"known. Use one of {', '.join(_BY_TYPE)}."
             )
         # Gradients of one exchange are one tensor, so that those of frozen tables are sent along.
         learns = any(table.learns for table in group)

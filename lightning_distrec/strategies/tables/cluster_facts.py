@@ -30,8 +30,7 @@ from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_access import without_guards
 from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
-from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions, SetUpInputs
 from lightning_distrec.units import format_bandwidth, format_bytes
 
 
@@ -49,12 +48,21 @@ class ClusterFacts:
     memory_origin: str
     reservation: Reservation
     bandwidths: AssumedBandwidths
-    names: tuple[str, ...]
-    """The bandwidths that matter on these ranks."""
     batch_size: Origin
     """Examples per rank and step."""
     dense_bytes: int
     """Parameters, gradients and optimizer state of the layers without tables, on a rank."""
+
+    @property
+    def names(self) -> list[str]:
+        """The bandwidths by which plans for these ranks differ."""
+        on_cpu = self.devices[0].type == "cpu"
+        names = ["host_memory"] if on_cpu else ["device_memory", "host_to_device"]
+        if self.layout.ranks_on_node > 1 and self.layout.alike:
+            names.append("intra_node")
+        if self.layout.num_nodes > 1:
+            names.append("cross_node")
+        return names
 
     @property
     def in_words(self) -> str:
@@ -80,11 +88,10 @@ class ClusterFacts:
             ),
             ("reserved for all but tables", self.reservation.in_words, self.reservation.origin),
         ]
-        bandwidths = [(name, getattr(self.bandwidths, name)) for name in self.names]
-        return rows + [
-            (name, format_bandwidth(bandwidth.bytes_per_second), bandwidth.origin)
-            for name, bandwidth in bandwidths
-        ]
+        for name in self.names:
+            bandwidth = getattr(self.bandwidths, name)
+            rows.append((name, format_bandwidth(bandwidth.bytes_per_second), bandwidth.origin))
+        return rows
 
     @property
     def _memory_in_words(self) -> str:
@@ -125,15 +132,13 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     local_facts = consensus.all_or_none("setup", look)
     gathered = consensus.all_gather((*local_facts, device))
     request, reservation = gathered[0][0]
-    # Replicas of a shard lie on several ranks, of which the smallest must hold it.
-    memory = RankMemory(
-        device_bytes=tuple(
-            min(gathered[r][1] for r in groups.same_shards(rank)) for rank in range(groups.size)
-        ),
-        host_bytes=tuple(
-            min(gathered[r][2] for r in groups.same_shards(rank)) for rank in range(groups.size)
-        ),
-    )
+    device_bytes, host_bytes = [], []
+    for rank in range(groups.size):
+        # Replicas of a shard lie on several ranks, of which the smallest must hold it.
+        replicas = [gathered[replica] for replica in groups.same_shards(rank)]
+        device_bytes.append(min(facts[1] for facts in replicas))
+        host_bytes.append(min(facts[2] for facts in replicas))
+    memory = RankMemory(device_bytes=tuple(device_bytes), host_bytes=tuple(host_bytes))
     shares = layout.num_ranks if inputs.shards_dense else 1
     dense = dense_bytes(
         inputs.module, decisions.tables, decisions.optimizers, str(inputs.trainer.precision), shares
@@ -152,19 +157,9 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
         else "memory_bytes_per_rank",
         reservation=reservation,
         bandwidths=bandwidths,
-        names=names_of_bandwidths(in_group, device),
         batch_size=settings.batch_size_in_words,
         dense_bytes=dense,
     )
-
-
-def names_of_bandwidths(layout: NodeLayout, device: torch.device) -> tuple[str, ...]:
-    """Return the bandwidths by which plans for these ranks differ; torchrec's others have no
-    effect."""
-    names = ["host_memory"] if device.type == "cpu" else ["device_memory", "host_to_device"]
-    names += ["intra_node"] if layout.ranks_on_node > 1 and layout.alike else []
-    names += ["cross_node"] if layout.num_nodes > 1 else []
-    return tuple(names)
 
 
 NUM_LISTED = 10
@@ -231,10 +226,9 @@ def _warn_of_full_tables(tables: list[Table], ranks_on_node: int) -> None:
         rank_zero_warn(
             f"{ranks_on_node} ranks of a node have built {format_bytes(full)} of full tables each, "
             f"{format_bytes(full * ranks_on_node)} of its {format_bytes(node_bytes)}, before the "
-            "strategy could share "
-            "them out. Build tables in configure_model, under lightning_distrec.meta_tables() or "
-            "under "
-            "trainer.init_module(): each rank makes its own rows only."
+            "strategy could share them out. Build tables in configure_model, under "
+            "lightning_distrec.meta_tables() or under trainer.init_module(): each rank makes its "
+            "own rows only."
         )
 
 
@@ -250,8 +244,8 @@ def _message(place: str, needed: int, free: int, tables: list[Table], plan: Shar
         )
         shards = format_bytes(float(plan.tables[table.full_name].shard_bytes(updates=True).max()))
         lines.append(
-            f"\n  - table '{table.full_name}' ({rows:,} x {columns}): {full}{shards} in "
-            "its largest shard"
+            f"\n  - table '{table.full_name}' ({rows:,} x {columns}): {full}{shards} in its "
+            "largest shard"
         )
     if len(tables) > NUM_LISTED:
         lines.append(f"\n  - and {len(tables) - NUM_LISTED} more")
@@ -263,6 +257,6 @@ def _message(place: str, needed: int, free: int, tables: list[Table], plan: Shar
         )
     return (
         f"{place} cannot hold its shards (rows, gradients, optimizer state): sharding takes "
-        f"{format_bytes(needed)} "
-        f"more, and {format_bytes(free)} are free.{''.join(lines)}\n{way_out}"
+        f"{format_bytes(needed)} more, and {format_bytes(free)} are "
+        f"free.{''.join(lines)}\n{way_out}"
     )

@@ -1,21 +1,19 @@
 """Decides about each table of an unsharded module: whether to shard it, its update, its
 constraints, what to refuse."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import init_optimizers_and_schedulers
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.optimizers.param_groups import StateOnMeta
 from lightning_distrec.optimizers.table_optimizer import (
-    OwnOptimizer,
     build_table_optimizers,
     parse_table_optimizer,
 )
@@ -27,7 +25,7 @@ from lightning_distrec.optimizers.torchrec_optimizers import (
     share_kernels,
     take_in_backward,
 )
-from lightning_distrec.optimizers.translation import TableUpdate, frozen, name_optimizer, translate
+from lightning_distrec.optimizers.translation import TableUpdate, name_optimizer, translate
 from lightning_distrec.optimizers.updates_in_backward import (
     hooks_without_gradients,
     obstacle_to_backward_updates,
@@ -62,357 +60,247 @@ from lightning_distrec.strategies.tables.replicas import (
     warn_of_replicas,
     why_kept,
 )
-from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import (
+    Decisions,
+    SetUpInputs,
+    TableRecord,
+    TableSettings,
+)
 from lightning_distrec.strategies.tables.weight_reads import read_tables
 from lightning_distrec.units import format_bytes
 
 
-@dataclass(frozen=True)
-class SelectedTables:
-    """The tables to shard in a module, and the options of each."""
-
-    tables: list[Table]
-    options: dict[str, TableOptions]
-    """By full name."""
-    left_alone: dict[str, str]
-    """Path -> reason, of modules that hold tables and are not sharded."""
-    replicated: set[str]
-    """Collections that stay ordinary layers, because their tables have replicated=True."""
-    read: dict[str, str]
-    """Full name -> where the module reads its weight, of sharded tables whose weight is not
-    gathered."""
-    shipped: list[str]
-    """Which modules ship options, for reports."""
-
-    @property
-    def warnings(self) -> list[str]:
-        """Modules with tables that are not sharded, and tables whose weight will be missing."""
-        unsharded = [
-            f"'{path}' is not sharded, every rank has all of it: {reason}."
-            for path, reason in self.left_alone.items()
-        ]
-        return unsharded + [
-            f"the weight of table '{name}' is read in {method}, but each rank has a shard of it, "
-            "so that this raises. "
-            f"Set tables={{'{name}': {{'gathered_weight': True}}}}, or 'replicated': True."
-            for name, method in self.read.items()
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decisions:
-    """The tables to shard in an unsharded module, with the updates and constraints of each by full
-    name."""
-
-    selection: SelectedTables
-    updates: dict[str, TableUpdate]
-    constraints: dict[str, TableConstraints]
-    warnings: list[str] = field(default_factory=list)
-    optimizers: list[Optimizer] = field(default_factory=list)
-    """Those of configure_optimizers."""
-    lr_scheduler_configs: list[Any] = field(default_factory=list)
-    own_optimizers: list[OwnOptimizer] = field(default_factory=list)
-    """Those of tables alone, by table_optimizer."""
-    in_backward: dict[str, Optimizer] = field(default_factory=dict)
-    """Full name of a table -> its optimizer by apply_optimizer_in_backward."""
-
-    @property
-    def tables(self) -> list[Table]:
-        """The tables to shard."""
-        return self.selection.tables
-
-    @property
-    def table_optimizers(self) -> list[Optimizer]:
-        """Optimizers of tables alone."""
-        return [own_optimizer.optimizer for own_optimizer in self.own_optimizers]
-
-
 def select_tables(
     module: nn.Module, settings: TableSettings, left_alone: Mapping[str, str] | None = None
-) -> SelectedTables:
-    """Find the tables to shard in an unsharded module: the one place that looks. Raises
-    ConfigError, ShardingError.
+) -> Decisions:
+    """Find the tables to shard in an unsharded module: the one place that looks.
 
     left_alone: path -> reason, of what is not sharded because another rank cannot.
+    Raises ConfigError, ShardingError.
     """
     give_rows_to_buffers(module)
     candidates = find_tables(module, settings.conversion)
-    if left_alone:
-        shardable = [table for table in candidates.tables if table.collection not in left_alone]
-        candidates = replace(
-            candidates, tables=shardable, left_alone=candidates.left_alone | dict(left_alone)
-        )
-    refuse_named_odd_dims(
-        candidates.tables, candidates.odd_tables, candidates.left_alone, settings.table_options
-    )
-    shipped, shipped_in_words = options_of_modules(module, candidates.tables)
+    reasons = candidates.left_alone | dict(left_alone or {})
+    tables = [table for table in candidates.tables if table.collection not in reasons]
+    refuse_named_odd_dims(tables, candidates.odd_tables, reasons, settings.table_options)
+    shipped, shipped_in_words = options_of_modules(module, tables)
     options = options_by_table(
-        [*candidates.tables, *candidates.odd_tables],
-        settings.default_options,
-        settings.table_options,
-        shipped,
+        [*tables, *candidates.odd_tables], settings.default_options, settings.table_options, shipped
     )
-    replicated = replicated_collections(candidates.tables, settings.table_options, shipped)
-    tables = [table for table in candidates.tables if table.collection not in replicated]
+    replicated = replicated_collections(tables, settings.table_options, shipped)
+    tables = [table for table in tables if table.collection not in replicated]
     # Before weights are looked for: it may give an unsharded table another number of rows.
     tables = [with_dynamic_ids(table, options[table.full_name]) for table in tables]
     refuse_shared_features(tables)
     read = read_tables(module, tables, options)
-    # Asked for by its path, an embedding is sharded although its weight is read, and the read
-    # raises by name.
-    if isinstance(settings.conversion.selected, str):  # not asked for by name
-        # On meta there may be no rows to keep on every rank: such a table is sharded, and reading
-        # its weight raises.
-        tables = [
-            table
-            for table in tables
-            if table.full_name not in read
-            or (table.parameter.is_meta and not can_have_rows(table.parameter))
-        ]
-    # A table with replicated=True is still here where the collection is sharded because of its
-    # other tables.
-    table_options = {
-        name: TableOptions(sharding_types=["data_parallel"])
-        if options[name].replicated
-        else options[name]
-        for name in (table.full_name for table in tables)
-    }
-    left_alone = candidates.left_alone | {
-        name: f"its weight is read in {method}. To shard it, set tables={{'{name}': "
-        f"{{'gathered_weight': True}}}}"
-        for name, method in read.items()
-        if name not in table_options
-    }
-    read = {name: method for name, method in read.items() if name in table_options}
-    give_rows_to_unsharded(module, {id(table.parameter) for table in tables})
-    return SelectedTables(tables, table_options, left_alone, replicated, read, shipped_in_words)
+    records = []
+    for table in tables:
+        name = table.full_name
+        read_in, table_options = read.get(name, ""), options[name]
+        if read_in and _stays_full(table, settings):
+            reasons[name] = (
+                f"its weight is read in {read_in}. To shard it, set tables={{'{name}': "
+                "{'gathered_weight': True}}"
+            )
+            continue
+        # Here where its collection is sharded because of its other tables.
+        if table_options.replicated:
+            table_options = TableOptions(sharding_types=["data_parallel"])
+        records.append(TableRecord(table=table, options=table_options, read_in=read_in))
+    give_rows_to_unsharded(module, {id(record.table.parameter) for record in records})
+    return Decisions(
+        records=records,
+        left_alone=reasons,
+        replicated=replicated,
+        shipped=shipped_in_words,
+        warnings=_warn_of_selection(records, reasons),
+    )
 
 
-class FitUpdates(NamedTuple):
-    """What updates each table in a fit."""
+def _stays_full(table: Table, settings: TableSettings) -> bool:
+    """Return whether a table whose weight is read, and not gathered, stays on every rank."""
+    # Asked for by its path, an embedding is sharded, and the read raises by name.
+    if not isinstance(settings.conversion.selected, str):
+        return False
+    # On meta there may be no rows to keep: such a table is sharded, and reading it raises.
+    return not table.parameter.is_meta or can_have_rows(table.parameter)
 
-    updates: dict[str, TableUpdate]
-    """By full name."""
-    own_optimizers: list[OwnOptimizer]
-    in_backward: dict[str, Optimizer]
-    warnings: list[str]
+
+def _warn_of_selection(records: list[TableRecord], left_alone: Mapping[str, str]) -> list[str]:
+    """Return which modules with tables are not sharded, and which weights will be missing."""
+    warnings = []
+    for path, reason in left_alone.items():
+        warnings.append(f"'{path}' is not sharded, every rank has all of it: {reason}.")
+    for record in records:
+        if record.read_in:
+            warnings.append(
+                f"the weight of table '{record.name}' is read in {record.read_in}, but each rank "
+                f"has a shard of it, so that this raises. Set tables={{'{record.name}': "
+                "{'gathered_weight': True}}, or 'replicated': True."
+            )
+    return warnings
 
 
-def updates_in_fit(
-    selection: SelectedTables,
+def has_unsharded_collections(module: nn.Module, settings: TableSettings) -> bool:
+    """Return whether collections were added to a module whose tables an earlier run has sharded."""
+    # Plain embeddings that stay unsharded were decided about in the earlier run.
+    tables = find_tables(module, NO_CONVERSION).tables
+    shipped, _ = options_of_modules(module, tables)
+    replicated = replicated_collections(tables, settings.table_options, shipped)
+    return any(table.collection not in replicated for table in tables)
+
+
+# ------------------------------------------------------------------------------- updates in a fit
+
+
+def decide_updates(
+    decisions: Decisions,
     module: LightningModule,
-    optimizers: list[Optimizer],
     trainer: Any,
     precision: Any,
     device: torch.device,
     earlier: Mapping[str, list[nn.Parameter]],
     retained_for: str = "",
-) -> FitUpdates:
-    """Return what updates each table in a fit, the tables' own optimizers, and warnings.
+) -> None:
+    """Decide what updates each table in a fit, once `decisions` has the optimizers of the module.
 
-    optimizers: those of configure_optimizers, which tables with an own one leave.
     trainer: or what has its callbacks, precision, accumulate_grad_batches and gradient_clip_val.
     precision: its plugin, or what has the plugin's scaler. earlier: see `decide`. retained_for:
-    what else needs the gradients. Raises OptimizerError, UnsupportedError.
+    what else needs the gradients. Tables with an optimizer of their own leave those of the module.
+    Raises OptimizerError, UnsupportedError.
     """
-    tables = selection.tables
-    parameters = {table.full_name: table.parameter for table in tables}
-    table_optimizers = {
-        name: parse_table_optimizer(f"optimizer of table '{name}'", option.optimizer)
-        for name, option in selection.options.items()
-        if option.optimizer is not None
-    }
-    members = members_of(optimizers)
-    in_backward = take_in_backward(parameters, table_optimizers, members, earlier)
-    own_optimizers = build_table_optimizers(
-        parameters, table_optimizers, optimizers, module.automatic_optimization, earlier
+    records, optimizers = decisions.records, decisions.optimizers
+    parameters = {record.name: record.table.parameter for record in records}
+    described = {}
+    for record in records:
+        if record.options.optimizer is not None:
+            place = f"optimizer of table '{record.name}'"
+            described[record.name] = parse_table_optimizer(place, record.options.optimizer)
+    members, automatic = members_of(optimizers), module.automatic_optimization
+    in_backward = take_in_backward(parameters, described, members, earlier)
+    decisions.own_optimizers = build_table_optimizers(
+        parameters, described, optimizers, automatic, earlier
     )
-    modes = {name: _mode(name, option) for name, option in selection.options.items()}
-    all_optimizers = [
-        *members,
-        *(entry.optimizer for entry in own_optimizers),
-        *in_backward.values(),
-    ]
-    updates: dict[str, TableUpdate] = {}
-    # Where one process steps in every backward too, nothing that comes between backward and step is
-    # an obstacle.
+    all_optimizers = [*members, *decisions.table_optimizers, *in_backward.values()]
+    modes = {record.name: _mode(record.name, record.options) for record in records}
+    plain = [record.name for record in records if record.table.plain is not None]
+
+    def translated(names: Iterable[str], obstacle: str) -> dict[str, TableUpdate]:
+        some = {name: parameters[name] for name in names}
+        return translate(some, modes, all_optimizers, device.type, obstacle, plain, earlier)
+
     obstacle = retained_for or obstacle_to_backward_updates(trainer, module, precision)
-    if module.automatic_optimization and len(members) > len(optimizers):
+    if automatic and len(members) > len(optimizers):
         obstacle = obstacle or "each optimizer of CombinedOptimizer runs backward"
-    for names, reason in [
-        (parameters.keys() - in_backward.keys(), obstacle),
-        (in_backward.keys(), retained_for),
-    ]:
-        updates |= translate(
-            {name: parameter for name, parameter in parameters.items() if name in names},
-            modes,
-            all_optimizers,
-            device.type,
-            reason,
-            {table.full_name for table in tables if table.plain is not None},
-            earlier,
+    updates = translated([name for name in parameters if name not in in_backward], obstacle)
+    # Where one process steps in every backward too, nothing between backward and step matters.
+    updates |= translated(in_backward, retained_for)
+    updates |= share_kernels({n: name_optimizer(updates[n], ANNOUNCED) for n in in_backward})
+    for own_optimizer in decisions.own_optimizers:
+        for name in own_optimizer.tables:
+            updates[name] = name_optimizer(updates[name], "table_optimizer's ")
+    for record in records:
+        record.update, record.in_backward = updates[record.name], in_backward.get(record.name)
+        if record.options.gathered_weight and record.update.kind == "dense":
+            size = format_bytes(record.table.parameter.nbytes)
+            reason = f"gathered weight: {size} and its gradient on each rank"
+            record.update = replace(record.update, reason=reason)
+    _refuse_inexact(decisions, module, trainer, precision, retained_for)
+
+
+def _refuse_inexact(
+    decisions: Decisions, module: LightningModule, trainer: Any, precision: Any, retained_for: str
+) -> None:
+    """Raise where updates inside of backward are not exact; add warnings."""
+    fused, averaged, half = [], [], []
+    for record in decisions.records:
+        if not record.update.in_backward and record.in_backward is None:
+            continue
+        if record.in_backward is None:
+            fused.append(record.name)
+        elif retained_for or "data_parallel" in (record.options.sharding_types or ()):
+            averaged.append(record.name)
+        if record.update.in_backward and record.table.parameter.dtype == torch.float16:
+            half.append(record.name)
+    refuse_inexact_settings(trainer, precision, fused)
+    refuse_inexact_in_backward(trainer, precision, list(decisions.in_backward), averaged)
+    if half:
+        decisions.warnings.append(
+            f"table {_first_of(half)} has float16 rows: FBGEMM rounds them after every update, so "
+            "that they differ from an unsharded run's by about that rounding."
         )
-    updates |= share_kernels({
-        name: name_optimizer(updates[name], ANNOUNCED) for name in in_backward
-    })
-    updates |= {
-        name: name_optimizer(updates[name], "table_optimizer's ")
-        for own_optimizer in own_optimizers
-        for name in own_optimizer.tables
-    }
-    updates |= {
-        name: replace(
-            updates[name],
-            reason=f"gathered weight: {format_bytes(parameters[name].nbytes)} and its gradient on "
-            "each rank",
+    hooks = hooks_without_gradients(trainer, module, fused)
+    if hooks:
+        decisions.warnings.append(hooks)
+
+
+def _first_of(names: list[str]) -> str:
+    return f"'{names[0]}'" + (f" and {len(names) - 1} more" if names[1:] else "")
+
+
+def _warn_of_untrained(decisions: Decisions) -> None:
+    names = []
+    for record in decisions.records:
+        if record.update.kind == "frozen" and record.table.parameter.requires_grad:
+            names.append(record.name)
+    if names:
+        decisions.warnings.append(
+            f"table {_first_of(names)} can be trained and is in no optimizer: it stays as it is. "
+            "Give it to one in configure_optimizers, by table_optimizer or by "
+            "apply_optimizer_in_backward; or set requires_grad=False, if it is to stay."
         )
-        for name, option in selection.options.items()
-        if option.gathered_weight and updates[name].kind == "dense"
-    }
-    fused = [name for name, update in updates.items() if update.in_backward]
-    refuse_inexact_settings(trainer, precision, [name for name in fused if name not in in_backward])
-    options = selection.options
-    averaged = [
-        name
-        for name in in_backward
-        if retained_for or "data_parallel" in (options[name].sharding_types or ())
-    ]
-    refuse_inexact_in_backward(trainer, precision, list(in_backward), averaged)
-    hooks = hooks_without_gradients(
-        trainer, module, [name for name in fused if name not in in_backward]
-    )
-    warnings = [*_warn_of_half_precision(tables, fused), *filter(None, [hooks])]
-    in_order = {name: updates[name] for name in parameters}
-    return FitUpdates(in_order, own_optimizers, in_backward, warnings)
 
 
-def _warn_of_untrained(tables: list[Table], updates: Mapping[str, TableUpdate]) -> list[str]:
-    names = [
-        t.full_name
-        for t in tables
-        if updates[t.full_name].kind == "frozen" and t.parameter.requires_grad
-    ]
-    if not names:
-        return []
-    return [
-        f"table '{names[0]}'{f' and {len(names) - 1} more' if names[1:] else ''} can be trained "
-        "and is in no "
-        "optimizer: it stays as it is. Give it to one in configure_optimizers, by table_optimizer "
-        "or by "
-        "apply_optimizer_in_backward; or set requires_grad=False, if it is to stay."
-    ]
-
-
-def constraints_of(
-    selection: SelectedTables,
-    updates: Mapping[str, TableUpdate],
-    device: torch.device,
-    layout: NodeLayout,
-) -> dict[str, TableConstraints]:
-    """Return the constraints of each table, by full name. Raises ConfigError, PlanError: they
-    contradict each other."""
-    return {
-        t.full_name: _constraints(
-            t, selection.options[t.full_name], updates[t.full_name], device, layout
-        )
-        for t in selection.tables
-    }
+def decide_constraints(decisions: Decisions, device: torch.device, layout: NodeLayout) -> None:
+    """Decide what a plan may do with each table. Raises ConfigError, PlanError: contradictions."""
+    for record in decisions.records:
+        record.constraints = _constraints(record, device, layout)
 
 
 def decide(
-    inputs: SetUpInputs, selection: SelectedTables, earlier: Mapping[str, list[nn.Parameter]]
-) -> Decisions:
+    inputs: SetUpInputs, decisions: Decisions, earlier: Mapping[str, list[nn.Parameter]]
+) -> None:
     """Decide about the selected tables on this rank, without exchanges between ranks.
 
     earlier: full name -> the shards of an earlier run of the module.
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see
     docs.
     """
-    trainer, module, tables = inputs.trainer, inputs.module, selection.tables
+    trainer, module, tables = inputs.trainer, inputs.module, decisions.tables
+    unsharded = decisions.left_alone | dict.fromkeys(decisions.replicated, "replicated=True")
     if inputs.fits:
-        refuse_unsharded_mappings(module, selection.left_alone, inputs.layout.num_ranks)
-    _refuse_dense_on_meta(
-        module,
-        tables,
-        selection.left_alone | dict.fromkeys(selection.replicated, "replicated=True"),
-    )
-    optimizers: list[Optimizer] = []
-    schedulers: list[Any] = []
-    own_optimizers: list[OwnOptimizer] = []
-    in_backward: dict[str, Optimizer] = {}
-    updates = {table.full_name: frozen("evaluation only") for table in tables}
-    warnings = selection.warnings
+        refuse_unsharded_mappings(module, decisions.left_alone, inputs.layout.num_ranks)
+    _refuse_dense_on_meta(module, tables, unsharded)
     if tables and inputs.fits:
         with StateOnMeta(table.parameter for table in tables):
             optimizers, schedulers = init_optimizers_and_schedulers(module, refuse_markers)
-            optimizers = see_through(optimizers)
-            updates, own_optimizers, in_backward, update_warnings = updates_in_fit(
-                selection,
-                module,
-                optimizers,
-                trainer,
-                trainer.precision_plugin,
-                inputs.device,
-                earlier,
-                why_kept(inputs.groups),
-            )
-        warnings += [
-            *update_warnings,
-            *_warn_of_untrained(tables, updates),
-            *warn_of_replicas(inputs.groups),
-        ]
-        refuse_with_groups(inputs.groups, updates, selection.options, trainer.callbacks)  # type: ignore[attr-defined]
-        if own_optimizers:
+            decisions.optimizers = see_through(optimizers)
+            plugin, retained_for = trainer.precision_plugin, why_kept(inputs.groups)
+            decide_updates(decisions, module, trainer, plugin, inputs.device, earlier, retained_for)
+        _warn_of_untrained(decisions)
+        decisions.warnings += warn_of_replicas(inputs.groups)
+        refuse_with_groups(inputs.groups, decisions.records, trainer.callbacks)  # type: ignore[attr-defined]
+        decisions.lr_scheduler_configs = list(schedulers)
+        for own_optimizer in decisions.own_optimizers:
+            decisions.lr_scheduler_configs += own_optimizer.schedulers
+        if decisions.own_optimizers:
             _report_left_embeddings(module, tables)
-    return Decisions(
-        selection=selection,
-        updates=updates,
-        constraints=constraints_of(selection, updates, inputs.device, inputs.group_layout),
-        warnings=warnings,
-        optimizers=optimizers,
-        lr_scheduler_configs=[
-            *schedulers,
-            *(
-                scheduler
-                for own_optimizer in own_optimizers
-                for scheduler in own_optimizer.schedulers
-            ),
-        ],
-        own_optimizers=own_optimizers,
-        in_backward=in_backward,
-    )
+    decide_constraints(decisions, inputs.device, inputs.group_layout)
 
 
 def _report_left_embeddings(module: nn.Module, tables: list[Table]) -> None:
     """Log which embeddings table_optimizer does not update, where some are not sharded."""
     sharded = {id(table.parameter) for table in tables}
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    unsharded = [
-        path
-        for path, m in module.named_modules()
-        if isinstance(m, kinds) and id(m.weight) not in sharded
-    ]
+    unsharded = []
+    for path, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and id(child.weight) not in sharded:
+            unsharded.append(path)
     if unsharded:
-        suffix = f" and {len(unsharded) - 1} more" if unsharded[1:] else ""
         rank_zero_info(
-            f"table_optimizer: '{unsharded[0]}'{suffix} is not sharded, and stays with the "
-            "optimizer of "
-            "configure_optimizers. convert_embeddings, min_rows and replicated decide what is "
+            f"table_optimizer: {_first_of(unsharded)} is not sharded, and stays with the optimizer "
+            "of configure_optimizers. convert_embeddings, min_rows and replicated decide what is "
             "sharded."
         )
-
-
-def _warn_of_half_precision(tables: list[Table], fused: list[str]) -> list[str]:
-    names = [
-        t.full_name for t in tables if t.parameter.dtype == torch.float16 and t.full_name in fused
-    ]
-    if not names:
-        return []
-    return [
-        f"table '{names[0]}'{f' and {len(names) - 1} more' if names[1:] else ''} has float16 "
-        "rows: FBGEMM rounds them "
-        "after every update, so that they differ from an unsharded run's by about that rounding."
-    ]
 
 
 def _mode(name: str, options: TableOptions) -> str:
@@ -428,8 +316,7 @@ def _mode(name: str, options: TableOptions) -> str:
     if len(types) > 1:
         raise ConfigError(
             f"table '{name}': sharding_types={types}: data_parallel (every rank holds the table, "
-            "its gradient is "
-            "averaged) must stand alone, because the table's update depends on it."
+            "its gradient is averaged) must stand alone, because the table's update depends on it."
         )
     if mode not in ("auto", "dense"):
         raise ConfigError(
@@ -438,26 +325,10 @@ def _mode(name: str, options: TableOptions) -> str:
     return "dense"
 
 
-def has_unsharded_collections(module: nn.Module, settings: TableSettings) -> bool:
-    """Return whether collections were added to a module whose tables an earlier run has sharded."""
-    # Plain embeddings are not looked at: those that stay unsharded were decided about in the
-    # earlier run.
-    tables = find_tables(module, NO_CONVERSION).tables
-    shipped, _ = options_of_modules(module, tables)
-    replicated = replicated_collections(tables, settings.table_options, shipped)
-    return any(table.collection not in replicated for table in tables)
-
-
-def _constraints(
-    table: Table,
-    options: TableOptions,
-    update: TableUpdate,
-    device: torch.device,
-    layout: NodeLayout,
-) -> TableConstraints:
-    # Ids are mapped where their rows are, so such a table is row-wise whatever the options allow
-    # otherwise.
-    options = with_mapping(table, options, layout)
+def _constraints(record: TableRecord, device: torch.device, layout: NodeLayout) -> TableConstraints:
+    table, update = record.table, record.update
+    # Ids are mapped where their rows are, so such a table is row-wise whatever else is allowed.
+    options = with_mapping(table, record.options, layout)
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":
         options = replace(options, sharding_types=["table_wise"], compute_kernels=None)
     optimizer = type(update.param_group.optimizer).__name__ if update.param_group else ""
@@ -489,12 +360,11 @@ def _refuse_dense_on_meta(
         if path is not None:
             raise ShardingError(
                 f"'{path}' is not sharded ({left_alone[path]}), so that its tables on the meta "
-                "device get no rows. "
-                "Build its collection with device='cpu', or outside of configure_model."
+                "device get no rows. Build its collection with device='cpu', or outside of "
+                "configure_model."
             )
         raise ShardingError(
             f"parameter '{name}' is on the meta device, and only tables get their values from the "
-            "strategy. Build "
-            "the module without torch.device('meta'); tables built in configure_model take no "
-            "memory by themselves."
+            "strategy. Build the module without torch.device('meta'); tables built in "
+            "configure_model take no memory by themselves."
         )

@@ -82,21 +82,18 @@ class FullTables(DistRecStrategy[AnyRun]):
         if tables is not None and tables.fused_tables:
             raise OptimizerError(
                 f"gradient_norms: table '{tables.fused_tables[0]}' has no gradient, because it is "
-                "updated inside of "
-                "backward. Override on_before_optimizer_step, or set embedding_update='sparse' or "
-                "'dense'."
+                "updated inside of backward. Override on_before_optimizer_step, or set "
+                "embedding_update='sparse' or 'dense'."
             )
-        table_shards = (
-            {}
-            if tables is None
-            else {n: s for n, s in tables.shards.shards.items() if not s[0].replicated}
-        )
-        table_norms = _table_norms(
-            table_shards, order, None if tables is None else tables.shards.groups.sharding
-        )
-        table_by_weight = {
-            id(shard.weight): name for name, shards in table_shards.items() for shard in shards
-        }
+        table_shards: dict[str, list[LocalShard]] = {}
+        table_norms: dict[str, float] = {}
+        table_by_weight: dict[int, str] = {}
+        if tables is not None:
+            for name, shards in tables.shards.shards.items():
+                if not shards[0].replicated:
+                    table_shards[name] = shards
+                    table_by_weight |= {id(shard.weight): name for shard in shards}
+            table_norms = _table_norms(table_shards, order, tables.shards.groups.sharding)
         norms: dict[str, float] = {}
         for name, parameter in self.module.named_parameters():
             table = table_by_weight.get(id(parameter))
@@ -149,44 +146,40 @@ class FullTables(DistRecStrategy[AnyRun]):
         if groups.num_replicas > 1 and not groups.exchanges_gradients:
             raise ConfigError(
                 f"NormalizeRows: rows of '{name}' are to have norm 1, but with "
-                f"sync_interval={groups.sync_interval} "
-                "groups average rows, and a mean of such rows is shorter. Set max_norm, which "
-                "means keep, or "
-                "sync_interval=1."
+                f"sync_interval={groups.sync_interval} groups average rows, and a mean of such "
+                "rows is shorter. Set max_norm, which means keep, or sync_interval=1."
             )
 
 
 def _scale(tables: ShardedTables, name: str, max_norm: float | None) -> None:
-    shards = tables.shards[name]
-    row_norms = [
-        (shard, torch.linalg.vector_norm(shard.weight, dim=1))
-        for shard in shards
-        if shard.weight.numel()
-    ]
+    shards = [shard for shard in tables.shards[name] if shard.weight.numel()]
+    row_norms = [torch.linalg.vector_norm(shard.weight, dim=1) for shard in shards]
     if "column" in tables.plan[name].sharding_type:
-        num_rows = next(
-            table.config.num_embeddings for table in tables.tables if table.full_name == name
-        )
-        squares = torch.zeros(num_rows, dtype=torch.float64, device=shards[0].weight.device)
-        for shard, norms in row_norms:
-            squares[shard.row : shard.row + len(norms)] += norms.double().square()
+        (table,) = [table for table in tables.tables if table.full_name == name]
+        weight = tables.shards[name][0].weight
+        num_rows = table.config.num_embeddings
+        squares = torch.zeros(num_rows, dtype=torch.float64, device=weight.device)
+        places = [slice(shard.row, shard.row + len(shard.weight)) for shard in shards]
+        for place, norms in zip(places, row_norms, strict=True):
+            squares[place] += norms.double().square()
         # A row's columns are on several ranks: its norm is known from all of them only.
         dist.all_reduce(squares, group=tables.groups.sharding)
-        full = squares.sqrt().to(shards[0].weight.dtype)
-        row_norms = [
-            (shard, full[shard.row : shard.row + len(norms)]) for shard, norms in row_norms
-        ]
-    for shard, norms in row_norms:
+        full = squares.sqrt().to(weight.dtype)
+        row_norms = [full[place] for place in places]
+    for shard, norms in zip(shards, row_norms, strict=True):
         norms = norms.unsqueeze(1).clamp_min(1e-12)
-        shard.weight.div_(norms) if max_norm is None else shard.weight.mul_(
-            (max_norm / norms).clamp(max=1.0)
-        )
+        if max_norm is None:
+            shard.weight.div_(norms)
+        else:
+            shard.weight.mul_((max_norm / norms).clamp(max=1.0))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _norm(gradient: Tensor, order: float) -> float:
-    norm = torch.linalg.vector_norm(
-        gradient.coalesce().values() if gradient.is_sparse else gradient, order
-    )
+    norm = torch.linalg.vector_norm(_values(gradient), order)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
@@ -197,33 +190,32 @@ def _table_norms(
     if not table_shards:
         return {}
     device = next(iter(table_shards.values()))[0].weight.device
-    parts = torch.zeros(2, len(table_shards), dtype=torch.float64, device=device)
-    for i, shards in enumerate(table_shards.values()):
-        for shard in shards:
-            gradient = shard.weight.grad
-            if gradient is None:
-                continue
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            part = (
-                torch.linalg.vector_norm(values, order, dtype=torch.float64)
-                if values.numel()
-                else parts.new_zeros(())
-            )
-            parts[0, i] = 1
-            parts[1, i] = (
-                torch.maximum(parts[1, i], part) if math.isinf(order) else parts[1, i] + part**order
-            )
     # Every rank has an entry for every table, also where it has no shard: all reduce tensors of one
     # shape.
-    dist.all_reduce(parts[0], op=dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(
-        parts[1], op=dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group=group
-    )
-    norms = parts[1] if math.isinf(order) else parts[1] ** (1 / order)
-    return {name: float(norms[i]) for i, name in enumerate(table_shards) if parts[0, i]}
+    norms = torch.zeros(len(table_shards), dtype=torch.float64, device=device)
+    has_gradient = torch.zeros_like(norms)
+    for i, shards in enumerate(table_shards.values()):
+        for shard in shards:
+            if shard.weight.grad is None:
+                continue
+            has_gradient[i] = 1
+            values = _values(shard.weight.grad)
+            if values.numel():
+                part = torch.linalg.vector_norm(values, order, dtype=torch.float64)
+                norms[i] = torch.linalg.vector_norm(torch.stack([norms[i], part]), order)
+    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
+    if math.isinf(order):
+        dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
+    else:
+        norms = norms**order
+        dist.all_reduce(norms, op=dist.ReduceOp.SUM, group=group)
+        norms = norms ** (1 / order)
+    names = list(table_shards)
+    return {names[i]: float(norms[i]) for i in has_gradient.nonzero().flatten().tolist()}
 
 
 def _make_equal(root: nn.Module) -> None:
     """Collective where replicas of the tables in `root` differ. Make them equal."""
-    if (tables := sharded_tables_of(root)) is not None:
+    tables = sharded_tables_of(root)
+    if tables is not None:
         tables.synchronize()

@@ -36,15 +36,14 @@ def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
         return table
     if table.mapping is not None:
         raise ConfigError(
-            f"table '{table.full_name}': ids='dynamic', but its module maps ids "
-            "itself. Leave ids out."
+            f"table '{table.full_name}': ids='dynamic', but its module maps ids itself. Leave ids "
+            "out."
         )
     if isinstance(table.plain, nn.Embedding) and table.plain.padding_idx is not None:
         raise ConfigError(
             f"table '{table.full_name}': ids='dynamic', but padding_idx={table.plain.padding_idx} "
-            "is the number of a "
-            "row of zeros, and no id has a fixed row. Leave padding_idx out, and mask the looked "
-            "up rows."
+            "is the number of a row of zeros, and no id has a fixed row. Leave padding_idx out, "
+            "and mask the looked up rows."
         )
     policies: dict[str, Policy] = {"never": "none", "lru": "lru", "lfu": "lfu"}
     rows, policy = options.rows or table.config.num_embeddings, policies[options.evict or "lru"]
@@ -64,9 +63,8 @@ def refuse_shared_features(tables: list[Table]) -> None:
             if (other.mapping is None) != (table.mapping is None):
                 raise ConfigError(
                     f"feature '{feature}' is looked up in tables '{other.full_name}' and "
-                    f"'{table.full_name}', of which "
-                    "one has ids='dynamic'. Set it for both, or give one of them a feature of its "
-                    "own."
+                    f"'{table.full_name}', of which one has ids='dynamic'. Set it for both, or "
+                    "give one of them a feature of its own."
                 )
 
 
@@ -102,8 +100,8 @@ def with_mapping(table: Table, options: TableOptions, layout: NodeLayout) -> Tab
     subject = f"table '{table.full_name}' maps ids to rows"
     if "row_wise" not in (options.sharding_types or ["row_wise"]):
         raise PlanError(
-            f"{subject}: sharding_types={options.sharding_types}: it can only be "
-            "row_wise. Allow that."
+            f"{subject}: sharding_types={options.sharding_types}: it can only be row_wise. Allow "
+            "that."
         )
     if "fused" not in (options.compute_kernels or ["fused"]):
         raise PlanError(
@@ -111,15 +109,16 @@ def with_mapping(table: Table, options: TableOptions, layout: NodeLayout) -> Tab
         )
     if options.gathered_weight:
         raise PlanError(
-            f"{subject}: gathered_weight=True: the rows of its weight have no fixed "
-            "ids. Leave it out."
+            f"{subject}: gathered_weight=True: the rows of its weight have no fixed ids. Leave it "
+            "out."
         )
     if layout.num_replicas > 1:
         raise PlanError(
             f"{subject}: each of the sharding_groups would map ids by itself. Leave "
             "sharding_groups out."
         )
-    if reason := table.mapping.buckets_obstacle(layout.num_ranks):
+    reason = table.mapping.buckets_obstacle(layout.num_ranks)
+    if reason:
         raise PlanError(f"{subject}: {reason}.")
     return replace(options, sharding_types=["row_wise"], compute_kernels=["fused"])
 
@@ -132,9 +131,9 @@ def refuse_unsharded_mappings(
     for path, reason in left_alone.items():
         if num_ranks > 1 and isinstance(module.get_submodule(path), MAPS_IDS):
             raise ShardingError(
-                f"'{path}' cannot be sharded: {reason}. Unsharded, each of {num_ranks} ranks "
-                "would map ids to rows of "
-                "its own. Use one rank, or a module that docs/how_to/dynamic_ids.md lists."
+                f"'{path}' cannot be sharded: {reason}. Unsharded, each of {num_ranks} ranks would "
+                "map ids to rows of its own. Use one rank, or a module that "
+                "docs/how_to/dynamic_ids.md lists."
             )
 
 
@@ -197,12 +196,10 @@ class NotedIds:
         if lost:
             rank_zero_warn(
                 f"table '{lost[0]}' ({len(lost)} in all): the ids that MCHManagedCollisionModule "
-                "has noted since it "
-                "last gave rows cannot be restored from this checkpoint. If it was saved in the "
-                "middle of an "
-                "eviction_interval, some ids get rows later than in a run that never stopped. "
-                "Resume with as many "
-                "ranks as have saved it, or save after a multiple of eviction_interval steps."
+                "has noted since it last gave rows cannot be restored from this checkpoint. If it "
+                "was saved in the middle of an eviction_interval, some ids get rows later than in "
+                "a run that never stopped. Resume with as many ranks as have saved it, or save "
+                "after a multiple of eviction_interval steps."
             )
 
 
@@ -216,10 +213,11 @@ def mapping_counts(mappings: Mapping[str, RowsOfIds], ranks: Ranks) -> dict[str,
         for name, m in mappings.items()
     }
     gathered = ranks.all_gather(local_counts) if local_counts else [local_counts]
-    return {
-        name: tuple(map(sum, zip(*(rank_counts[name] for rank_counts in gathered), strict=True)))
-        for name in local_counts
-    }
+    totals = {}
+    for name in local_counts:
+        counts = [rank_counts[name] for rank_counts in gathered]
+        totals[name] = tuple(map(sum, zip(*counts, strict=True)))
+    return totals
 
 
 @without_guards

@@ -6,7 +6,7 @@ unchanged.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,24 +18,28 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 
-from lightning_distrec import errors
 from lightning_distrec._compat.lightning import train_dataloaders
 from lightning_distrec._compat.lightning_checkpoints import resumed_path
 from lightning_distrec.checkpoint.single_file import read_plan
-from lightning_distrec.errors import ConfigError, PlanError
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.prefetch.loaders import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.sharding.planning.checks import check_memory, plan_for_run
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.id_counts import IdCounts
-from lightning_distrec.sharding.planning.plan_file import PLAN_FILE, load_plan, save_plan
-from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
+from lightning_distrec.sharding.planning.plan_file import (
+    PLAN_FILE,
+    load_plan,
+    parse_plan,
+    plan_text,
+    save_plan,
+)
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, plan_from_torchrec
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
-from lightning_distrec.strategies.tables.decisions import Decisions
-from lightning_distrec.strategies.tables.set_up_inputs import SetUpInputs, TableSettings
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions, SetUpInputs, TableSettings
 from lightning_distrec.units import describe_error, shortened
 
 MAX_NAMED = 4
@@ -84,7 +88,8 @@ def _count(
     try:
         with unchanged(include_cuda=device.type == "cuda"), torch.no_grad():
             for loader in loaders_in(train_dataloaders(trainer)):
-                if reason := peek_obstacle(loader):
+                reason = peek_obstacle(loader)
+                if reason:
                     notes.append(reason)
                     continue
                 # Closed within `unchanged`: the random generators of the dataset are restored when
@@ -117,9 +122,8 @@ def _report(
     if unknown:
         lines.append(
             f"ids per example of {shortened(unknown, MAX_NAMED)} are not known: no batch holds "
-            "their "
-            "features by name, nor does what sparse_inputs(batch) returns. Set pooling_factor "
-            "where planning needs it"
+            "their features by name, nor does what sparse_inputs(batch) returns. Set "
+            "pooling_factor where planning needs it"
         )
     if notes:
         lines.append(f"not read: {shortened(notes, MAX_NAMED, '; ')}")
@@ -127,12 +131,9 @@ def _report(
 
 
 def _in_words(table: Table, factors: tuple[float, ...]) -> str:
-    if table.plain is not None:
-        return f"{table.full_name} {factors[0]:.2f}"
-    features = zip(table.config.feature_names, factors, strict=True)
-    return (
-        f"{table.full_name} {', '.join(f'{feature} {factor:.2f}' for feature, factor in features)}"
-    )
+    features = [""] if table.plain is not None else [f"{f} " for f in table.config.feature_names]
+    numbers = [f"{feature}{factor:.2f}" for feature, factor in zip(features, factors, strict=True)]
+    return f"{table.full_name} {', '.join(numbers)}"
 
 
 OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
@@ -142,44 +143,61 @@ OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
 def plan_tables(
     inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
 ) -> ShardingPlan:
-    """Collective. Return the plan; rank 0 of a fit prints it.
+    """Collective. Return the plan; rank 0 of a fit prints it, and knows its cost.
 
     earlier: the tables of an earlier run of the module. Raises PlanError, on all ranks: tables do
     not fit, or cannot be sharded as in a file.
     """
+    consensus, settings = inputs.consensus, inputs.settings
 
-    def make() -> ShardingPlan:
-        # A plan of other groups names ranks that are in another group now.
-        old = (
-            None
-            if earlier is None or earlier.groups.size != inputs.groups.size
-            else plan_of(earlier, inputs)
-        )
-        resumes_from = resumed_path(inputs.trainer) if inputs.fits else None
-        settings, constraints = inputs.settings, decisions.constraints
-        if (
-            settings.planning.plan_file is None
-            and follows_checkpoint()
-            and resumes_from is not None
-        ):
-            saved = load_plan(resumes_from, read_plan)
-            if saved.num_ranks == facts.layout.num_ranks:
-                settings = replace(
-                    settings, planning=replace(settings.planning, plan_file=resumes_from)
-                )
-            else:
-                constraints = keep_sharding_types(constraints, saved)
-                rank_zero_info(
-                    f"Tables keep the sharding types of {resumes_from}, for "
-                    f"{saved.num_ranks} ranks."
-                )
-        return plan_or_follow(replace(decisions, constraints=constraints), old, settings, facts)
+    def make() -> ShardingPlan | None:
+        return _make_plan(inputs, decisions, earlier, facts) if consensus.rank == 0 else None
 
-    plan = _from_rank_zero(make)
-    if inputs.fits and inputs.trainer.is_global_zero:
-        notes = "\n".join([facts.in_words, *decisions.selection.shipped])
-        print_plan(plan, inputs.output_dtype, notes, decisions.selection.left_alone)
-    return plan
+    made = consensus.all_or_none("planning", make)
+    content = _sent_by_rank_zero(plan_text(made).encode() if made else b"", inputs)
+    # Rank 0's: what the plan says of repeated ids must be alike on ranks with other batches.
+    batch_size = consensus.all_gather(settings.batch_size)[0]
+    if made is None:
+        placed = parse_plan(content, "the plan of rank 0")
+        made = _planner(decisions, facts, batch_size).describe(placed)
+        made = _for_run(made, settings, facts)
+    elif inputs.fits:
+        notes = "\n".join([facts.in_words, *decisions.shipped])
+        print_plan(made, inputs.output_dtype, notes, decisions.left_alone)
+    return made
+
+
+def _make_plan(
+    inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
+) -> ShardingPlan:
+    old, resumes_from, settings = None, None, inputs.settings
+    # A plan of other groups names ranks that are in another group now.
+    if earlier is not None and earlier.groups.size == inputs.groups.size:
+        old = plan_of(earlier, inputs)
+    if inputs.fits and settings.planning.plan_file is None and follows_checkpoint():
+        resumes_from = resumed_path(inputs.trainer)
+    if resumes_from is not None:
+        saved = load_plan(resumes_from, read_plan)
+        if saved.num_ranks == facts.layout.num_ranks:
+            planning = replace(settings.planning, plan_file=resumes_from)
+            settings = replace(settings, planning=planning)
+        else:
+            kept = keep_sharding_types(decisions.constraints, saved)
+            decisions = decisions.with_constraints(kept)
+            rank_zero_info(
+                f"Tables keep the sharding types of {resumes_from}, for {saved.num_ranks} ranks."
+            )
+    return plan_or_follow(decisions, old, settings, facts)
+
+
+def _sent_by_rank_zero(content: bytes, inputs: SetUpInputs) -> bytes:
+    """Collective. Return what rank 0 has."""
+    size = inputs.consensus.all_gather(len(content))[0]
+    buffer = torch.zeros(size, dtype=torch.uint8, device=inputs.device)
+    if inputs.consensus.rank == 0:
+        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(buffer, src=0)
+    return buffer.cpu().numpy().tobytes()
 
 
 def plan_of(sharded: ShardedTables, inputs: SetUpInputs) -> ShardingPlan:
@@ -189,25 +207,6 @@ def plan_of(sharded: ShardedTables, inputs: SetUpInputs) -> ShardingPlan:
     return ShardingPlan.from_torchrec(
         sharded.tables, sharded.plan, layout, inputs.device.type, groups.first_rank
     )
-
-
-def _from_rank_zero(make: Callable[[], ShardingPlan]) -> ShardingPlan:
-    """Collective. Run `make` on rank 0; every rank returns its plan, or raises its error."""
-    answer: list[ShardingPlan | tuple[str, str] | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = make()
-        except Exception as error:
-            answer[0] = (type(error).__name__, str(error))
-            # Sent before it is raised: TorchRec's own collective planner leaves the other ranks
-            # waiting here.
-            dist.broadcast_object_list(answer, src=0)
-            raise
-    dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ShardingPlan):
-        return answer[0]
-    name, message = answer[0] or ("PlanError", "rank 0 sent no plan.")
-    raise getattr(errors, name, PlanError)(message)
 
 
 def plan_or_follow(
@@ -228,23 +227,27 @@ def plan_or_follow(
 
 
 def new_plan(decisions: Decisions, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
-    """Return the planner's plan. Raises PlanError, and of those InfeasiblePlanError where memory
-    does not suffice."""
-    plan = make_plan(decisions.tables, decisions.constraints, facts.topology, settings.batch_size)
-    return _for_run(plan, settings, facts)
+    """Return the planner's plan.
+
+    Raises PlanError, and of those InfeasiblePlanError where memory does not suffice.
+    """
+    planner = _planner(decisions, facts, settings.batch_size)
+    return _for_run(planner.make_plan(), settings, facts)
 
 
 def cost_of(
     decisions: Decisions, plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts
 ) -> ShardingPlan:
-    """Return an existing plan with its cost in this run. Raises InfeasiblePlanError: a rank cannot
-    hold its tables."""
-    tables, batch_size = decisions.tables, settings.batch_size
-    return _for_run(
-        estimate_plan(plan, tables, decisions.constraints, facts.topology, batch_size),
-        settings,
-        facts,
-    )
+    """Return an existing plan with its cost in this run.
+
+    Raises InfeasiblePlanError: a rank cannot hold its tables.
+    """
+    planner = _planner(decisions, facts, settings.batch_size)
+    return _for_run(planner.estimate(plan), settings, facts)
+
+
+def _planner(decisions: Decisions, facts: ClusterFacts, batch_size: int) -> Planner:
+    return Planner(decisions.tables, decisions.constraints, facts.topology, batch_size)
 
 
 def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -> ShardingPlan:
@@ -265,12 +268,16 @@ def _for_run(plan: ShardingPlan, settings: TableSettings, facts: ClusterFacts) -
 def _still_suits(old: ShardingPlan, decisions: Decisions) -> bool:
     """Return whether an earlier plan suits every table, so that rows can stay where they are."""
     constraints = decisions.constraints
-    return old.tables.keys() == constraints.keys() and all(
-        table.sharding_type in constraints[name].sharding_types
-        and table.compute_kernel in constraints[name].compute_kernels
-        and table.cache_load_factor == constraints[name].options.cache_load_factor
-        for name, table in old.tables.items()
-    )
+    if old.tables.keys() != constraints.keys():
+        return False
+    for name, table in old.tables.items():
+        allowed = constraints[name]
+        has_type = table.sharding_type in allowed.sharding_types
+        has_kernel = table.compute_kernel in allowed.compute_kernels
+        has_cache = table.cache_load_factor == allowed.options.cache_load_factor
+        if not (has_type and has_kernel and has_cache):
+            return False
+    return True
 
 
 # --------------------------------------------------------------------------------------- plan files
@@ -294,13 +301,11 @@ def keep_sharding_types(
     A type that the user's options or these ranks do not allow is planned again.
     Source: TorchEasyRec, tzrec/utils/plan_util.py, create_planner.
     """
-    saved_types = {name: (table.sharding_type,) for name, table in plan.tables.items()}
-    return {
-        name: replace(constraint, sharding_types=saved_types[name])
-        if saved_types.get(name, ("",))[0] in constraint.sharding_types
-        else constraint
-        for name, constraint in constraints.items()
-    }
+    kept = dict(constraints)
+    for name, table in plan.tables.items():
+        if name in kept and table.sharding_type in kept[name].sharding_types:
+            kept[name] = replace(kept[name], sharding_types=(table.sharding_type,))
+    return kept
 
 
 def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts) -> ShardingPlan:
@@ -315,7 +320,6 @@ def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts
     else:
         plan = plan_from_torchrec(source, decisions.tables, facts.layout, device)
         description = "plan_file=ShardingPlan(...)"
-    not_updated = [name for name, update in decisions.updates.items() if update.kind == "frozen"]
     plan = plan_for_run(
         plan,
         description,
@@ -323,7 +327,6 @@ def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts
         constraints=decisions.constraints,
         layout=facts.layout,
         device=device,
-        frozen=not_updated,
     )
     rank_zero_info(f"Tables are sharded by the plan of {description}.")
     return plan
@@ -340,8 +343,7 @@ def save_with_logs(trainer: Trainer, plan: ShardingPlan) -> None:
     except OSError as error:
         rank_zero_warn(
             f"the plan is not saved: {folder / PLAN_FILE} cannot be written "
-            f"({error.strerror or error}). Training "
-            "continues."
+            f"({error.strerror or error}). Training continues."
         )
 
 

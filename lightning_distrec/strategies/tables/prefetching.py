@@ -86,11 +86,9 @@ class RunsAhead:
         ):
             raise ConfigError(
                 f"trainer.{name} is read in a hook that prepares a batch "
-                "(on_before_batch_transfer, "
-                "transfer_batch_to_device, on_after_batch_transfer, sparse_inputs). It is called "
-                "ahead of the batch's "
-                f"step, with an earlier {name}. Read it in the step, or set prefetch={{'depth': "
-                f"1}}."
+                "(on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer, "
+                f"sparse_inputs). It is called ahead of the batch's step, with an earlier {name}. "
+                "Read it in the step, or set prefetch={'depth': 1}."
             )
         return super().__getattribute__(name)
 
@@ -118,10 +116,9 @@ class PrefetchableTable:
         self._changed = 0
         # Learning rates are read from the param groups, not from the kernels, which some ranks do
         # not have.
-        groups = [
-            group for name in names if (group := tables.updates[name].param_group) is not None
-        ]
-        self._param_groups = list({group.label: group for group in groups}.values())
+        groups = [tables.updates[name].param_group for name in names]
+        by_label = {group.label: group for group in groups if group is not None}
+        self._param_groups = list(by_label.values())
         self.on_gpu = streams.on_gpu
         """Whether a call is only begun when its batch is drawn, and prepared when its copy has
         arrived."""
@@ -146,8 +143,8 @@ class PrefetchableTable:
         if request.late_weights is not None and not isinstance(request.late_weights, LateWeights):
             request.problem = ShardingError(
                 f"'{self._lookup.path}' is called with ids whose weights need a gradient and were "
-                "computed before the "
-                "step, from the parameters of an earlier one. Compute them in the step."
+                "computed before the step, from the parameters of an earlier one. Compute them in "
+                "the step."
             )
         return request
 
@@ -181,10 +178,9 @@ class PrefetchableTable:
         # step.
         if changed == self._changed and self._written not in ([], written):
             raise ShardingError(
-                f"rows of '{self._lookup.path}' were written to inside of the step before they "
-                "are looked up in it, "
-                "and by no optimizer. Write to them in a hook before the step, or set "
-                "prefetch={'depth': 1}."
+                f"rows of '{self._lookup.path}' were written to inside of the step before they are "
+                "looked up in it, and by no optimizer. Write to them in a hook before the step, or "
+                "set prefetch={'depth': 1}."
             )
         self._written, self._changed = written, changed
         return (
@@ -218,7 +214,9 @@ class Prefetching:
         self._changes = RowChanges()
         self._streams = Streams(strategy.root_device)
         movers = [mover for mover in (module, trainer.datamodule) if mover is not None]  # type: ignore[attr-defined]
-        hooks = [hook for hook in TRANSFER_HOOKS for mover in movers if is_overridden(hook, mover)]
+        hooks = []
+        for mover in movers:
+            hooks += [hook for hook in TRANSFER_HOOKS if is_overridden(hook, mover)]
         self._moves_itself = "transfer_batch_to_device" in hooks
         self._sparse_inputs: Callable[[Any], Any] | None = getattr(module, "sparse_inputs", None)
         self._ahead: type | None = None
@@ -270,9 +268,9 @@ class Prefetching:
         def prefetched_or_called(batch: Any) -> Any:
             current = self.prefetcher.current
             is_current = current is not None and has_same_leaves(batch, current.batch)
-            return (
-                current.roots.sparse_inputs if current is not None and is_current else call(batch)
-            )
+            if current is not None and is_current:
+                return current.roots.sparse_inputs
+            return call(batch)
 
         # The user's step calls self.sparse_inputs(batch) itself. During the run an instance
         # attribute hides that method, so that the call returns the very objects whose ids were sent
@@ -311,9 +309,9 @@ class Prefetching:
                 if not self._moves_itself:
                     batch = move_jagged(batch, self._strategy.root_device)
             in_flight.batch = self._strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-            sparse_inputs = (
-                None if self._sparse_inputs is None else self._sparse_inputs(in_flight.batch)
-            )
+            sparse_inputs = None
+            if self._sparse_inputs is not None:
+                sparse_inputs = self._sparse_inputs(in_flight.batch)
         in_flight.roots = BatchRoots(in_flight.batch, sparse_inputs)
         in_flight.copied = self._streams.copied(in_flight.roots)
         if self._learner.needs_objects(in_flight.kind):

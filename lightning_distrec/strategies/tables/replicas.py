@@ -3,6 +3,7 @@ in a fit."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.touched_rows import TouchedRows
-from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.replica_exchange import (
     average_gradients,
     average_rows,
@@ -32,6 +32,7 @@ from lightning_distrec.sharding.sharding_groups import (
     do_nothing,
 )
 from lightning_distrec.sharding.weights.shard_access import rewriting, without_guards
+from lightning_distrec.strategies.tables.set_up_inputs import TableRecord
 
 Updates = Mapping[str, TableUpdate]
 """Full name of a table -> what updates it."""
@@ -64,12 +65,8 @@ class ExchangedGradients(Replicas):
     other layers."""
 
     def __init__(self, tables: ShardedTables) -> None:
-        self._weights = [
-            shard.weight
-            for shards in tables.shards.values()
-            for shard in shards
-            if shard.values.numel()
-        ]
+        shards = [shard for shards in tables.shards.values() for shard in shards]
+        self._weights = [shard.weight for shard in shards if shard.values.numel()]
         self._group = tables.groups.replicas
         self._waits = False
 
@@ -105,12 +102,8 @@ class AveragedRows(Replicas):
         optimizers: Callable[[], list[Optimizer]],
         ranks: Ranks,
     ) -> None:
-        self._tables, self._updates, self._optimizers, self._ranks = (
-            tables,
-            updates,
-            optimizers,
-            ranks,
-        )
+        self._tables, self._updates = tables, updates
+        self._optimizers, self._ranks = optimizers, ranks
         self._group, self._interval = tables.groups.replicas, tables.groups.sync_interval
         self._touched = TouchedRows(tables.kernels)
         self._has_stepped = False
@@ -156,78 +149,69 @@ class AveragedRows(Replicas):
         self._tables.synchronize = do_nothing
 
     def _average(self) -> None:
-        shards = [
-            (name, shard)
-            for name, table_shards in self._tables.shards.items()
-            for shard in table_shards
-            if shard.values.numel()
-            and (self._updates[name].kind != "frozen" or name in self._unfrozen)
-        ]
+        shards, by_rows = [], []
+        for name, table_shards in self._tables.shards.items():
+            update = self._updates[name]
+            if update.kind == "frozen" and name not in self._unfrozen:
+                continue
+            for shard in table_shards:
+                if shard.values.numel():
+                    shards.append(shard)
+                    by_rows.append(update.in_backward or shard.sparse)
         # On ranks without shards too: which state exists is agreed on by all ranks.
-        state = self._state([(i, shard) for i, (_, shard) in enumerate(shards)])
+        states = self._states(shards)
         if not shards:
             # All replicas of this rank's shards have the same ones, so none of them waits in the
             # collectives below.
-            return  # and no replica of this rank has any
-        are_by_rows = [self._updates[name].in_backward or shard.sparse for name, shard in shards]
-        firsts = torch.tensor([0, *(len(shard.values) for _, shard in shards)]).cumsum(0)
-        device = shards[0][1].weight.device
-        touched = [
-            self._touched.ids_of(shard).to(device) + int(first)
-            for (_, shard), first, is_by_rows in zip(shards, firsts, are_by_rows, strict=False)
-            if is_by_rows
-        ]
-        union = (
-            union_of_rows(torch.cat(touched), self._group)
-            if touched
-            else torch.empty(0, dtype=torch.long)
-        )
-        ends = torch.searchsorted(union, firsts.to(union.device)).tolist()
-        for i, (_, shard) in enumerate(shards):
-            rows = union[ends[i] : ends[i + 1]] - int(firsts[i]) if are_by_rows[i] else None
-            average_rows([shard.weight, *state[i]], rows, self._group)
+            return
+        # One exchange for all shards: their rows are numbered one after the other.
+        sizes = [len(shard.values) for shard in shards]
+        firsts = [0, *accumulate(sizes)]
+        touched = []
+        for shard, first, is_by_rows in zip(shards, firsts, by_rows, strict=False):
+            if is_by_rows:
+                touched.append(self._touched.ids_of(shard).to(shard.weight.device) + first)
+        union = torch.empty(0, dtype=torch.long)
+        if touched:
+            union = union_of_rows(torch.cat(touched), self._group)
+        ends = torch.searchsorted(union, torch.tensor(firsts, device=union.device)).tolist()
+        for i, shard in enumerate(shards):
+            rows = union[ends[i] : ends[i + 1]] - firsts[i] if by_rows[i] else None
+            average_rows([shard.weight, *states[i]], rows, self._group)
 
-    def _state(self, shards: list[tuple[int, LocalShard]]) -> dict[int, list[Tensor]]:
+    def _states(self, shards: list[LocalShard]) -> list[list[Tensor]]:
         """Collective over all ranks. Return the optimizer state of each shard that lies along its
         rows."""
-        # A group in which no step has given a table a gradient may have no state of it yet; it gets
-        # zeros.
-        fused = self._tables.fused_state()
-        optimizers = self._optimizers()
-        unfused = [
-            (i, s.weight, find_param_group(s.weight, optimizers))
-            for i, s in shards
-            if id(s) not in fused
-        ]
-        states = {
-            i: (g.optimizer.state.get(weight, {}), g.optimizer)
-            for i, weight, g in unfused
-            if g is not None
-        }
-        widths = {i: _widths(shards[i][1], state) for i, (state, _) in states.items()}
-        rank_widths = self._ranks.all_gather(list(widths.items()))
-        replica_widths = [
-            dict(rank_widths[rank]) for rank in self._tables.groups.same_shards(self._ranks.rank)
-        ]
-        row_states: dict[int, list[Tensor]] = {
-            i: list(fused.get(id(shard), ())) for i, shard in shards
-        }
+        fused, optimizers = self._tables.fused_state(), self._optimizers()
+        row_states = [list(fused.get(id(shard), ())) for shard in shards]
+        optimizer_of: dict[int, Optimizer] = {}
+        local_widths = []
+        for i, shard in enumerate(shards):
+            group = find_param_group(shard.weight, optimizers)
+            if group is not None and id(shard) not in fused:
+                optimizer_of[i] = group.optimizer
+                state = group.optimizer.state.get(shard.weight, {})
+                local_widths.append((i, _widths(shard, state)))
+        rank_widths = self._ranks.all_gather(local_widths)
+        replicas = self._tables.groups.same_shards(self._ranks.rank)
         counts: list[tuple[dict[str, Any], str]] = []
-        for i, (state, optimizer) in states.items():
-            all_widths = {
-                key: width for shard_widths in replica_widths for key, width in shard_widths[i]
-            }
-            for key, width in all_widths.items():
+        for i, optimizer in optimizer_of.items():
+            weight = shards[i].weight
+            state = optimizer.state.get(weight, {})
+            widths: dict[str, int] = {}
+            for rank in replicas:
+                widths |= dict(dict(rank_widths[rank])[i])
+            for key, width in widths.items():
+                # A group in which no step has given a table a gradient may have no state of it
+                # yet; it gets zeros.
                 if key not in state:
-                    weight = shards[i][1].weight
-                    shape = (
-                        () if width < 0 else (len(weight),) if not width else (len(weight), width)
-                    )
-                    state[key] = weight.new_zeros(shape, dtype=torch.float32)
+                    state[key] = weight.new_zeros(_shape(weight, width), dtype=torch.float32)
+                if width >= 0:
+                    row_states[i].append(state[key])
+                else:
+                    counts.append((state, key))
             if state:
-                optimizer.state[shards[i][1].weight] = state
-            row_states[i] = [state[key] for key, width in all_widths.items() if width >= 0]
-            counts += [(state, key) for key, width in all_widths.items() if width < 0]
+                optimizer.state[weight] = state
         self._use_largest(counts)
         return row_states
 
@@ -236,9 +220,8 @@ class AveragedRows(Replicas):
         if not counts:
             return
         device = next(shards[0].weight.device for shards in self._tables.shards.values())
-        numbers = torch.tensor(
-            [float(state[key]) for state, key in counts], dtype=torch.float32
-        ).to(device)
+        values = [float(state[key]) for state, key in counts]
+        numbers = torch.tensor(values, dtype=torch.float32, device=device)
         # A group whose tables had no gradient may have stepped less often; Adam's bias correction
         # would differ.
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
@@ -247,6 +230,13 @@ class AveragedRows(Replicas):
                 state[key].fill_(number)
             else:
                 state[key] = type(state[key])(number)
+
+
+def _shape(weight: Tensor, width: int) -> tuple[int, ...]:
+    """Return the shape of a state of a shard. width: see `_widths`."""
+    if width < 0:
+        return ()
+    return (len(weight), width) if width else (len(weight),)
 
 
 def _widths(shard: LocalShard, state: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -277,46 +267,42 @@ def warn_of_replicas(groups: ShardingGroups) -> list[str]:
         return []
     return [
         f"sharding_groups: sync_interval={groups.sync_interval} is not exact. Each of "
-        f"{groups.num_replicas} groups "
-        "updates its replica of the tables by its own batches, and the rows that they have "
-        "touched are averaged once "
-        f"in {groups.sync_interval} steps. sync_interval=1 has the numbers of one process."
+        f"{groups.num_replicas} groups updates its replica of the tables by its own batches, and "
+        f"the rows that they have touched are averaged once in {groups.sync_interval} steps. "
+        "sync_interval=1 has the numbers of one process."
     ]
 
 
 def refuse_with_groups(
     groups: ShardingGroups,
-    updates: Mapping[str, TableUpdate],
-    options: Mapping[str, TableOptions],
+    records: list[TableRecord],
     callbacks: Iterable[Callback],
 ) -> None:
     """Raise ConfigError where a table's options, or a callback, do not go together with the
     groups."""
     if groups.num_replicas == 1:
         return
-    fused = [name for name, update in updates.items() if update.in_backward]
+    fused = [record.name for record in records if record.update.in_backward]
     if groups.exchanges_gradients and fused:
         raise ConfigError(
             f"table '{fused[0]}' is updated inside of backward, because embedding_update asks for "
-            "it, but with "
-            "sharding_groups and sync_interval=1 the groups exchange gradients before the update. "
-            "Set "
-            "embedding_update='auto', or a larger sync_interval, which is not exact."
+            "it, but with sharding_groups and sync_interval=1 the groups exchange gradients before "
+            "the update. Set embedding_update='auto', or a larger sync_interval, which is not "
+            "exact."
         )
-    gathered = [name for name in updates if options[name].gathered_weight]
+    gathered = [record.name for record in records if record.options.gathered_weight]
     if gathered and not groups.exchanges_gradients:
         raise ConfigError(
             f"table '{gathered[0]}' has gathered_weight=True, but with "
-            f"sync_interval={groups.sync_interval} each group "
-            "has other weights. Set sync_interval=1, or replicated=True for the table."
+            f"sync_interval={groups.sync_interval} each group has other weights. Set "
+            "sync_interval=1, or replicated=True for the table."
         )
     averages = [type(callback).__name__ for callback in callbacks if isinstance(callback, AVERAGES)]
     if averages and not groups.exchanges_gradients:
         raise ConfigError(
             f"the callback {averages[0]} averages weights of which each group has others at "
             f"sync_interval={groups.sync_interval}, so that groups would have other averages. Set "
-            "sync_interval=1, or "
-            "remove it."
+            "sync_interval=1, or remove it."
         )
 
 
@@ -326,6 +312,5 @@ def refuse_with_checkpoints(groups: ShardingGroupOptions, checkpoint: Checkpoint
     if groups.size is not None and checkpoint.incremental is not None:
         raise ConfigError(
             "sharding_groups does not go together with checkpoint={'incremental': ...}, which "
-            "follows the rows of each "
-            "rank and knows of no replicas. Remove one of them."
+            "follows the rows of each rank and knows of no replicas. Remove one of them."
         )

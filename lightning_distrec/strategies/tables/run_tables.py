@@ -2,14 +2,13 @@
 step."""
 
 from collections.abc import Callable, Container, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec._compat.fbgemm import set_fbgemm_iterations
 from lightning_distrec._compat.torch import (
@@ -18,7 +17,6 @@ from lightning_distrec._compat.torch import (
     register_first_step_post_hook,
 )
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.param_groups import find_param_group
 from lightning_distrec.optimizers.step_hooks import (
     AddedTables,
     before_zero_grad,
@@ -29,11 +27,8 @@ from lightning_distrec.optimizers.step_hooks import (
 )
 from lightning_distrec.optimizers.torchrec_optimizers import InBackwardSteps, members_of
 from lightning_distrec.optimizers.translation import (
-    ELEMENTWISE,
     LearningRates,
     TableUpdate,
-    can_sum_rows,
-    sparse_form,
 )
 from lightning_distrec.optimizers.updates_in_backward import (
     BackwardWatch,
@@ -53,65 +48,7 @@ from lightning_distrec.sharding.weights.shard_access import (
 from lightning_distrec.sharding.weights.shard_weight import is_elementwise_optimizer
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.tables.replicas import AveragedRows, ExchangedGradients, Replicas
-from lightning_distrec.strategies.tables.summed_lookups import SummedLookups
-
-
-class Unfreezing:
-    """Chooses the kind of gradient of tables that were frozen at the start, once they are unfrozen.
-
-    updates: full name -> what updates the table since the start. Tables that learn from the start
-    can be frozen and unfrozen at any time; their kind of gradient stays.
-    """
-
-    def __init__(self, shards: ShardedTables, updates: Mapping[str, TableUpdate]) -> None:
-        self._shards = shards
-        self._waiting = [name for name, update in updates.items() if update.kind == "frozen"]
-        self._lazy = [name for name, update in updates.items() if update.kind == "fused_lazy"]
-
-    def follow(self, optimizers: list[Optimizer]) -> None:
-        """Choose the gradients of tables that were unfrozen since the last step; called on every
-        rank.
-
-        Raises OptimizerError: the optimizer that a table was given to is not exact on its shards.
-        """
-        for name in self._lazy:
-            if not self._shards.learns(name):
-                raise OptimizerError(
-                    f"table '{name}' was frozen while training, but fused_lazy Adam still moves "
-                    "rows by their "
-                    "momentum. Set embedding_update='auto' for it."
-                )
-        for name in list(self._waiting):
-            if self._shards.learns(name):
-                self._begin(name, optimizers)
-
-    def _begin(self, name: str, optimizers: list[Optimizer]) -> None:
-        shard = self._shards.shards[name][0]
-        param_group = find_param_group(shard.weight, optimizers)
-        if param_group is None:
-            return  # no optimizer uses its gradient, which may stay sparse
-        self._waiting.remove(name)
-        sharding = self._shards.plan[name]
-        kind = type(param_group.optimizer)
-        has_dense_form = kind in ELEMENTWISE or (
-            kind is RowWiseAdagrad and "column" not in sharding.sharding_type
-        )
-        sparse, obstacle = sparse_form(
-            param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type)
-        )
-        if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith(
-            "fused_uvm"
-        ):
-            reason = obstacle or (
-                f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
-            )
-            raise OptimizerError(
-                f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to "
-                f"{kind.__name__}: {reason}. "
-                "Let it learn from the start of fit, or call fit again with it unfrozen."
-            )
-        for shard in self._shards.shards[name]:
-            shard.sparse = sparse is not None
+from lightning_distrec.strategies.tables.update_changes import SummedLookups, Unfreezing
 
 
 @dataclass(kw_only=True)
@@ -124,7 +61,7 @@ class RunTables:
     updates: dict[str, TableUpdate]
     learning_rates: LearningRates
     loss_weight: LossWeight
-    groups: Replicas | None = None
+    groups: Replicas = field(default_factory=Replicas)
     """Keeps the replicas of the tables equal in a fit, where groups of ranks have one each."""
     automatic: bool = True
     """Whether Lightning calls backward and step; else the module does."""
@@ -199,10 +136,10 @@ class RunTables:
             # They step with the user's first one, whose steps Lightning's loop counts.
             self.undo.callback(step_with(optimizers[0], table_optimizers))
             held = {id(parameter) for parameter in collect_parameters(table_optimizers)}
-            weights = {
-                id(s.weight): name for name, shards in self.shards.shards.items() for s in shards
-            }
-            self._added_tables = AddedTables({i: name for i, name in weights.items() if i in held})
+            added: dict[int, str] = {}
+            for name, weights in self.shards.parameters().items():
+                added |= {id(weight): name for weight in weights if id(weight) in held}
+            self._added_tables = AddedTables(added)
         for number, optimizer in enumerate([*members, *table_optimizers]):
             stepped = partial(self.after_optimizer_step, number)
             self.undo.callback(optimizer.register_step_post_hook(stepped).remove)
@@ -216,9 +153,8 @@ class RunTables:
                     self.undo.callback(undo)
 
         fused = self.shards.fused_tables
-        groups = {
-            name: group for name in fused if (group := self.updates[name].param_group) is not None
-        }
+        updated = {name: self.updates[name].param_group for name in fused}
+        groups = {name: group for name, group in updated.items() if group is not None}
         # Under automatic optimization Lightning's order of backward and step is known; by hand any
         # order may come.
         if groups and not self.automatic:
@@ -238,11 +174,11 @@ class RunTables:
 
     def lookups_of(self, names: Container[str]) -> list[ShardedLookup]:
         """Return the lookups of collections with some of these tables."""
-        return [
-            lookup
-            for lookup in self.lookups
-            if any(t.full_name in names for t in lookup.setup.tables)
-        ]
+        found = []
+        for lookup in self.lookups:
+            if any(table.full_name in names for table in lookup.setup.tables):
+                found.append(lookup)
+        return found
 
     def connect_replicas(self, ranks: Ranks) -> None:
         """Keep the replicas of the tables equal, where groups of ranks have one each."""
@@ -258,7 +194,7 @@ class RunTables:
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside of the context, gradients stay on their rank, and a later backward exchanges their
         sum."""
-        return nullcontext() if self.groups is None else self.groups.no_sync()
+        return self.groups.no_sync()
 
     def synchronize(self) -> None:
         """Collective where replicas differ. Make them equal."""
@@ -273,19 +209,17 @@ class RunTables:
         for optimizer in [*optimizers, *wrappers, *self.table_optimizers]:
             optimizer.zero_grad = self._zero_grad(optimizer)  # type: ignore[method-assign]
             self.undo.callback(optimizer.__dict__.pop, "zero_grad", None)
-        if (watch := self._manual_watch) is not None:
-            numbers = {
-                id(optimizer): number for number, optimizer in enumerate(self.all_optimizers)
-            }
-            for hooked, optimizer in [
-                *zip(self.all_optimizers, self.all_optimizers, strict=True),
-                *zip(wrappers, optimizers, strict=True),
-            ]:
-                if id(optimizer) in numbers:  # not a CombinedOptimizer, which calls its members'
-                    number = numbers[id(optimizer)]
-                    self.undo.callback(before_zero_grad(hooked, partial(watch.zero_grad, number)))
-        for optimizer in [*optimizers, *wrappers] if self.table_optimizers else []:
-            self.undo.callback(zero_with(optimizer, self.table_optimizers))
+        watch = self._manual_watch
+        if watch is not None:
+            wrapper_of = dict(zip(map(id, optimizers), wrappers, strict=True))
+            for number, optimizer in enumerate(self.all_optimizers):
+                report = partial(watch.zero_grad, number)
+                self.undo.callback(before_zero_grad(optimizer, report))
+                if id(optimizer) in wrapper_of:  # else one that a CombinedOptimizer calls
+                    self.undo.callback(before_zero_grad(wrapper_of[id(optimizer)], report))
+        if self.table_optimizers:
+            for optimizer in [*optimizers, *wrappers]:
+                self.undo.callback(zero_with(optimizer, self.table_optimizers))
 
     def _zero_grad(self, optimizer: Optimizer) -> Callable[..., None]:
         # It reads the gradient of each weight, which takes the guard of a shard two microseconds.
@@ -320,8 +254,7 @@ class RunTables:
     def before_training_step(self) -> None:
         """Raise where something has changed since the start that the tables' updates do not
         follow."""
-        if self.groups is not None:
-            self.groups.before_training_step()
+        self.groups.before_training_step()
         self.check_steps()
         self.learning_rates.check()
         if self.in_backward is not None:
@@ -355,8 +288,7 @@ class RunTables:
         self.backward_watch.end_backward()
         # After DDP has averaged the dense gradients, so that groups exchange in the same order on
         # every rank.
-        if self.groups is not None:
-            self.groups.after_backward()
+        self.groups.after_backward()
         if self.in_backward is not None:
             with without_guard():
                 self.in_backward.after_backward()
@@ -374,8 +306,8 @@ class RunTables:
             if have_gradient_hooks([shard.weight for shard in self.shards.shards[name]], but=1):
                 raise OptimizerError(
                     f"a gradient hook was registered on the weight of '{name}', which has no "
-                    "gradient: it is updated "
-                    "inside of backward. Set embedding_update='sparse' or 'dense' for it."
+                    "gradient: it is updated inside of backward. Set embedding_update='sparse' or "
+                    "'dense' for it."
                 )
 
     def _refuse_late_changes(self) -> None:
@@ -385,10 +317,8 @@ class RunTables:
             if name not in self.in_backward_tables and any(map(in_backward_optimizers, shards)):
                 raise OptimizerError(
                     f"apply_optimizer_in_backward gave table '{name}' an optimizer after it was "
-                    "sharded (in "
-                    "on_fit_start or later), which would step with a part of its gradient. Call "
-                    "it in __init__, "
-                    "setup, configure_model or configure_optimizers."
+                    "sharded (in on_fit_start or later), which would step with a part of its "
+                    "gradient. Call it in __init__, setup, configure_model or configure_optimizers."
                 )
 
     def after_optimizer_step(self, number: int, *_: Any) -> None:
@@ -405,8 +335,7 @@ class RunTables:
         self.shards.state.num_changes += 1
         if self._summed_lookups.followed:
             self._summed_lookups.end_first_step()
-        if self.groups is not None:
-            self.groups.after_optimizer_step()
+        self.groups.after_optimizer_step()
         for lookup in self.lookups:
             lookup.forget_gradients()
 

@@ -1,5 +1,4 @@
-"""What set-up gets from the strategy: its options about tables, and the run of a module on its
-ranks."""
+"""What set-up starts from, the options and the run, and what it completes: a record per table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,15 +10,18 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
+from torch.optim import Optimizer
 
 from lightning_distrec._compat.lightning import given_train_loaders
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.optimizers.table_optimizer import parse_table_optimizer
+from lightning_distrec.optimizers.table_optimizer import OwnOptimizer, parse_table_optimizer
+from lightning_distrec.optimizers.translation import TableUpdate, frozen
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.prefetch.loaders import loaders_in
 from lightning_distrec.sharding.lookup.lookup_setup import CheckIds
 from lightning_distrec.sharding.plain_embeddings import Conversion
+from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.sharding_plan import Origin
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import QuantizedComms
@@ -28,6 +30,7 @@ from lightning_distrec.sharding.sharding_groups import (
     ShardingGroupOptions,
     ShardingGroups,
 )
+from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.data_parallel.losses import LossReduction
 from lightning_distrec.strategies.run.precision import output_dtype
 
@@ -57,14 +60,11 @@ class TableSettings:
         if self.default_options.optimizer is not None:
             parse_table_optimizer("table_optimizer", self.default_options.optimizer)
         # Here, so that a typing error is reported when the strategy is made, before any rank plans.
-        for name, options in (
-            self.table_options.items() if isinstance(self.table_options, Mapping) else ()
-        ):
-            optimizer = (
-                options.get("optimizer")
-                if isinstance(options, Mapping)
-                else getattr(options, "optimizer", None)
-            )
+        given = self.table_options if isinstance(self.table_options, Mapping) else {}
+        for name, options in given.items():
+            optimizer = getattr(options, "optimizer", None)
+            if isinstance(options, Mapping):
+                optimizer = options.get("optimizer")
             if optimizer is not None:
                 parse_table_optimizer(f"tables[{name!r}].optimizer", optimizer)
         if self.batch_size_per_rank is not None and self.batch_size_per_rank <= 0:
@@ -115,6 +115,75 @@ class SetUpInputs:
         return self.trainer.state.fn == TrainerFn.FITTING
 
 
+@dataclass(kw_only=True)
+class TableRecord:
+    """One table of a run: found, with its options; then its update, and what a plan may do."""
+
+    table: Table
+    options: TableOptions
+    read_in: str = ""
+    """Where the module reads its weight, which is not gathered."""
+    update: TableUpdate = frozen("evaluation only")
+    in_backward: Optimizer | None = None
+    """Its optimizer by apply_optimizer_in_backward."""
+    constraints: TableConstraints | None = None
+
+    @property
+    def name(self) -> str:
+        """The table's full name."""
+        return self.table.full_name
+
+
+@dataclass(kw_only=True)
+class Decisions:
+    """What is decided about the tables of an unsharded module, step by step."""
+
+    records: list[TableRecord]
+    """The tables to shard."""
+    left_alone: dict[str, str]
+    """Path -> reason, of modules that hold tables and are not sharded."""
+    replicated: set[str]
+    """Collections that stay ordinary layers, because their tables have replicated=True."""
+    shipped: list[str]
+    """Which modules ship options, for reports."""
+    warnings: list[str] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    """Those of configure_optimizers."""
+    lr_scheduler_configs: list[Any] = field(default_factory=list)
+    own_optimizers: list[OwnOptimizer] = field(default_factory=list)
+    """Those of tables alone, by table_optimizer."""
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables to shard."""
+        return [record.table for record in self.records]
+
+    @property
+    def updates(self) -> dict[str, TableUpdate]:
+        """Full name of a table -> its update."""
+        return {record.name: record.update for record in self.records}
+
+    @property
+    def constraints(self) -> dict[str, TableConstraints]:
+        """Full name of a table -> what a plan may do with it."""
+        return {r.name: r.constraints for r in self.records if r.constraints is not None}
+
+    @property
+    def in_backward(self) -> dict[str, Optimizer]:
+        """Full name of a table -> its optimizer by apply_optimizer_in_backward."""
+        return {r.name: r.in_backward for r in self.records if r.in_backward is not None}
+
+    @property
+    def table_optimizers(self) -> list[Optimizer]:
+        """Optimizers of tables alone, by table_optimizer."""
+        return [own_optimizer.optimizer for own_optimizer in self.own_optimizers]
+
+    def with_constraints(self, constraints: Mapping[str, TableConstraints]) -> "Decisions":
+        """Return a copy with these constraints, by full name of a table."""
+        records = [replace(r, constraints=constraints[r.name]) for r in self.records]
+        return replace(self, records=records)
+
+
 def with_batch_size(
     settings: TableSettings, trainer: Trainer, module: LightningModule
 ) -> TableSettings:
@@ -128,18 +197,16 @@ def with_batch_size(
         return settings
     for loader in loaders_in(given_train_loaders(trainer)):
         for source in (loader, getattr(loader, "batch_sampler", None)):
-            if is_size(size := getattr(source, "batch_size", None)):
+            size = getattr(source, "batch_size", None)
+            if is_size(size):
                 return replace(
                     settings, batch_size_per_rank=size, batch_size_origin="of the loader"
                 )
-    if lightning_hasattr(module, "batch_size") and is_size(
-        size := lightning_getattr(module, "batch_size")
-    ):
-        return replace(
-            settings,
-            batch_size_per_rank=size,
-            batch_size_origin="batch_size of the data or the module",
-        )
+    if lightning_hasattr(module, "batch_size"):
+        size = lightning_getattr(module, "batch_size")
+        origin = "batch_size of the data or the module"
+        if is_size(size):
+            return replace(settings, batch_size_per_rank=size, batch_size_origin=origin)
     return settings
 
 

@@ -2,35 +2,30 @@
 for example."""
 
 import ast
-import dis
 import inspect
 import textwrap
 from collections.abc import Mapping
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.tables import Table
+from lightning_distrec.sharding.weights.shard_operations import words
 
-HARMLESS = frozenset([
-    *("data", "grad", "requires_grad", "requires_grad_"),
-    *("shape", "size", "numel", "dim", "ndim", "dtype", "device"),
-])
-SUMS = frozenset(["pow", "square", "abs", "norm", "sum", "mean"])
+HARMLESS = words("""
+    data grad requires_grad requires_grad_ shape size numel dim ndim dtype device
+""")
+SUMS = words("pow square abs norm sum mean")
 """What is exact on a shard, or over all ranks, without the full weight: see
 sharding/weights/shard_weight.py."""
 ANY = "*"
 """In the place of a name: any child, of a ModuleDict or ModuleList."""
-BEFORE_SHARDING = frozenset({
-    "setup",
-    "configure_model",
-    "configure_optimizers",
-    "reset_parameters",
-    "prepare_data",
-})
+BEFORE_SHARDING = words("""
+    setup configure_model configure_optimizers reset_parameters prepare_data
+""")
+LIBRARIES = words("torch torchrec lightning builtins lightning_distrec")
 
 
 def weight_reads(root: nn.Module) -> dict[int, str]:
@@ -50,13 +45,7 @@ def weight_reads(root: nn.Module) -> dict[int, str]:
 
 
 def _is_of_library(member: Any) -> bool:
-    return member.__module__.split(".")[0] in (
-        "torch",
-        "torchrec",
-        "lightning",
-        "builtins",
-        "lightning_distrec",
-    )
+    return member.__module__.split(".")[0] in LIBRARIES
 
 
 @cache
@@ -83,8 +72,8 @@ def _chains_in(
         # By source, since a trial run would have side effects, and reads behind a branch would be
         # missed.
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError, IndentationError):  # made at run time
-        return _chains_in_code(function)
+    except (OSError, TypeError, SyntaxError):  # made at run time: there the read itself raises
+        return []
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     variables, chains = _variables(tree, arguments), []
     for node in ast.walk(tree):
@@ -105,31 +94,18 @@ def _variables(tree: ast.AST, variables: dict[str, tuple[str, ...]]) -> dict[str
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if chain := _chain(node.value, variables):
+            chain = _chain(node.value, variables)
+            if chain:
                 variables[node.targets[0].id] = chain
         elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
             values = node.iter
             # of a ModuleDict
             if isinstance(values, ast.Call) and isinstance(values.func, ast.Attribute):
                 values = values.func.value
-            if chain := _chain(values, variables):
+            chain = _chain(values, variables)
+            if chain:
                 variables[node.target.id] = (*chain, ANY)
     return variables
-
-
-def _chains_in_code(function: Any) -> list[tuple[str, ...]]:
-    """Return the chains before each read of `.weight` in a function without source: in `python -`,
-    for example."""
-    chains, names = [], list[str]()
-    instructions = list(dis.get_instructions(function))
-    for instruction, following in pairwise(instructions):
-        if instruction.opname != "LOAD_ATTR":
-            names = []
-        elif instruction.argval != "weight":
-            names.append(instruction.argval)
-        elif names and following.argval not in HARMLESS | SUMS:
-            chains.append(tuple(names))
-    return chains
 
 
 def _chain(node: ast.AST, variables: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -162,12 +138,8 @@ def _resolve(module: nn.Module, chain: tuple[str, ...]) -> list[nn.Module]:
     """Return the submodules that the names may stand for."""
     modules = [module]
     for name in chain:
-        modules = [
-            child
-            for parent in modules
-            for key, child in parent.named_children()
-            if name in (key, ANY)
-        ]
+        named = [pair for parent in modules for pair in parent.named_children()]
+        modules = [child for key, child in named if name in (key, ANY)]
     return modules
 
 
@@ -177,8 +149,9 @@ def read_tables(
     """Return full name -> where the module reads the weight, of plain tables that have not
     gathered_weight=True."""
     reads = weight_reads(module) if any(table.plain is not None for table in tables) else {}
-    return {
-        table.full_name: reads[id(table.original)]
-        for table in tables
-        if id(table.original) in reads and not options[table.full_name].gathered_weight
-    }
+    read = {}
+    for table in tables:
+        method = reads.get(id(table.original))
+        if method is not None and not options[table.full_name].gathered_weight:
+            read[table.full_name] = method
+    return read

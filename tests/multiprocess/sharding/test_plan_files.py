@@ -75,7 +75,8 @@ def refusal(*args: Any, folder: str, **options: Any) -> str:
     try:
         fit(*args, logger=logger, default_root_dir=folder, **options)
     except DistRecError as error:
-        return f"{type(error).__name__}: {error}"
+        # Other ranks say whose error it is.
+        return f"{type(error).__name__}: {str(error).removeprefix('rank 0: ')}"
     return "it trained"
 
 

@@ -26,7 +26,7 @@ from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.checks import plan_for_run
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
-from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
 from lightning_distrec.sharding.sharders import SHARDING_TYPES
@@ -75,9 +75,9 @@ def constraints_of(
 
 def make(tables: list[Table], layout: NodeLayout, *types: str) -> ShardingPlan:
     """Return what the planner makes with these sharding types."""
-    return make_plan(
+    return Planner(
         tables, constraints_of(tables, *types), topology_of(layout, "cpu", 1 << 34), 64
-    )
+    ).make_plan()
 
 
 @pytest.fixture(scope="module")
@@ -444,7 +444,6 @@ def fit(content: Any, folder: Path, tables: list[Table], **extra: Any) -> Shardi
         "constraints": constraints_of(tables),
         "layout": NodeLayout.from_node_sizes(2),
         "device": "cpu",
-        "frozen": [],
     }
     return plan_for_run(loaded(content, folder), "plan_file='it'", tables, **usual | extra)
 
@@ -554,7 +553,7 @@ def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_le
     content["tables"]["ebc.days"] = json.loads(
         plan_text(make(tables, NodeLayout.from_node_sizes(2), "data_parallel"))
     )["tables"]["ebc.days"]
-    actual = fit(content, tmp_path, tables, frozen=["ebc.users", "ebc.days"])
+    actual = fit(content, tmp_path, tables, constraints=constraints_of(tables, update="frozen"))
     assert actual.tables["ebc.users"] == load_plan(tmp_path).tables["ebc.users"]
     days = actual.tables["ebc.days"]
     assert (days.sharding_type, days.compute_kernel, [s.rank for s in days.shards]) == (

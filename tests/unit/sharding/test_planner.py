@@ -21,8 +21,7 @@ from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
 from lightning_distrec.sharding.planning.constraints import torchrec_constraint
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget
-from lightning_distrec.sharding.planning.planner import budget_of, estimate_plan, make_plan
-from lightning_distrec.sharding.planning.sharding_options import estimated_options
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.sharding_plan import (
     EXCHANGE_PARTS,
     TIME_PARTS,
@@ -43,7 +42,9 @@ from tests.support.planned_tables import (
 
 
 def planned(tables: TableSet, seed: int = 0) -> ShardingPlan:
-    return make_plan(tables.tables, tables.constraints, tables.topology, tables.batch_size, seed)
+    return Planner(tables.tables, tables.constraints, tables.topology, tables.batch_size).make_plan(
+        seed
+    )
 
 
 def places(made: ShardingPlan) -> dict[str, tuple[str, str, list[int]]]:
@@ -79,7 +80,9 @@ def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str
     distrec = {}
     for table, options in zip(
         tables.tables,
-        estimated_options(tables.tables, tables.constraints, tables.topology, tables.batch_size),
+        Planner(
+            tables.tables, tables.constraints, tables.topology, tables.batch_size
+        ).estimated_options(),
         strict=True,
     ):
         for c in options:
@@ -108,9 +111,9 @@ def test_a_cpu_looks_up_narrow_rows_in_the_time_of_their_bytes() -> None:
     tables = table_set(
         [(20_000, 16), (20_000, 32), (20_000, 128)], 2, 2, 1.0, device="cpu", options=whole
     )
-    options = estimated_options(
+    options = Planner(
         tables.tables, tables.constraints, tables.topology, tables.batch_size
-    )
+    ).estimated_options()
     narrow, wider, wide = (
         entry[0].milliseconds_by_part[0, TIME_PARTS.index("forward compute")] for entry in options
     )
@@ -172,9 +175,11 @@ def test_a_plan_keeps_to_the_memory_and_costs_what_its_shards_cost(kind: str) ->
     cost = made.cost
     assert (cost.device_bytes <= cost.device_bytes_usable).all()
     assert (cost.host_bytes <= cost.host_bytes_usable).all()
-    repeated = estimate_plan(
-        made, tables.tables, tables.constraints, tables.topology, tables.batch_size
-    ).cost
+    repeated = (
+        Planner(tables.tables, tables.constraints, tables.topology, tables.batch_size)
+        .estimate(made)
+        .cost
+    )
     np.testing.assert_allclose(repeated.milliseconds, cost.milliseconds)
     np.testing.assert_array_equal(repeated.device_bytes, cost.device_bytes)
     np.testing.assert_array_equal(repeated.host_bytes, cost.host_bytes)
@@ -223,7 +228,7 @@ def test_what_the_update_keeps_counts_as_memory() -> None:
     with pytest.raises(
         PlanError, match=r"table 'ebc.t0' fits on no rank: even table_wise \(fused\) a rank needs"
     ):
-        make_plan(tables.tables, heavy, tables.topology, tables.batch_size)
+        Planner(tables.tables, heavy, tables.topology, tables.batch_size).make_plan()
 
 
 def test_a_table_that_fits_nowhere_is_named_with_the_bytes_that_are_missing() -> None:
@@ -285,10 +290,14 @@ def test_plans_fit_and_proofs_that_none_exists_are_right(data: st.DataObject) ->
         device="cpu",
         options=options,
     )
-    options_of_tables = estimated_options(tables.tables, tables.constraints, tables.topology, 8)
-    fits = _fits_somehow(options_of_tables, budget_of(tables.topology))
+    options_of_tables = Planner(
+        tables.tables, tables.constraints, tables.topology, 8
+    ).estimated_options()
+    fits = _fits_somehow(
+        options_of_tables, Planner(tables.tables, tables.constraints, tables.topology, 8).budget
+    )
     try:
-        made = make_plan(tables.tables, tables.constraints, tables.topology, 8)
+        made = Planner(tables.tables, tables.constraints, tables.topology, 8).make_plan()
     except InfeasiblePlanError as error:
         made, reason = None, str(error)
     if made is not None:

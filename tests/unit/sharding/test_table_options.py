@@ -29,7 +29,7 @@ from lightning_distrec.sharding.planning.constraints import (
     allowed_kernels,
     torchrec_constraint,
 )
-from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.table_options import (
     options_by_table,
@@ -265,9 +265,9 @@ def test_tables_of_one_name_are_planned_by_their_own_options() -> None:
         "first.t": demand(("fused_uvm_caching",), cache_load_factor=0.25),
         "second.t": demand(("fused",)),
     }
-    plan = make_plan(
+    plan = Planner(
         tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16
-    )
+    ).make_plan()
     kernels = {
         name: (table.compute_kernel, table.cache_load_factor) for name, table in plan.tables.items()
     }
@@ -280,9 +280,9 @@ def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() 
         "ebc.a": demand(("fused_uvm_caching",), cache_load_factor=0.25),
         "ebc.b": demand(("fused",), factors=(3.0,)),
     }
-    made = make_plan(
+    made = Planner(
         tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16
-    )
+    ).make_plan()
     plan = made.for_torchrec([torch.device("cuda", 0), torch.device("cuda", 1)])
     assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == (
         "fused_uvm_caching",

@@ -15,7 +15,7 @@ from torchrec.distributed.types import EnumerableShardingSpec
 from lightning_distrec.host_memory import cgroup_limits, free_in_cgroups, host_memory_bytes
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
-from lightning_distrec.sharding.planning.planner import make_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.planning.topology import RankMemory, make_topology
 from lightning_distrec.sharding.sharders import sharders
@@ -152,7 +152,9 @@ def test_shards_lie_on_the_device_that_their_rank_has() -> None:
     root = nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[table])})
     tables = find_tables(root).tables
     constraints = {"ebc.t": TableConstraints(("row_wise",), False, TableOptions())}
-    plan = make_plan(tables, constraints, topology(NodeLayout.from_node_sizes(2, 1), GPU), BATCH)
+    plan = Planner(
+        tables, constraints, topology(NodeLayout.from_node_sizes(2, 1), GPU), BATCH
+    ).make_plan()
     devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
     spec = plan.for_torchrec(devices)["ebc.t"].sharding_spec
     assert isinstance(spec, EnumerableShardingSpec)

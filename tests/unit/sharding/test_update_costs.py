@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.costs import touched_rows, update_milliseconds
-from lightning_distrec.sharding.planning.planner import estimate_plan, make_plan
+from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.report_text import print_plan
 from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
 from lightning_distrec.sharding.planning.table_options import TableOptions
@@ -32,7 +32,9 @@ def with_update(
 
 
 def planned(tables: TableSet) -> ShardingPlan:
-    return make_plan(tables.tables, tables.constraints, tables.topology, tables.batch_size)
+    return Planner(
+        tables.tables, tables.constraints, tables.topology, tables.batch_size
+    ).make_plan()
 
 
 def milliseconds(
@@ -80,9 +82,9 @@ def test_the_rank_with_the_dense_table_gets_the_fewest_others() -> None:
     assert sorted(counts[1].tolist()) == [1, 6]
     assert uneven.tables["ebc.t0"].update_on(uneven.cost.slowest) > 0.5 * uneven.cost.critical_path
     as_before = with_update(tables, "dense", "Adam", ADAM, table="t0")
-    moved = estimate_plan(
-        even, tables.tables, as_before.constraints, tables.topology, tables.batch_size
-    )
+    moved = Planner(
+        tables.tables, as_before.constraints, tables.topology, tables.batch_size
+    ).estimate(even)
     assert moved.cost.critical_path > uneven.cost.critical_path
 
 

@@ -116,19 +116,3 @@ def test_weights_that_are_read_under_other_names_and_in_functions_are_found() ->
         **dict.fromkeys(["helped", "nested", "by_lambda"], "Renamed.by_functions"),
     }
     assert _reads(Renamed()) == expected
-
-
-def test_weights_that_are_read_by_code_without_source_are_found() -> None:
-    names: dict[str, Any] = {"nn": nn, "__name__": "typed"}
-    exec(  # noqa: S102
-        "class Typed(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.item, self.user = nn.Embedding(9, 8), nn.Embedding(9, 8)\n"
-        "    def forward(self, ids):\n"
-        "        return self.item(ids) @ self.item.weight.T + self.user(ids) @ "
-        "self.user.weight.norm()\n",
-        names,
-    )
-    module = names["Typed"]()
-    assert weight_reads(module) == {id(module.item): "Typed.forward"}

@@ -9,12 +9,13 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec import TorchRecShardedStrategy, meta_tables
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.strategies.tables.decisions import SelectedTables, select_tables
+from lightning_distrec.strategies.tables.decisions import select_tables
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions
 
 ROWS, WIDTH = 40, 8
 
 
-def _selected(root: nn.Module, **options: Any) -> SelectedTables:
+def _selected(root: nn.Module, **options: Any) -> Decisions:
     return select_tables(root, TorchRecShardedStrategy(**options).table_settings)
 
 
@@ -36,7 +37,7 @@ def test_a_table_of_dynamic_ids_has_what_was_written_in_all_of_its_rows() -> Non
     root = _root()
     root.users.weight.data[3] = 1.0
     with pytest.raises(
-        ShardingError, match=r"Embedding\(40, 8\) gets 64 rows, and .* wrote to its rows one by one"
+        ShardingError, match=r"Embedding\(40, 8\) gets 64 rows, and fill_ wrote to its row 3 before"
     ):
         _selected(root, convert_embeddings="all", tables=dynamic)
 

@@ -1,9 +1,9 @@
-"""Tables that FBGEMM updates once for each lookup, where a step makes several: their gradients must
-be summed first.
+"""Tables whose update changes while they train: once unfrozen, or looked up several times.
 
-The first step shows it. Until it is over, backward can take both ways: through FBGEMM's kernels, or
-past them to the shards, on which the user's optimizer steps. The second lookup of a collection,
-made before backward, decides.
+FBGEMM updates a table once for each lookup: where a step makes several, their gradients must be
+summed first. The first step shows it. Until it is over, backward can take both ways: through
+FBGEMM's kernels, or past them to the shards, on which the user's optimizer steps. The second lookup
+of a collection, made before backward, decides.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,12 +12,79 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec.optimizers.translation import TableUpdate, can_sum_rows, summed_form
+from lightning_distrec.errors import OptimizerError
+from lightning_distrec.optimizers.param_groups import find_param_group
+from lightning_distrec.optimizers.translation import (
+    ELEMENTWISE,
+    TableUpdate,
+    can_sum_rows,
+    sparse_form,
+    summed_form,
+)
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.row_gradients import LocalShard
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import Table
+
+
+class Unfreezing:
+    """Chooses the kind of gradient of tables that were frozen at the start, once they are unfrozen.
+
+    updates: full name -> what updates the table since the start. Tables that learn from the start
+    can be frozen and unfrozen at any time; their kind of gradient stays.
+    """
+
+    def __init__(self, shards: ShardedTables, updates: Mapping[str, TableUpdate]) -> None:
+        self._shards = shards
+        self._waiting = [name for name, update in updates.items() if update.kind == "frozen"]
+        self._lazy = [name for name, update in updates.items() if update.kind == "fused_lazy"]
+
+    def follow(self, optimizers: list[Optimizer]) -> None:
+        """Choose the gradients of tables that were unfrozen since the last step; called on every
+        rank.
+
+        Raises OptimizerError: the optimizer that a table was given to is not exact on its shards.
+        """
+        for name in self._lazy:
+            if not self._shards.learns(name):
+                raise OptimizerError(
+                    f"table '{name}' was frozen while training, but fused_lazy Adam still moves "
+                    "rows by their momentum. Set embedding_update='auto' for it."
+                )
+        for name in list(self._waiting):
+            if self._shards.learns(name):
+                self._begin(name, optimizers)
+
+    def _begin(self, name: str, optimizers: list[Optimizer]) -> None:
+        shard = self._shards.shards[name][0]
+        param_group = find_param_group(shard.weight, optimizers)
+        if param_group is None:
+            return  # no optimizer uses its gradient, which may stay sparse
+        self._waiting.remove(name)
+        sharding = self._shards.plan[name]
+        kind = type(param_group.optimizer)
+        has_dense_form = kind in ELEMENTWISE or (
+            kind is RowWiseAdagrad and "column" not in sharding.sharding_type
+        )
+        sparse, obstacle = sparse_form(
+            param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type)
+        )
+        if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith(
+            "fused_uvm"
+        ):
+            reason = obstacle or (
+                f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
+            )
+            raise OptimizerError(
+                f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to "
+                f"{kind.__name__}: {reason}. Let it learn from the start of fit, or call fit again "
+                "with it unfrozen."
+            )
+        for shard in self._shards.shards[name]:
+            shard.sparse = sparse is not None
 
 
 class SummedLookups:
@@ -90,8 +157,8 @@ class SummedLookups:
                 self._bring_state(name, update, shard, memory)
                 shard.sparse = self._updates[name].kind == "sparse"
             rank_zero_info(
-                f"table '{name}' is looked up more than once in a step: "
-                f"{self._updates[name].kind} from now on."
+                f"table '{name}' is looked up more than once in a step: {self._updates[name].kind} "
+                "from now on."
             )
             self._on_change(name)
         lookup.sum_gradients()
