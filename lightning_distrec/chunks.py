@@ -135,9 +135,8 @@ def copy_into(chunks: Sequence[Chunk], tensor: Tensor) -> None:
 
 WAYS_OUT = (
     "Call trainer.strategy.full_state_dict() on every rank, and save what rank 0 gets; "
-    "trainer.save_checkpoint; or, "
-    "after the run, trainer.strategy.unshard() on every rank, which turns the module back into an "
-    "ordinary one."
+    "trainer.save_checkpoint; or, after the run, trainer.strategy.unshard() on every rank, which "
+    "turns the module back into an ordinary one."
 )
 
 
@@ -152,8 +151,8 @@ def refuse_pickling(shard: Any, name: str) -> Any:
 
 def _refuse(name: str, _protocol: Any) -> NoReturn:
     raise ShardingError(
-        f"'{name}' was pickled (by torch.save, say), and this rank has only a "
-        f"shard of it. {WAYS_OUT}"
+        f"'{name}' was pickled (by torch.save, say), and this rank has only a shard of it. "
+        f"{WAYS_OUT}"
     )
 
 

@@ -143,11 +143,9 @@ def require_kernels(device: torch.device) -> None:
         capability = f"{properties.major}.{properties.minor}"
         raise VersionError(
             f"this FBGEMM has no kernels for {properties.name}, of compute capability "
-            f"{capability}. Wheels of "
-            "fbgemm-gpu have those of 8.0 to 8.9, 9.0 and 10.0, and wheels of fbgemm-gpu-cpu "
-            "none. Build FBGEMM from "
-            f"its sources with TORCH_CUDA_ARCH_LIST={capability}, use another GPU, or train with "
-            "accelerator='cpu'."
+            f"{capability}. Wheels of fbgemm-gpu have those of 8.0 to 8.9, 9.0 and 10.0, and "
+            "wheels of fbgemm-gpu-cpu none. Build FBGEMM from its sources with "
+            f"TORCH_CUDA_ARCH_LIST={capability}, use another GPU, or train with accelerator='cpu'."
         ) from error
 
 
@@ -172,9 +170,8 @@ def refuse_shared_devices(store: Store, rank: int, num_ranks: int, device: str) 
     if shared:
         ranks = ", ".join(str(other) for other, name in enumerate(devices) if name == shared)
         raise ConfigError(
-            f"ranks {ranks} are all on the GPU {shared}, which NCCL does not allow. "
-            "Leave Trainer(devices=...) out, or set it to the number of ranks on a node, and let "
-            "the launcher show "
-            "each rank all GPUs of its node (Slurm: --gpus-per-node): it takes the GPU of its "
-            "local rank."
+            f"ranks {ranks} are all on the GPU {shared}, which NCCL does not allow. Leave "
+            "Trainer(devices=...) out, or set it to the number of ranks on a node, and let the "
+            "launcher show each rank all GPUs of its node (Slurm: --gpus-per-node): it takes the "
+            "GPU of its local rank."
         )

@@ -29,9 +29,9 @@ def free_process_bytes() -> int:
     """Return the bytes that this process may still take by limits of its own (ulimit -v, -d).
     Source: getrlimit(2)."""
     limits = ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:"))
-    soft = [
-        (resource.getrlimit(kind)[0], _meminfo(name, "/proc/self/status")) for kind, name in limits
-    ]
+    soft = []
+    for kind, name in limits:
+        soft.append((resource.getrlimit(kind)[0], _meminfo(name, "/proc/self/status")))
     return min(
         (limit - used for limit, used in soft if limit != resource.RLIM_INFINITY),
         default=sys.maxsize,

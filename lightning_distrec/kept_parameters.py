@@ -37,8 +37,8 @@ class KeptParameter:
         if not isinstance(self._container, (dict, list)):
             raise UnsupportedError(
                 f"{self._place} keeps a parameter in a tuple or a set. Parameters are replaced "
-                "when they are sharded, "
-                "and it would keep the old one, which does not learn. Use a list or a dict."
+                "when they are sharded, and it would keep the old one, which does not learn. Use a "
+                "list or a dict."
             )
 
 

@@ -5,8 +5,7 @@ pytorch_lightning has the same classes again, which a Trainer of lightning.pytor
 its own. A package whose code is not yours gets those of lightning.pytorch, and so works with the
 strategies of lightning_distrec:
 
-    import lightning_distrec.pytorch_lightning
-    import neuralforecast
+    import lightning_distrec.pytorch_lightning import neuralforecast
 """
 
 import sys
@@ -63,10 +62,8 @@ def _install() -> None:
         packages = sorted(name for name in importers - ALIASES.keys() if not name.startswith("__"))
         raise ConfigError(
             f"`import lightning_distrec.pytorch_lightning` comes too late: {name} was imported "
-            "before"
-            f"{f' (by {packages[0]})' if packages else ''}, and its classes are in use. Move the "
-            "line to the top of "
-            "the script, before the imports of other packages."
+            f"before{f' (by {packages[0]})' if packages else ''}, and its classes are in use. Move "
+            "the line to the top of the script, before the imports of other packages."
         )
     sys.meta_path.insert(0, AliasFinder())
 

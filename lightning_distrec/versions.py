@@ -150,16 +150,16 @@ def problem_with(installed: Installed, *, on_cuda: bool = False) -> str | None:
     if len(installed.fbgemms) > 1:
         other = next(name for name in FBGEMM_PACKAGES if name != fbgemm)
         reason = (
-            f"both fbgemm packages write the folder fbgemm_gpu and break each other: {other} "
-            "must be removed"
+            f"both fbgemm packages write the folder fbgemm_gpu and break each other: {other} must "
+            "be removed"
         )
     elif installed.fbgemm_cuda and installed.torch_build == "cpu":
         reason = "fbgemm-gpu needs a CUDA build of torch and cannot be loaded with a CPU build"
     elif installed.fbgemm_cuda and not installed.has_nvidia_driver:
         fbgemm = "fbgemm-gpu-cpu"
         reason = (
-            "fbgemm-gpu cannot be loaded without the NVIDIA driver (libnvidia-ml.so.1), "
-            "which this machine lacks"
+            "fbgemm-gpu cannot be loaded without the NVIDIA driver (libnvidia-ml.so.1), which this "
+            "machine lacks"
         )
     elif installed.fbgemm_cpu and on_cuda:
         fbgemm = "fbgemm-gpu"
@@ -337,8 +337,7 @@ def matching(installed: Installed, requested_fbgemm: str) -> list[str]:
     if requested_fbgemm == "fbgemm-gpu" and installed.torch_build == "cpu":
         raise ValueError(
             f"FBGEMM={requested_fbgemm!r} cannot be loaded with torch {installed.torch}, which is "
-            "a CPU build. Install "
-            "a CUDA build of torch first, or leave FBGEMM unset."
+            "a CPU build. Install a CUDA build of torch first, or leave FBGEMM unset."
         )
     return [
         f"{requested_fbgemm or fbgemm_for(installed)}=={triple.fbgemm}",

@@ -199,6 +199,6 @@ def _load_callback(callback: Any, state: dict[str, Any]) -> None:
     except Exception as failure:
         rank_zero_warn(
             f"{type(callback).__name__} has not in this process what it has on the ranks: its "
-            "load_state_dict raised "
-            f"{type(failure).__name__}: {failure}. The weights are those that were trained."
+            f"load_state_dict raised {type(failure).__name__}: {failure}. The weights are those "
+            "that were trained."
         )

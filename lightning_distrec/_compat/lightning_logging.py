@@ -300,13 +300,15 @@ def reduced_values(trainer: Any) -> dict[str, tuple[str, bool]]:
     They are in the order in which they are reduced at the end of the epoch. Those of a group of
     ranks, or of rank 0 alone, are left out.
     """
-    return {
-        key: (metric.meta.name, metric.is_tensor and metric.meta.on_step)
-        for key, metric in (trainer._results or {}).items()
-        if (metric.meta.sync.should or not metric.is_tensor)
-        and metric.meta.sync._group is None
-        and not metric.meta.sync.rank_zero_only
-    }
+    reduced = {}
+    for key, metric in (trainer._results or {}).items():
+        if (
+            (metric.meta.sync.should or not metric.is_tensor)
+            and metric.meta.sync._group is None
+            and not metric.meta.sync.rank_zero_only
+        ):
+            reduced[key] = (metric.meta.name, metric.is_tensor and metric.meta.on_step)
+    return reduced
 
 
 def reorder_reduced_values(trainer: Any, keys: list[str]) -> None:

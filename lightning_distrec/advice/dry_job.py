@@ -80,9 +80,8 @@ def dry_module(
     except Exception as error:
         raise ConfigError(
             f"plan: configure_model of {type(module).__name__} cannot run on the meta device "
-            "without a Trainer "
-            f"({locate_error(error)}{describe_error(error)}). Build there what needs neither, and "
-            "tensors whose values are read with device='cpu'."
+            f"without a Trainer ({locate_error(error)}{describe_error(error)}). Build there what "
+            "needs neither, and tensors whose values are read with device='cpu'."
         ) from error
     decisions = select_tables(copied, settings)
     if not decisions.tables:
@@ -92,9 +91,8 @@ def dry_module(
         )
         raise ConfigError(
             f"plan: nothing to plan: {type(module).__name__} has no embedding tables that "
-            "torchrec_sharded would "
-            f"shard.{unsharded} See convert_embeddings and min_rows, or train it with another "
-            "strategy."
+            f"torchrec_sharded would shard.{unsharded} See convert_embeddings and min_rows, or "
+            "train it with another strategy."
         )
     # Decisions only ask whether losses are scaled. On a CPU Lightning takes bf16-mixed instead,
     # which has no scaler.
@@ -119,9 +117,8 @@ def dry_module(
     if failed and in_module:
         assumed.append(
             f"configure_optimizers failed without a Trainer ({failed}): the user's optimizer is "
-            "assumed to update "
-            f"every table on its rank, with {UNKNOWN_TENSORS} elements of state for each of its "
-            "own, as Adam"
+            f"assumed to update every table on its rank, with {UNKNOWN_TENSORS} elements of state "
+            "for each of its own, as Adam"
         )
         for record in in_module:
             record.update = _assumed(record.table.parameter)
@@ -191,9 +188,8 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
         raise
     except Exception as error:
         raise ConfigError(
-            f"--from-data: the data cannot be read ({describe_error(error)}). "
-            "It is built as for fit, but without a Trainer; plan without --from-data, or set "
-            "pooling_factor."
+            f"--from-data: the data cannot be read ({describe_error(error)}). It is built as for "
+            "fit, but without a Trainer; plan without --from-data, or set pooling_factor."
         ) from error
     if not total:
         raise ConfigError("--from-data: the training dataloader has no batch.")
@@ -235,9 +231,8 @@ def with_counts(dry: DryModule, counts: IdCounts, batch_size: int | None) -> Dry
     unknown = [table.full_name for table in dry.decisions.tables if counts.factors(table) is None]
     if unknown:
         assumed.append(
-            f"--from-data: no batch holds the features of {shortened(unknown, MAX_NAMED)} by "
-            "name, nor does what "
-            "sparse_inputs(batch) returns"
+            f"--from-data: no batch holds the features of {shortened(unknown, MAX_NAMED)} by name, "
+            "nor does what sparse_inputs(batch) returns"
         )
     return replace(dry, counts=counts, settings=settings, assumed=assumed)
 
@@ -277,7 +272,7 @@ class DryJob:
 
 def make_decisions(dry: DryModule, job: DryJob) -> Decisions:
     """Return what is decided about the tables on these ranks."""
-    records = [replace(record) for record in dry.decisions.records]
+    records = list(map(replace, dry.decisions.records))
     decisions = replace(dry.decisions, records=records)
     decide_constraints(decisions, job.device, job.layout)
     constraints = decisions.constraints
@@ -341,9 +336,8 @@ def describe_misfit(plan: ShardingPlan, plan_name: str) -> str:
     rank = memory.worst
     return (
         f"{plan_name} gives rank {rank} {format_bytes(memory.tables[rank])} of tables and their "
-        "exchange at "
-        f"batch_size_per_rank={plan.batch_size}, and it has {format_bytes(memory.usable[rank])} "
-        "for them."
+        f"exchange at batch_size_per_rank={plan.batch_size}, and it has "
+        f"{format_bytes(memory.usable[rank])} for them."
     )
 
 

@@ -328,8 +328,7 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
             "no table is put into the host's memory: set --host-memory to the memory of a node"
         )
     assumed.append(
-        f"activations are not estimated: {reservation.in_words} of a rank is reserved for them "
-        "and for layers without "
-        f"tables ({reservation.origin}), whatever the batch size"
+        f"activations are not estimated: {reservation.in_words} of a rank is reserved for them and "
+        f"for layers without tables ({reservation.origin}), whatever the batch size"
     )
     return assumed

@@ -114,7 +114,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
         "largest_batch": _edge_as_json(result.largest_batch),
         "min_nodes": _edge_as_json(result.min_nodes),
         "planning_seconds": round(result.seconds, 3),
-        "planned_with": [list(origin) for origin in result.origins],
+        "planned_with": list(map(list, result.origins)),
         "assumed": result.assumed,
     }
 

@@ -207,9 +207,9 @@ def _measure_parameters(
 ) -> None:
     state_numel = _state_numel(optimizers, sizes)
     tables = {id(table.parameter) for table in sizes.tables}
-    sparse = {id(weight) for weight in sparse_weights(copied)}
+    sparse = set(map(id, sparse_weights(copied)))
     replicated = choose_replicated(copied, blocks, copied.automatic_optimization)
-    replicated_ids = {id(parameter) for parameter in replicated.values()}
+    replicated_ids = set(map(id, replicated.values()))
     block_by_id: dict[int, int] = {}
     for number, block in enumerate(blocks):
         block_by_id |= dict.fromkeys(map(id, block.parameters()), number)

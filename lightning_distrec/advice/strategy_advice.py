@@ -293,8 +293,8 @@ def print_advice(advice: Advice, console: Console) -> None:
         milliseconds = advice.link.in_words(advice.gradient_bytes_sent)
         console.print(
             f"Gradients over {advice.link.name}, while backward computes: {milliseconds}; half of "
-            "it with comm_dtype: bf16. Compress them where a step waits for them; that changes "
-            "the numbers."
+            "it with comm_dtype: bf16. Compress them where a step waits for them; that changes the "
+            "numbers."
         )
 
 

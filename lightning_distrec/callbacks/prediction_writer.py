@@ -105,16 +105,14 @@ class PredictionWriter(BasePredictionWriter):
         if indices:
             raise DataError(
                 f"predict_step returned {num_rows} rows for a batch of {len(indices)} examples; "
-                "predictions need one "
-                "for each example, as the first dim."
+                "predictions need one for each example, as the first dim."
             )
         if trainer.world_size > 1:
             raise DataError(
                 "predictions cannot be brought into the order of the data: over several ranks, "
-                "that needs a DataLoader "
-                "of a dataset with a length. Predict on one rank (--trainer.devices=1), or return "
-                "each row's id from "
-                "predict_step and write the rows yourself, in a BasePredictionWriter."
+                "that needs a DataLoader of a dataset with a length. Predict on one rank "
+                "(--trainer.devices=1), or return each row's id from predict_step and write the "
+                "rows yourself, in a BasePredictionWriter."
             )
         begin = self._counts.get(loader, 0)
         self._counts[loader] = begin + num_rows
@@ -145,8 +143,7 @@ class PredictionWriter(BasePredictionWriter):
             if num_parts < trainer.world_size:
                 raise DataError(
                     f"{self._parts} has the parts of {num_parts} of {trainer.world_size} ranks. "
-                    "Write to a folder that "
-                    "all nodes share."
+                    "Write to a folder that all nodes share."
                 )
             num_rows = self._join(_loaders(trainer)[0])
             rank_zero_info(f"Wrote {num_rows:,} predictions to {self._path}.")
@@ -156,7 +153,7 @@ class PredictionWriter(BasePredictionWriter):
         import pyarrow
         from pyarrow import parquet
 
-        tables = [parquet.read_table(file) for file in sorted(self._parts.glob("*.parquet"))]
+        tables = list(map(parquet.read_table, sorted(self._parts.glob("*.parquet"))))
         if not tables:
             raise DataError("predict_step returned nothing, so there is nothing to write.")
         table = pyarrow.concat_tables(tables)
@@ -194,8 +191,7 @@ def _named(prediction: Any) -> dict[str, Any]:
         return dict(zip(names, prediction, strict=True))
     raise DataError(
         f"predict_step returned a {type(prediction).__name__}: predictions are written of a "
-        "tensor, or of a dict or "
-        "tuple of tensors."
+        "tensor, or of a dict or tuple of tensors."
     )
 
 

@@ -44,8 +44,7 @@ class ScaledLearningRate(Stoppable):
         if base_ranks < 1 or warmup_steps < 0:
             raise ConfigError(
                 f"ScaledLearningRate: base_ranks={base_ranks} must be at least 1, and "
-                f"warmup_steps={warmup_steps} at "
-                "least 0 (no warm-up)."
+                f"warmup_steps={warmup_steps} at least 0 (no warm-up)."
             )
         self._rule, self._base_ranks, self._warmup_steps = rule, base_ranks, warmup_steps
         self._factor = 1.0
@@ -74,9 +73,8 @@ class ScaledLearningRate(Stoppable):
         if any(isinstance(c, LearningRateFinder) for c in trainer.callbacks):  # type: ignore[attr-defined]
             raise ConfigError(
                 "ScaledLearningRate with LearningRateFinder: the finder's rate already suits this "
-                "number of ranks. Run "
-                "the finder without ScaledLearningRate, then set base_ranks to the number of "
-                "ranks it ran on."
+                "number of ranks. Run the finder without ScaledLearningRate, then set base_ranks "
+                "to the number of ranks it ran on."
             )
         # Not world_size: the global batch grows with ranks that have their own batches; those of a
         # pipeline share one.
@@ -119,10 +117,9 @@ class ScaledLearningRate(Stoppable):
         if self._has_fused_tables and not any(scaled.is_stepping for scaled in self._scaled):
             raise OptimizerError(
                 "ScaledLearningRate: tables are updated in backward, and this backward runs "
-                "outside of optimizer.step, "
-                "where rates are not scaled. Set embedding_update='auto', or pass forward and "
-                "backward to "
-                "optimizer.step as its closure."
+                "outside of optimizer.step, where rates are not scaled. Set "
+                "embedding_update='auto', or pass forward and backward to optimizer.step as its "
+                "closure."
             )
 
     @override
@@ -138,10 +135,8 @@ class ScaledLearningRate(Stoppable):
                 name = "scaled_learning_rate" + (
                     f"/optimizer_{index}" if len(self.rates) > 1 else ""
                 )
-                named |= {
-                    name + (f"/group_{n}" if len(groups) > 1 else ""): rate
-                    for n, rate in enumerate(groups)
-                }
+                for n, rate in enumerate(groups):
+                    named[name + (f"/group_{n}" if len(groups) > 1 else "")] = rate
             log(trainer, named)
 
     @override
@@ -209,9 +204,8 @@ class ScaledSteps:
         if number is not None:
             raise OptimizerError(
                 f"ScaledLearningRate: the learning rate of param group {number} of "
-                f"{type(optimizer).__name__} was set "
-                "during a step, too late to be scaled. Set it in a scheduler or in "
-                "on_train_batch_start."
+                f"{type(optimizer).__name__} was set during a step, too late to be scaled. Set it "
+                "in a scheduler or in on_train_batch_start."
             )
 
     def _restore(self) -> int | None:
@@ -237,6 +231,6 @@ def _check_have_rates(optimizers: Sequence[Any]) -> None:
         ):
             raise UnsupportedError(
                 f"ScaledLearningRate: {type(optimizer).__name__} is not a torch.optim.Optimizer "
-                "with a learning rate "
-                "'lr' in each param group, so there is nothing to scale. Remove ScaledLearningRate."
+                "with a learning rate 'lr' in each param group, so there is nothing to scale. "
+                "Remove ScaledLearningRate."
             )

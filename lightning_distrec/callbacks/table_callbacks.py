@@ -64,11 +64,10 @@ class PlanLogger(Callback):
             )
             return
         loggers: list[Any] = trainer.loggers
-        image_loggers = [
-            x
-            for x in loggers
-            if isinstance(x, TensorBoardLogger) or callable(getattr(x, "log_image", None))
-        ]
+        image_loggers = []
+        for x in loggers:
+            if isinstance(x, TensorBoardLogger) or callable(getattr(x, "log_image", None)):
+                image_loggers.append(x)
         folder = Path(self._path or _folder_of(trainer))
         try:
             pictures = draw_plan(setup.plan)
@@ -131,8 +130,8 @@ class DynamicIds(Callback):
         if not self._last_numbers:
             rank_zero_warn(
                 "DynamicIds: no table maps ids to rows, so there is nothing to log. Use "
-                "strategy='torchrec_sharded' "
-                "with tables={'<name>': {'ids': 'dynamic'}}, or remove the callback."
+                "strategy='torchrec_sharded' with tables={'<name>': {'ids': 'dynamic'}}, or remove "
+                "the callback."
             )
 
     @override

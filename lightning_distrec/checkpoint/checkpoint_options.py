@@ -33,8 +33,8 @@ class IncrementalOptions:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(
-                    f"checkpoint: incremental: {name}={value!r} must be a whole "
-                    "number of at least 1."
+                    f"checkpoint: incremental: {name}={value!r} must be a whole number of at least "
+                    "1."
                 )
         if self.full_every % self.every:
             problem = f"full_every={self.full_every} is no multiple of every={self.every}"
@@ -89,8 +89,8 @@ class CheckpointOptions:
             except TypeError as error:
                 problem = f"checkpoint: incremental={self.incremental!r}: {error}"
                 raise ConfigError(
-                    f"{problem}. Set every and full_every, in steps: {{'every': 200, "
-                    f"'full_every': 2000}}."
+                    f"{problem}. Set every and full_every, in steps: {{'every': 200, 'full_every': "
+                    "2000}."
                 ) from None
         if self.incremental is not None and self.distributed is False:
             raise ConfigError(
@@ -102,8 +102,8 @@ class CheckpointOptions:
             parse_bandwidth(limit, setting)
             if not self.async_save:
                 raise ConfigError(
-                    f"{setting} limits what is written while training goes on. Set "
-                    "async_save=True too."
+                    f"{setting} limits what is written while training goes on. Set async_save=True "
+                    "too."
                 )
 
     @property

@@ -90,7 +90,7 @@ def read_full(path: Path, with_optimizers: bool, pickles: bool = False) -> dict[
     states = checkpoint.pop("optimizer_states", None)
     if states is not None:
         used = states if with_optimizers else []
-        checkpoint["optimizer_states"] = [plain_optimizer_state(state) for state in used]
+        checkpoint["optimizer_states"] = list(map(plain_optimizer_state, used))
 
     def read(leaf: Any, place: str) -> Any:
         is_lazy = isinstance(leaf, LazyTensor)

@@ -44,7 +44,7 @@ def copy_to_host(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTenso
 
     copies = {}
     for name, full in tensors.items():
-        chunks = [copy(chunk) for chunk in full.chunks]
+        chunks = list(map(copy, full.chunks))
         copies[name] = ChunkedTensor(full.shape, full.dtype, chunks)
     ring.finish()
     return copies
@@ -135,8 +135,8 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
         if everywhere:
             advice = "rank_0_only=True, or load a checkpoint into a new module in one process"
         raise CheckpointError(
-            f"full tensors on {place} need {needed:,} bytes of the host {host}, which has "
-            f"{free:,} free. Set {advice}."
+            f"full tensors on {place} need {needed:,} bytes of the host {host}, which has {free:,} "
+            f"free. Set {advice}."
         )
 
     # Before the first block: a rank that ran out of memory later would leave the others waiting.

@@ -180,10 +180,9 @@ def saved_form(name: str, value: Any) -> tuple[Any, str]:
     try:
         torch.save({"value": value}, buffer)
         with _allowed_types(buffer):
-            names = [
-                kind
-                for _, kind in unread_in(torch.load(buffer, weights_only=True, map_location="meta"))
-            ]
+            names = []
+            for _, kind in unread_in(torch.load(buffer, weights_only=True, map_location="meta")):
+                names.append(kind)
     except Exception as error:  # whatever pickling a user's object raises
         return left_out(type_name), (
             f"'{name}', a {type_name}, cannot be saved ({str(error).splitlines()[0]})"

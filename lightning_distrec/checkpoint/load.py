@@ -169,8 +169,8 @@ class CheckpointFolder:
         return _origin(self.path, self.path / MARKER, self.marker, self.marker)
 
     def find_damage(self, ranks: Ranks | None = None) -> list[str] | None:
-        """Collective, alone without `ranks`. Read all files, each rank a share; return those
-        that do not match their checksums."""
+        """Collective, alone without `ranks`. Read all files, each rank a share; return those that
+        do not match their checksums."""
         if ranks is None:
             return changed_files(self.files())
         files = ranks.all_or_none("loading a checkpoint", self.files)

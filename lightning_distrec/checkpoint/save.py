@@ -154,7 +154,7 @@ def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSn
     pickles = content.pickles
     # A tensor that only some ranks hold, or that differs in shape, cannot be divided among all for
     # writing.
-    per_rank_tensors = [set(tensors) for tensors in ranks.all_gather(large_tensors(checkpoint))]
+    per_rank_tensors = list(map(set, ranks.all_gather(large_tensors(checkpoint))))
     on_all = {path for path, _, _ in set.intersection(*per_rank_tensors)}
     plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks, pickles)
     marker = {"num_ranks": ranks.num_ranks, **content.facts}

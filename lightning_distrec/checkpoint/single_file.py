@@ -122,7 +122,7 @@ class FileSnapshot:
                 facts = {"names": numbered_names(state), **state}
                 del facts["state"], facts["param_groups"]
                 optimizers.append(facts)
-            content["optimizer_states"] = [plain_optimizer_state(state) for state in named]
+            content["optimizer_states"] = list(map(plain_optimizer_state, named))
         content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
         return content
 

@@ -3,10 +3,9 @@ all of them what it needs, by the rectangle.
 
 The header's length, 8 bytes, little-endian; the header, JSON, with each tensor's type, shape and
 place; the tensors' bytes, little-endian, without gaps.
-Source: https://github.com/huggingface/safetensors#format
-Where chunks begin is in the metadata, as torch.distributed.checkpoint writes it: its
-HuggingFaceStorageReader reads our folders, too. Its writer copies all chunks of a rank twice, and
-keeps the last one of several of one tensor.
+Source: https://github.com/huggingface/safetensors#format Where chunks begin is in the metadata, as
+torch.distributed.checkpoint writes it: its HuggingFaceStorageReader reads our folders, too.
+Its writer copies all chunks of a rank twice, and keeps the last one of several of one tensor.
 """
 
 import json

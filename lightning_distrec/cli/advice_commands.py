@@ -198,8 +198,8 @@ def plan_ahead(options: Namespace) -> DryRun:
     if memory is None and settings.memory_bytes_per_rank is None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
-                "plan: this machine has no GPU to ask for its memory. Give it: "
-                "--device-memory 80GB."
+                "plan: this machine has no GPU to ask for its memory. Give it: --device-memory "
+                "80GB."
             )
         origin = "this machine's"
     job = DryJob(
@@ -262,8 +262,7 @@ def _build_on_meta(configs: Sequence[str], builder: type[PlanRecipeBuilder]) -> 
             raise
         raise ConfigError(
             "plan: the module cannot be built on the meta device, where it takes no memory: "
-            f"{place}"
-            f"{describe_error(cause)}. Give tensors whose values are read there "
+            f"{place}{describe_error(cause)}. Give tensors whose values are read there "
             "device='cpu', or build them in a hook that runs later."
         ) from error
 
@@ -286,9 +285,10 @@ def _override_settings(
     settings: TableSettings, options: Namespace, yaml_batch_size: int | None
 ) -> TableSettings:
     """Return the strategy's settings, overridden by the command line."""
-    planning = {
-        name: options[name] for name in ("reserve", "plan_file") if options[name] is not None
-    }
+    planning = {}
+    for name in ("reserve", "plan_file"):
+        if options[name] is not None:
+            planning[name] = options[name]
     settings = replace(settings, planning=replace(settings.planning, **planning))
     if options.batch_size:
         return replace(

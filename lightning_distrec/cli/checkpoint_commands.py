@@ -65,8 +65,8 @@ def run_export(options: Namespace) -> int:
         )
     if options.format == "safetensors" and not options.out.endswith(".safetensors"):
         raise ConfigError(
-            f"export: --format safetensors writes a file, and {options.out} is not "
-            "named *.safetensors."
+            f"export: --format safetensors writes a file, and {options.out} is not named "
+            "*.safetensors."
         )
     stderr = Console(stderr=True)  # what is printed for programs goes to stdout
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

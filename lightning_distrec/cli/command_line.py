@@ -134,8 +134,8 @@ def _bench(add: Adder) -> None:
     strategies = "Measure these strategies, and variants: YAML files that are laid over the job's."
     add("--strategies", type=str, default="ddp_tuned,fsdp_tuned,torchrec_sharded", help=strategies)
     devices = (
-        "Measure on these numbers of devices. Default: 1,2; under srun or torchrun the "
-        "ranks that these start."
+        "Measure on these numbers of devices. Default: 1,2; under srun or torchrun the ranks that "
+        "these start."
     )
     add("--devices", type=str | None, help=devices)
     add("--steps", type=int, default=30, help="Measure this many steps of each run.")
@@ -148,8 +148,8 @@ def _bench(add: Adder) -> None:
         help="Count samples in this tensor of the batch, such as label or 0.ids.",
     )
     synthetic = (
-        "In place of the job's data, look up random ids in all tables, for this many "
-        "samples per rank and step."
+        "In place of the job's data, look up random ids in all tables, for this many samples per "
+        "rank and step."
     )
     add("--synthetic", type=int | None, help=synthetic)
     add(
@@ -237,8 +237,8 @@ def _slurm(add: Adder) -> None:
         help='Add this option, such as "qos=high"; repeat for others.',
     )
     launcher = (
-        "Start ranks with srun, or with one torchrun on each node, which starts them again "
-        "after a failure."
+        "Start ranks with srun, or with one torchrun on each node, which starts them again after a "
+        "failure."
     )
     add("--launcher", type=Literal["srun", "torchrun"], default="srun", help=launcher)
     add(
@@ -260,18 +260,16 @@ def _export(add: Adder) -> None:
         "out",
         type=str,
         help="Write this file. *.pt or *.safetensors: the state_dict of the unsharded module. "
-        "*.ckpt: a Lightning "
-        "checkpoint, from which any Trainer resumes. With --format torch.export or quantized: a "
-        "folder.",
+        "*.ckpt: a Lightning checkpoint, from which any Trainer resumes. With --format "
+        "torch.export or quantized: a folder.",
     )
     add(
         "--format",
         choices=["safetensors", *FOLDER_FORMATS],
         metavar="FORMAT",
         help="torch.export: a folder with predict_step as a program, the tables, and a script "
-        "that answers requests. "
-        "quantized: the same with rows of 8 or 4 bits. Both need --config. safetensors: what "
-        "*.safetensors names, too.",
+        "that answers requests. quantized: the same with rows of 8 or 4 bits. Both need --config. "
+        "safetensors: what *.safetensors names, too.",
     )
     add(
         "--config",
@@ -280,8 +278,8 @@ def _export(add: Adder) -> None:
     )
     add("--bits", type=Literal[8, 4] | None, help="Bits of a number in quantized rows. Default: 8.")
     pickles = (
-        "Read a checkpoint saved with `checkpoint: {pickles: true}`. Its code is run: set "
-        "it for files you trust."
+        "Read a checkpoint saved with `checkpoint: {pickles: true}`. Its code is run: set it for "
+        "files you trust."
     )
     add("--pickles", action="store_true", help=pickles)
     add("--overwrite", action="store_true", help="Replace OUT if it exists.")
@@ -314,8 +312,7 @@ def _checkpoint(parser: ArgumentParser) -> None:
     commands = parser.add_subcommands(title="commands", metavar="COMMAND")
     inspect = ArgumentParser(
         description="Print what a checkpoint contains, which version wrote it, and whether it is "
-        "complete. "
-        "Exit codes: 0: complete; 2: incomplete, damaged or unreadable."
+        "complete. Exit codes: 0: complete; 2: incomplete, damaged or unreadable."
     )
     inspect.add_argument(
         "path", type=str, help="Inspect this folder, or this .ckpt, .pt or .safetensors file."
@@ -332,8 +329,7 @@ def _checkpoint(parser: ArgumentParser) -> None:
     commands.add_subcommand("inspect", inspect, help="Print what a checkpoint contains.")
     merge = ArgumentParser(
         description="Write a checkpoint by difference and its base as one full checkpoint, with "
-        "little memory. Exit "
-        "codes: 0: written; 2: it cannot be."
+        "little memory. Exit codes: 0: written; 2: it cannot be."
     )
     merge.add_argument(
         "difference", type=str, help="Merge this difference; its base is next to it."
@@ -409,10 +405,9 @@ COMMANDS = {
     "plan": Command(
         help="Plan embedding tables for any cluster, and print whether they fit.",
         details="Print what each rank stores, computes and sends, the largest batch, and the "
-        "minimum number of nodes. "
-        "The module is built without memory; data is read with --from-data only, and nothing is "
-        "trained. Exit codes: "
-        "0: the tables fit; 1: they do not; 2: the recipe or an option is wrong.",
+        "minimum number of nodes. The module is built without memory; data is read with "
+        "--from-data only, and nothing is trained. Exit codes: 0: the tables fit; 1: they do not; "
+        "2: the recipe or an option is wrong.",
         options=_plan,
         config="Read",
         ranks="Plan for",
@@ -421,8 +416,7 @@ COMMANDS = {
     "bench": Command(
         help="Measure a recipe under several strategies and numbers of devices.",
         details="The cases run in turns for a few steps each, without the recipe's callbacks, "
-        "loggers and checkpoints. "
-        "Exit code 1: no case could be measured.",
+        "loggers and checkpoints. Exit code 1: no case could be measured.",
         options=_bench,
         config="Read",
         file="job_commands",
@@ -430,10 +424,8 @@ COMMANDS = {
     "doctor": Command(
         help="Check the ranks, machines and network links of a job.",
         details="Print what prevents it from running. Run it alone, or start it as the job will "
-        "be started: srun -N2 "
-        "--ntasks-per-node=8 lightning-distrec doctor. Exit codes: 0: no errors found; 1: errors "
-        "found; 2: the ranks "
-        "did not find each other.",
+        "be started: srun -N2 --ntasks-per-node=8 lightning-distrec doctor. Exit codes: 0: no "
+        "errors found; 1: errors found; 2: the ranks did not find each other.",
         options=_doctor,
         file="job_commands",
     ),
@@ -446,8 +438,7 @@ COMMANDS = {
     "slurm": Command(
         help="Write an sbatch script that runs a recipe.",
         details="It checks the job with `doctor`, starts `fit` with srun, saves a checkpoint "
-        "before the time limit and "
-        "resumes from it when Slurm requeues the job.",
+        "before the time limit and resumes from it when Slurm requeues the job.",
         options=_slurm,
         config="Run",
         file="job_commands",
@@ -455,8 +446,7 @@ COMMANDS = {
     "export": Command(
         help="Convert a checkpoint into a single file, or into a folder that answers requests.",
         details="The folder needs no more of this package. One process does it, with little "
-        "memory, however large the "
-        "tables are.",
+        "memory, however large the tables are.",
         options=_export,
         file="checkpoint_commands",
     ),
@@ -468,8 +458,7 @@ COMMANDS = {
     "completion": Command(
         help="Print a script with which a shell completes commands and options.",
         details='For this shell alone: eval "$(lightning-distrec completion bash)". For all: '
-        "write it to a file that "
-        "the shell reads.",
+        "write it to a file that the shell reads.",
         options=_completion,
         file="command_line",
     ),

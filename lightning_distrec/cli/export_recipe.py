@@ -36,8 +36,7 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     if not options.config:
         raise ConfigError(
             f"export: --format {options.format} needs the module's code and an example of its "
-            "data: name the YAML that "
-            "`fit` was given, --config recipe.yaml."
+            "data: name the YAML that `fit` was given, --config recipe.yaml."
         )
     bits = None if options.format == "torch.export" else options.bits or 8
     if bits is None and options.bits is not None:
@@ -54,8 +53,8 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     module: LightningModule = recipe.model
     if not is_overridden("predict_step", module) and not is_overridden("forward", module):
         raise ConfigError(
-            f"export: {type(module).__name__} has neither predict_step nor forward. "
-            "Write one of them."
+            f"export: {type(module).__name__} has neither predict_step nor forward. Write one of "
+            "them."
         )
     # A Trainer would call this hook, where tables may be made as well as in __init__.
     with tables_on_meta():
@@ -137,22 +136,20 @@ def _print_served(served: Served, options: Namespace) -> None:
     if served.largest_answer or not served.integers:
         print(
             f"Answers to {quantity(served.num_examples, 'example')} differ from the trained "
-            "module's by at most "
-            f"{served.largest_difference:.3g}, {served.mean_difference:.3g} on average; the "
-            "largest is "
-            f"{served.largest_answer:.3g}."
+            f"module's by at most {served.largest_difference:.3g}, {served.mean_difference:.3g} on "
+            f"average; the largest is {served.largest_answer:.3g}."
         )
     if served.integers:
         print(
             f"Of {served.integers:,} integers in answers to "
-            f"{quantity(served.num_examples, 'example')}, "
-            f"{served.other_integers:,} differ from the trained module's."
+            f"{quantity(served.num_examples, 'example')}, {served.other_integers:,} differ from "
+            "the trained module's."
         )
     if served.only_this_size:
         print(
             f"The program takes batches of {served.num_examples} examples alone: predict_step "
-            "makes a number of the "
-            "size. There len(tensor) is a fixed number; tensor.shape[0] stays free."
+            "makes a number of the size. There len(tensor) is a fixed number; tensor.shape[0] "
+            "stays free."
         )
     print(
         f"It needs {', '.join(['torch', 'numpy', 'safetensors', *served.needs])}. Ask it: python "

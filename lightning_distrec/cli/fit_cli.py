@@ -154,8 +154,8 @@ class FitCLI(LightningCLI):
         if isinstance(strategy, str) and strategy not in names:
             raise CommandLineError(
                 "trainer.strategy: there is no strategy "
-                f"'{strategy}'{did_you_mean(strategy, names)} Those of "
-                f"lightning_distrec are {', '.join(STRATEGIES)}."
+                f"'{strategy}'{did_you_mean(strategy, names)} Those of lightning_distrec are "
+                f"{', '.join(STRATEGIES)}."
             )
         if config.get("columns") and config.out is None:
             raise CommandLineError("predict: --columns is for --out FILE.parquet.")

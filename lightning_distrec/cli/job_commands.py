@@ -96,15 +96,16 @@ def bench(options: Namespace, launched: "Launched | None" = None) -> list[Result
             )
         if options.devices:
             raise ConfigError(
-                f"--devices {options.devices}: {launched.launcher} has started the "
-                "ranks. Leave it out."
+                f"--devices {options.devices}: {launched.launcher} has started the ranks. Leave it "
+                "out."
             )
         devices = [launched.num_ranks]
-    cases = [
-        Case(Path(name).stem, number, name) if name.endswith(YAML) else Case(name, number)
-        for name in strategies
-        for number in devices
-    ]
+    cases = []
+    for name in strategies:
+        for number in devices:
+            cases.append(
+                Case(Path(name).stem, number, name) if name.endswith(YAML) else Case(name, number)
+            )
     log = _log if launched is None or launched.rank == 0 else lambda line: None
     return run_rounds(cases, run_options, options.rounds, log)
 
@@ -117,9 +118,9 @@ def parse_strategies(text: str) -> list[str]:
             raise ConfigError(f"--strategies {text}: there is no file {name}.")
         if name not in NAMES and not name.endswith(YAML):
             raise ConfigError(
-                f"--strategies {text}: unknown strategy {name!r}{did_you_mean(name, NAMES)} "
-                f"Use some of {', '.join(NAMES)}, or YAML files to lay over the job's, separated "
-                "by commas."
+                f"--strategies {text}: unknown strategy {name!r}{did_you_mean(name, NAMES)} Use "
+                f"some of {', '.join(NAMES)}, or YAML files to lay over the job's, separated by "
+                "commas."
             )
     if not names:
         raise ConfigError(f"--strategies {text!r}: name at least one strategy.")
@@ -133,7 +134,7 @@ def parse_devices(text: str) -> list[int]:
         raise ConfigError(
             f"--devices {text!r}: give numbers above 0, separated by commas, such as 1,2."
         )
-    return sorted({int(number) for number in numbers})
+    return sorted(set(map(int, numbers)))
 
 
 def run_doctor(options: Namespace) -> int:

@@ -126,7 +126,7 @@ def count_devices(devices: Any, device: str) -> int:
         return 1
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"trainer.devices={devices!r}: there is no GPU on this machine to "
-            "count. Set --devices 8."
+            f"trainer.devices={devices!r}: there is no GPU on this machine to count. Set --devices "
+            "8."
         )
     return torch.cuda.device_count()

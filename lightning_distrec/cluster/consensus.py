@@ -171,9 +171,9 @@ def all_gather_values(value: Any, group: Any = None, activity: str = "") -> list
     if max(lengths) > size:
         ends = _all_gather_bytes(message[size:], max(lengths) - size, num_ranks, group)
         messages = [first + end for first, end in zip(messages, ends, strict=True)]
-    contents = [
-        received[LENGTH_BYTES:length] for received, length in zip(messages, lengths, strict=True)
-    ]
+    contents = []
+    for received, length in zip(messages, lengths, strict=True):
+        contents.append(received[LENGTH_BYTES:length])
     for rank, content in enumerate(contents):
         if not content.startswith(b"+"):
             raise errors.RankError(f"rank {rank}: {content[1:].decode(errors='replace')}")

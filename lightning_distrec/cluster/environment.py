@@ -169,21 +169,20 @@ def check_numbers(launched: Launched, num_devices: int, num_available: int, num_
     num_ranks, launcher = launched.local_num_ranks, launched.launcher
     if num_nodes not in (1, launched.num_nodes):
         raise ConfigError(
-            f"Trainer(num_nodes={num_nodes}), but {launcher} started ranks on "
-            f"{launched.num_nodes} nodes. Leave "
-            "num_nodes out: the launcher's own number counts."
+            f"Trainer(num_nodes={num_nodes}), but {launcher} started ranks on {launched.num_nodes} "
+            "nodes. Leave num_nodes out: the launcher's own number counts."
         )
     if num_devices not in (1, num_ranks, num_available):
         raise ConfigError(
             f"Trainer(devices={num_devices}), but {launcher} started {num_ranks} ranks on node "
-            f"{launched.node}. Start "
-            "as many, or leave devices out: the launcher's own number counts."
+            f"{launched.node}. Start as many, or leave devices out: the launcher's own number "
+            "counts."
         )
     if num_devices > num_ranks and launched.rank == 0:
         idle = num_devices - num_ranks
         rank_zero_warn(
-            f"{launcher} started {num_ranks} ranks on a node with {num_devices} "
-            f"devices: {idle} stay idle."
+            f"{launcher} started {num_ranks} ranks on a node with {num_devices} devices: {idle} "
+            "stay idle."
         )
 
 
@@ -199,10 +198,9 @@ def check_variables(environ: Mapping[str, str], num_devices: int, num_nodes: int
         size = f" and WORLD_SIZE={environ['WORLD_SIZE']}" if "WORLD_SIZE" in environ else ""
         raise ConfigError(
             f"LOCAL_RANK={local_rank}{size}, but Trainer(num_nodes={num_nodes}, "
-            f"devices={num_devices}) has "
-            f"{num_ranks} ranks, and RANK is not set. Set RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT too; or unset "
-            "LOCAL_RANK, and Lightning starts the ranks."
+            f"devices={num_devices}) has {num_ranks} ranks, and RANK is not set. Set RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT too; or unset LOCAL_RANK, and Lightning "
+            "starts the ranks."
         )
 
 

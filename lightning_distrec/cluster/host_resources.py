@@ -97,8 +97,8 @@ class HostNeeds:
 
     @property
     def sockets(self) -> int:
-        """Those of a rank to others; NCCL's own are few. Rank 0 has two more to each: of
-        its store, and of its heartbeat."""
+        """Those of a rank to others; NCCL's own are few. Rank 0 has two more to each: of its store,
+        and of its heartbeat."""
         return MESHES["nccl" if "nccl" in self.backend else "gloo"] * self.num_ranks
 
     @property

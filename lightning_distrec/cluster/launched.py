@@ -120,8 +120,8 @@ def read_torchrun(environ: Mapping[str, str]) -> Launched | None:
         point=MeetingPoint(
             environ["MASTER_ADDR"],
             (parse_number(environ, "MASTER_PORT"),),
-            # Nodes count attempts each for themselves: see meeting.py; without a shared store
-            # each has a port.
+            # Nodes count attempts each for themselves: see meeting.py; without a shared store each
+            # has a port.
             f"torchrun {run}" if is_hosted else f"torchrun {run} at {environ['MASTER_PORT']}",
             is_hosted=is_hosted,
         ),
@@ -163,8 +163,8 @@ def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:
     if not host:
         raise ConfigError(
             f"mpirun started {num_ranks} ranks, {num_local_ranks} of them here, and does not pass "
-            "the address of rank "
-            "0. Set MASTER_ADDR to the name of the first host: mpirun -x MASTER_ADDR=node1 ..."
+            "the address of rank 0. Set MASTER_ADDR to the name of the first host: mpirun -x "
+            "MASTER_ADDR=node1 ..."
         )
     # Open MPI 5 names jobs by PMIx, earlier versions by ORTE.
     job = environ.get("PMIX_NAMESPACE", environ.get("OMPI_MCA_ess_base_jobid", ""))
@@ -223,8 +223,8 @@ def read_variables(environ: Mapping[str, str]) -> Launched | None:
         )
     if node != numbers.get("GROUP_RANK", node):
         raise ConfigError(
-            f"NODE_RANK={node} and GROUP_RANK={numbers['GROUP_RANK']} of rank "
-            f"{rank}: unset one of them."
+            f"NODE_RANK={node} and GROUP_RANK={numbers['GROUP_RANK']} of rank {rank}: unset one of "
+            "them."
         )
     host, port, boot = (
         environ["MASTER_ADDR"],
@@ -287,8 +287,8 @@ def find_nodes(places: Sequence[Place]) -> list[int]:
         absent = [rank for rank in ranks if numbers[rank] is None]
         if 0 < len(absent) < len(places):
             raise ConfigError(
-                f"{name} is not set for rank {format_ranks(absent)}, but for "
-                "others: set it for all."
+                f"{name} is not set for rank {format_ranks(absent)}, but for others: set it for "
+                "all."
             )
     has_node, has_local_rank = places[0].node is not None, places[0].local_rank is not None
     keys: list[Any] = columns["NODE_RANK"] if has_node else list(ranks)
@@ -305,22 +305,22 @@ def find_nodes(places: Sequence[Place]) -> list[int]:
         node = f"rank {format_ranks(members)} on {places[members[0]].host}"
         if len({places[rank].machine for rank in members}) > 1:
             raise ConfigError(
-                f"NODE_RANK={key} for rank {format_ranks(members)}, which are on "
-                "different machines."
+                f"NODE_RANK={key} for rank {format_ranks(members)}, which are on different "
+                "machines."
             )
         local_ranks = [places[rank].local_rank or 0 for rank in members]
         if sorted(local_ranks) != list(range(len(members))):
             raise ConfigError(
-                f"LOCAL_RANK is {', '.join(map(str, local_ranks))} for {node}: number the ranks "
-                "of each node from 0, and set NODE_RANK if they are on several nodes."
+                f"LOCAL_RANK is {', '.join(map(str, local_ranks))} for {node}: number the ranks of "
+                "each node from 0, and set NODE_RANK if they are on several nodes."
             )
         counts = (None, len(members))
         wrong = [rank for rank in members if places[rank].local_num_ranks not in counts]
         if wrong:
             size = places[wrong[0]].local_num_ranks
             raise ConfigError(
-                f"LOCAL_WORLD_SIZE={size} for rank {wrong[0]}, but its node has "
-                f"{len(members)}: {node}."
+                f"LOCAL_WORLD_SIZE={size} for rank {wrong[0]}, but its node has {len(members)}: "
+                f"{node}."
             )
     return [key if has_node else nodes.index(key) for key in keys]
 
@@ -331,6 +331,6 @@ def parse_number(environ: Mapping[str, str], name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{name} is {environ.get(name, 'not set')}: the launcher's other variables are set, "
-            "so it must be a number."
+            f"{name} is {environ.get(name, 'not set')}: the launcher's other variables are set, so "
+            "it must be a number."
         ) from None

@@ -17,8 +17,8 @@ from torch.distributed import DistError
 from lightning_distrec.errors import RankError
 
 NETWORK_ERROR = re.compile(
-    "gloo|nccl|closed by peer|pair closure|connection reset|connection refused|broken pipe"
-    "|timed out|failed to recv"
+    "gloo|nccl|closed by peer|pair closure|connection reset|connection refused|broken pipe|timed "
+    "out|failed to recv"
 )
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or late."""
 # The last is this package, which an editable install keeps outside of site-packages.
@@ -45,14 +45,14 @@ def is_waiting(thread: int) -> bool:
     frame = frames.pop(thread, None)
     if frame is None:
         return False
-    own = []
+    own: list[FrameType] = []
     # On GPUs it runs on threads that torch starts: hooks compute there, and what is compiled on
     # first use.
     if frame.f_code.co_name == "_engine_run_backward":
         stacks = [[*traceback.walk_stack(other)] for other in frames.values()]
-        own = [
-            stack[0][0] for stack in stacks if stack[-1][0].f_code.co_filename != threading.__file__
-        ]
+        for stack in stacks:
+            if stack[-1][0].f_code.co_filename != threading.__file__:
+                own.append(stack[0][0])
     return all(map(is_wait, own or [frame]))
 
 

@@ -62,7 +62,7 @@ class Connection:
         *lines, self._received = (self._received + received).split(b"\n")
         if len(self._received) > MAX_BYTES:
             raise ValueError("a line without an end")
-        return [json.loads(line) for line in lines]
+        return list(map(json.loads, lines))
 
 
 class Hub:

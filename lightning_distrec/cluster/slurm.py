@@ -94,9 +94,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
     if not node < len(per_node) == len(expand_hosts(nodelist)):
         raise ConfigError(
             f"SLURM_STEP_NODELIST={nodelist}, SLURM_STEP_TASKS_PER_NODE={tasks} and "
-            f"SLURM_NODEID={node} (from 0) are "
-            "not of one step's nodes. Start the ranks with srun, and leave the variables as it "
-            "sets them."
+            f"SLURM_NODEID={node} (from 0) are not of one step's nodes. Start the ranks with srun, "
+            "and leave the variables as it sets them."
         )
     return "SLURM_GTIDS" not in environ or len(environ["SLURM_GTIDS"].split(",")) == per_node[node]
 
@@ -108,8 +107,8 @@ def refuse_lone_script(environ: Mapping[str, str]) -> None:
     if "SLURM_JOB_ID" in environ and num_nodes > 1:
         raise ConfigError(
             f"Slurm gave this job {num_nodes} nodes, and this process was started on one of them "
-            "alone. Start it with "
-            "srun, as `srun python ...`; --ntasks-per-node sets the number of ranks per node."
+            "alone. Start it with srun, as `srun python ...`; --ntasks-per-node sets the number of "
+            "ranks per node."
         )
 
 
@@ -119,10 +118,10 @@ def expand_hosts(nodelist: str) -> list[str]:
     names = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
         parts = re.split(r"\[([^\]]*)\]", word)  # text and ranges in turns
-        choices = [
-            _expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)
-        ]
-        names += ["".join(choice) for choice in itertools.product(*choices)]
+        choices = []
+        for index, part in enumerate(parts):
+            choices.append(_expand_ranges(part) if index % 2 else [part])
+        names += list(map("".join, itertools.product(*choices)))
     return names
 
 
@@ -192,8 +191,7 @@ def _find_meeting_point(
     if not nodes_by_rank and is_arbitrary and "MASTER_ADDR" not in environ:
         raise ConfigError(
             "srun --distribution=arbitrary, and SLURM_HOSTFILE cannot be read here: the node of "
-            "rank 0 is unknown. Set "
-            "MASTER_ADDR to it, for all ranks."
+            "rank 0 is unknown. Set MASTER_ADDR to it, for all ranks."
         )
     host = environ.get("MASTER_ADDR") or _find_address(
         nodes_by_rank[0] if nodes_by_rank else nodes[0]
@@ -222,8 +220,7 @@ def _find_address(node: str) -> str:
     if not match:
         raise ConfigError(
             f"the name of the first node, {node}, cannot be resolved, and scontrol has no address "
-            "for it. Set "
-            "MASTER_ADDR, for all ranks, to an address that the other nodes can reach."
+            "for it. Set MASTER_ADDR, for all ranks, to an address that the other nodes can reach."
         )
     return match[1]
 
@@ -232,7 +229,6 @@ def _expand_ranges(ranges: str) -> list[str]:
     numbers = []
     for word in ranges.split(","):
         first, _, last = word.partition("-")
-        numbers += [
-            f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)
-        ]
+        for value in range(int(first), int(last or first) + 1):
+            numbers.append(f"{value:0{len(first)}d}")
     return numbers

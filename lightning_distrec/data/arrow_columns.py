@@ -48,8 +48,8 @@ def type_problem(kind: pa.DataType, feature: Feature) -> str | None:
         _is_text(value) or types.is_integer(value) or types.is_boolean(value)
     ):
         return (
-            f"{feature.kind} needs texts, integers or booleans; use bucketize for other "
-            "numbers, time for times"
+            f"{feature.kind} needs texts, integers or booleans; use bucketize for other numbers, "
+            "time for times"
         )
     return None
 
@@ -70,11 +70,11 @@ def rounded_types(schema: pa.Schema) -> dict[str, str]:
     """Return numpy's type of each column of floating-point numbers, which may have fewer bits than
     float64."""
     kinds = {field.name: _value_type(field.type) for field in schema}
-    return {
-        column: kind.to_pandas_dtype().__name__
-        for column, kind in kinds.items()
-        if types.is_floating(kind)
-    }
+    kinds_by_column = {}
+    for column, kind in kinds.items():
+        if types.is_floating(kind):
+            kinds_by_column[column] = kind.to_pandas_dtype().__name__
+    return kinds_by_column
 
 
 def _value_type(kind: pa.DataType) -> pa.DataType:

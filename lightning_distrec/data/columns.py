@@ -91,8 +91,7 @@ class Columns:
         if groups and (self.form == "padded" or groups & {"dense", "label", *others}):
             raise ConfigError(
                 f"features: group={', '.join(sorted(groups))}: groups are KeyedJaggedTensors of "
-                "form='jagged', and "
-                "have names that nothing else in the batch has."
+                "form='jagged', and have names that nothing else in the batch has."
             )
 
     def _tables(self) -> dict[str, FeatureTable]:
@@ -107,9 +106,8 @@ class Columns:
             if len({self.features[name].mapping() for name in names}) > 1:
                 raise ConfigError(
                     f"features {', '.join(names)} share the table '{table}', and differ in kind, "
-                    "rows, seed, "
-                    "min_count, boundaries, quantiles, part or group. Give them the same, or "
-                    "tables of their own."
+                    "rows, seed, min_count, boundaries, quantiles, part or group. Give them the "
+                    "same, or tables of their own."
                 )
             tables[table] = FeatureTable(rows=first.num_rows(), features=tuple(names))
         return tables
@@ -122,9 +120,8 @@ class Columns:
                 if first.reading() != feature.reading():
                     raise ConfigError(
                         f"features '{first_name}' and '{name}' read the column '{column}' in two "
-                        "ways: as text and as "
-                        "number, or with different max_length or separator. Copy it under another "
-                        "name."
+                        "ways: as text and as number, or with different max_length or separator. "
+                        "Copy it under another name."
                     )
         return {column: feature for column, (_, feature) in readers.items()}
 
@@ -136,11 +133,11 @@ class Columns:
     @property
     def text_columns(self) -> list[str]:
         """The columns whose values are read as text."""
-        return [
-            column
-            for column, feature in self._readers.items()
-            if not feature.is_numeric or feature.is_time or feature.separator
-        ]
+        columns = []
+        for column, feature in self._readers.items():
+            if not feature.is_numeric or feature.is_time or feature.separator:
+                columns.append(column)
+        return columns
 
     @property
     def encoder(self) -> Encoder:
@@ -227,10 +224,9 @@ class Columns:
         say."""
         columns = Columns({name: self.features[name] for name in names}, form=self.form)
         plain = self.to_plain()
-        vocabularies = {
-            table: plain["vocabularies"][table]
-            for table in columns.tables.keys() & plain["vocabularies"]
-        }
+        vocabularies = {}
+        for table in columns.tables.keys() & plain["vocabularies"]:
+            vocabularies[table] = plain["vocabularies"][table]
         features = {name: plain["features"][name] for name in columns.features}
         columns._encoder = Encoder({
             **plain,

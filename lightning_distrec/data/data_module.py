@@ -116,8 +116,8 @@ class ColumnData(pl.LightningDataModule):
             or (shares and train is None)
         ):
             raise ConfigError(
-                f"val={val}, test={test}: shares lie between 0 and 1, and leave "
-                "some rows to train on."
+                f"val={val}, test={test}: shares lie between 0 and 1, and leave some rows to train "
+                "on."
             )
         self.groups: dict[str, list[RowGroup]] = {}
         self.readers: dict[str, Reader] = {}
@@ -153,8 +153,8 @@ class ColumnData(pl.LightningDataModule):
             return
         if not self._is_in_memory and not self._prepared_path().exists():
             raise DataError(
-                f"{self._prepared_path()}: nothing is prepared. Call prepare_data "
-                "first, on every node."
+                f"{self._prepared_path()}: nothing is prepared. Call prepare_data first, on every "
+                "node."
             )
         prepared = (
             self._prepare() if self._is_in_memory else json.loads(self._prepared_path().read_text())
@@ -172,10 +172,9 @@ class ColumnData(pl.LightningDataModule):
     def _prepared_path(self) -> Path:
         """Return where the result of `prepare_data` is, a name that changes with files and
         settings."""
-        files = {
-            stage: find_files(_paths(source)) if _is_paths(source) else source
-            for stage, source in self.sources.items()
-        }
+        files = {}
+        for stage, source in self.sources.items():
+            files[stage] = find_files(_paths(source)) if _is_paths(source) else source
         features = {name: feature.plain(name) for name, feature in self.columns.features.items()}
         facts = [
             FORMAT,
@@ -275,8 +274,7 @@ class ColumnData(pl.LightningDataModule):
                     if label is not None and not low <= label <= high:
                         raise DataError(
                             f"{place}: column '{column}' has the label {label:g}, which "
-                            "label_range excludes: "
-                            f"{low:g} to {high:g}."
+                            f"label_range excludes: {low:g} to {high:g}."
                         )
 
     def _reader(self, stage: str, groups: list[RowGroup]) -> Reader:
@@ -296,10 +294,9 @@ class ColumnData(pl.LightningDataModule):
         """Take the features as they were fitted. Raises ConfigError: they were others."""
         columns = Columns.from_plain(state_dict["columns"])
         for name in {**columns.features, **self.columns.features}:
-            plain = [
-                c.features[name].plain(name) if name in c.features else None
-                for c in (columns, self.columns)
-            ]
+            plain = []
+            for c in (columns, self.columns):
+                plain.append(c.features[name].plain(name) if name in c.features else None)
             if plain[0] != plain[1]:
                 raise ConfigError(
                     f"the checkpoint was trained with another feature '{name}'. Set features as "
@@ -329,8 +326,8 @@ class ColumnData(pl.LightningDataModule):
     def _loader(self, stage: str, *, shuffle: bool = False, labels: bool = True) -> RowLoader:
         if stage not in self.groups:
             raise ConfigError(
-                f"there is no data for {stage}: set {stage}, or the share of the "
-                "training rows for it."
+                f"there is no data for {stage}: set {stage}, or the share of the training rows for "
+                "it."
             )
         groups = self.groups[stage]
         order = RowOrder(

@@ -144,8 +144,7 @@ class Bucketize(TableFeature):
         ):
             raise ConfigError(
                 f"bucketize: boundaries={list(self.boundaries)}, quantiles={self.quantiles}: set "
-                "one of "
-                "them; boundaries ascend."
+                "one of them; boundaries ascend."
             )
         if self.quantiles is not None and self.quantiles < 2:
             raise ConfigError(f"bucketize: quantiles={self.quantiles}: there must be at least 2.")

@@ -376,8 +376,8 @@ def check_finite(
     if len(places):
         number, row = numbers[places[0]], row_of(places[0], lengths)
         raise ValueError(
-            f"{number:g} in row {row} is no finite number in 32 bits; write it as "
-            "missing, or bound it"
+            f"{number:g} in row {row} is no finite number in 32 bits; write it as missing, or "
+            "bound it"
         )
 
 

@@ -114,8 +114,7 @@ def _check_version(group: RowGroup) -> None:
     if version != group.version:
         raise DataError(
             f"the file has changed since its rows were counted: then {group.version}, now "
-            f"{version}. Start again, and "
-            "write new files under new names while a run reads."
+            f"{version}. Start again, and write new files under new names while a run reads."
         )
 
 
@@ -173,10 +172,12 @@ def find_files(paths: Iterable[str]) -> list[tuple[str, int, str]]:
             )
         is_remote = "://" in path and not path.startswith("file://")
         prefix = path.partition("://")[0] + "://" if is_remote else ""
-        files += [
-            (prefix + info.path.lstrip("/" if prefix else ""), info.size, str(info.mtime))
-            for info in infos
-        ]
+        for info in infos:
+            files.append((
+                prefix + info.path.lstrip("/" if prefix else ""),
+                info.size,
+                str(info.mtime),
+            ))
     for file, _, _ in files:
         if not file.endswith(SUFFIXES):
             raise DataError(f"{file}: the name must end in {', '.join(SUFFIXES)}.")

@@ -259,10 +259,8 @@ class RowLoader(DataLoader[Any]):
         ):
             rank_zero_warn(
                 "resuming in the middle of an epoch: the checkpoint is of other row groups, or of "
-                "another seed, "
-                "buffer_rows or shuffling. So this epoch restarts, with rows that were trained. "
-                "Resume with the same "
-                "data and settings."
+                "another seed, buffer_rows or shuffling. So this epoch restarts, with rows that "
+                "were trained. Resume with the same data and settings."
             )
             return
         spans = [(first, stop) for first, stop in state["spans"]]

@@ -33,8 +33,8 @@ def flat_examples(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ConfigError(
             f"{type(metric).__name__}: predictions of {preds.dtype}, labels and the rest have "
-            f"shapes {shapes}. They "
-            "need the same shape, and predictions are floating point numbers."
+            f"shapes {shapes}. They need the same shape, and predictions are floating point "
+            "numbers."
         )
     return [tensor.detach().reshape(-1) for tensor in tensors]
 
@@ -343,8 +343,8 @@ class GAUC(Metric):
     ) -> None:
         if (bins is None) != (num_users is None) or min(bins or 1, num_users or 1) < 1:
             raise ConfigError(
-                f"GAUC: bins={bins}, num_users={num_users}: set both, at least 1, "
-                "or neither (exact)."
+                f"GAUC: bins={bins}, num_users={num_users}: set both, at least 1, or neither "
+                "(exact)."
             )
         check_choice("GAUC: weighting", weighting, ("examples", "users"))
         super().__init__(**({"dist_sync_fn": sum_over_ranks, **options} if bins else options))
@@ -408,8 +408,8 @@ class GAUC(Metric):
             if beyond:
                 raise DataError(
                     f"GAUC: {beyond} examples have a user that is not in 0 to "
-                    f"{self.num_users - 1}, or a prediction "
-                    "that is NaN. Set num_users to the number of users, and number them from 0."
+                    f"{self.num_users - 1}, or a prediction that is NaN. Set num_users to the "
+                    "number of users, and number them from 0."
                 )
             counts = self.counts.view(self.num_users, self.bins, 2)
             in_order, pairs, unsure = pairs_of_bins(counts)

@@ -46,8 +46,8 @@ class QueryMean(Metric):
         if ranks.ndim not in (1, 2) or ranks.is_floating_point():
             raise ConfigError(
                 f"{type(self).__name__}: ranks {tuple(ranks.shape)} of {ranks.dtype} must be "
-                "integers, (queries,) or "
-                "(queries, targets). target_ranks and ranks_in_scores return them."
+                "integers, (queries,) or (queries, targets). target_ranks and ranks_in_scores "
+                "return them."
             )
         ranks = ranks if ranks.ndim == 2 else ranks[:, None]
         present = ranks >= 1

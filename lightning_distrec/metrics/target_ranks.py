@@ -31,8 +31,7 @@ def ranks_in_scores(scores: Tensor, targets: Tensor, excluded: Tensor | None = N
     if scores.ndim != 2 or targets.ndim not in (1, 2) or len(targets) != len(scores):
         raise ConfigError(
             f"scores {tuple(scores.shape)} and targets {tuple(targets.shape)} do not fit: scores "
-            "are (queries, "
-            "candidates), targets (queries,) or (queries, targets)."
+            "are (queries, candidates), targets (queries,) or (queries, targets)."
         )
     columns = targets if targets.ndim == 2 else targets[:, None]
     values = without_nan(scores)
@@ -220,8 +219,8 @@ class Rounds:
         else:
             raise ConfigError(
                 f"target_ranks: ranks hold {held} candidates: neither slices of "
-                f"num_candidates={num_candidates}, nor "
-                "all of them on every rank. Pass candidates[slice_of_rank(num_candidates)]."
+                f"num_candidates={num_candidates}, nor all of them on every rank. Pass "
+                "candidates[slice_of_rank(num_candidates)]."
             )
         bytes_per_score = COPIES * (8 if is_double else 4)
         # Rounds are as many on every rank, also where a rank has fewer queries: each round is a
@@ -287,20 +286,20 @@ def _problem_of(
         return f"{shapes} must be (number, the same dim)."
     if targets.ndim not in (1, 2) or len(targets) != len(queries) or targets.dtype != torch.int64:
         return (
-            f"targets {tuple(targets.shape)} of {targets.dtype} must be int64, one row for "
-            "each query."
+            f"targets {tuple(targets.shape)} of {targets.dtype} must be int64, one row for each "
+            "query."
         )
     if excluded is not None and (
         excluded.ndim != 2 or len(excluded) != len(queries) or excluded.dtype != torch.int64
     ):
         return (
-            f"excluded {tuple(excluded.shape)} of {excluded.dtype} must be int64, "
-            f"({len(queries)}, any number)."
+            f"excluded {tuple(excluded.shape)} of {excluded.dtype} must be int64, ({len(queries)}, "
+            "any number)."
         )
     if ids is not None and (ids.shape != candidates.shape[:1] or ids.dtype != torch.int64):
         return (
-            f"ids {tuple(ids.shape)} of {ids.dtype} must be int64, ({len(candidates)},), one "
-            "for each candidate."
+            f"ids {tuple(ids.shape)} of {ids.dtype} must be int64, ({len(candidates)},), one for "
+            "each candidate."
         )
     if ids is not None and (len(ids.unique()) < len(ids) or (len(ids) and int(ids.min()) < 0)):
         return "ids must be distinct and not negative."
@@ -402,7 +401,6 @@ def target_ranks(
         )
         raise DataError(
             f"target_ranks: {problem}, of {num_candidates} on all ranks. Targets are ids of "
-            "candidates (ids=...), or "
-            "places among them; -1 stands for no target."
+            "candidates (ids=...), or places among them; -1 stands for no target."
         )
     return torch.cat(ranks).view_as(targets)

@@ -69,11 +69,11 @@ class TaskMetrics(nn.Module):
 
     def compute(self) -> dict[str, Tensor]:
         """Collective. Return task/metric -> value over all ranks."""
-        return {
-            name: value
-            for collection in self.tasks.values()
-            for name, value in collection.compute().items()
-        }
+        values = {}
+        for collection in self.tasks.values():
+            for name, value in collection.compute().items():
+                values[name] = value
+        return values
 
     def reset(self) -> None:
         """Forget all examples."""
@@ -96,8 +96,8 @@ class TaskMetrics(nn.Module):
             if values.ndim != 2 or values.shape[1] != len(names):
                 shape = tuple(values.shape)
                 raise ConfigError(
-                    f"TaskMetrics: {argument} {shape} must be (examples, {len(names)}), one "
-                    f"column for each of {names}."
+                    f"TaskMetrics: {argument} {shape} must be (examples, {len(names)}), one column "
+                    f"for each of {names}."
                 )
             return dict(zip(names, values.unbind(1), strict=True))
         if set(values) != set(names):

@@ -105,7 +105,7 @@ def sent_by_call(
 def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
     """Return what `sent_by_call` does, of all_to_all_single or all_to_all."""
     if "input_tensor_list" in arguments:
-        chunks = [_bytes(tensor) for tensor in arguments["input_tensor_list"]]
+        chunks = list(map(_bytes, arguments["input_tensor_list"]))
     else:
         sent = arguments["input"]
         splits = arguments.get("input_split_sizes")
@@ -113,9 +113,9 @@ def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int) -> d
         # by zero.
         rows = len(sent) or 1
         # Without splits torch divides the rows equally among the group's ranks.
-        chunks = [
-            _bytes(sent) * split / rows for split in splits or [len(sent) / len(ranks)] * len(ranks)
-        ]
+        chunks = []
+        for split in splits or [len(sent) / len(ranks)] * len(ranks):
+            chunks.append(_bytes(sent) * split / rows)
     # The chunk of a rank for itself is copied, not sent.
     return {other: chunk for other, chunk in zip(ranks, chunks, strict=True) if other != rank}
 
@@ -193,8 +193,8 @@ def print_table(
     several_nodes = bool(by_kind["total"][1].any())
     used = [i for i, calls in enumerate(by_kind["total"][2:]) if calls.any()]
     lines = [
-        "All-to-alls and sends are counted exactly, other collectives as rings; gradients "
-        "under DDP are computed."
+        "All-to-alls and sends are counted exactly, other collectives as rings; gradients under "
+        "DDP are computed."
     ]
     if several_nodes:
         lines += _bytes_of_nodes(by_kind["total"], nodes)

@@ -119,7 +119,7 @@ def _examine_rank(launched: Launched, folder: Path) -> Rank:
         python=platform.python_version(),
         versions=str(installed),
         versions_problem=problem_with(installed, on_cuda=torch.cuda.is_available()),
-        devices=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        devices=tuple(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
         # Not os.cpu_count: schedulers bind ranks to some of the machine's CPUs.
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=host_memory_bytes(),
@@ -323,7 +323,7 @@ def _link_problems(findings: Findings) -> Iterable[Problem]:
 
 def as_json(findings: Findings, problems: list[Problem]) -> dict[str, Any]:
     """Return findings and problems in JSON's types."""
-    return {**asdict(findings), "problems": [asdict(problem) for problem in problems]}
+    return {**asdict(findings), "problems": list(map(asdict, problems))}
 
 
 def print_diagnosis(findings: Findings, problems: list[Problem], console: Console) -> None:
@@ -360,9 +360,8 @@ def _describe_slowest(links: list[Link], across: bool) -> str:
     latency = max(link.latency_seconds for link in links)
     place = "across nodes" if across else "within a node"
     return (
-        f"{place}: at least {_format_speed(slowest)} (ranks {slowest.first} and "
-        f"{slowest.second}), at most "
-        f"{latency * 1e6:.0f} us, by gloo, {quantity(len(links), 'link')} measured"
+        f"{place}: at least {_format_speed(slowest)} (ranks {slowest.first} and {slowest.second}), "
+        f"at most {latency * 1e6:.0f} us, by gloo, {quantity(len(links), 'link')} measured"
     )
 
 

@@ -205,8 +205,7 @@ class RankMonitor(Clocked):
             self._named |= set(new)
             places = ", ".join(sorted({record.place for record in records if record.rank in new}))
             rank_zero_warn(
-                f"RankMonitor: rank {format_ranks(new)} on {places} took more time of its own "
-                "than the others, by more "
-                f"than {self._share:.0%} of a step; they wait for it. Look at its dataloader, and "
-                "what else runs there."
+                f"RankMonitor: rank {format_ranks(new)} on {places} took more time of its own than "
+                f"the others, by more than {self._share:.0%} of a step; they wait for it. Look at "
+                "its dataloader, and what else runs there."
             )

@@ -252,8 +252,8 @@ def summarize_ranks(
         "ms_per_step": {**span_ms, "other": step - sum(span_ms.values())} if span_ms else {},
         "slowest_rank": _slowest(fits, records),
         "stragglers": [records[place].rank for place in stragglers(fits, share)],
-        "by_node": [_sum_up_node(node_records) for node_records in records_by_node.values()],
-        "by_rank": [_sum_up_rank(record) for record in records],
+        "by_node": list(map(_sum_up_node, records_by_node.values())),
+        "by_rank": list(map(_sum_up_rank, records)),
     }
 
 
@@ -316,15 +316,15 @@ def print_summary(summary: dict[str, Any]) -> None:
         memory = format_bytes(node["memory_bytes"]["process"])
         speed = f"{node['samples_per_second']:,.0f} samples/s, {node['own_ms']:.1f} ms of their own"
         lines.append(
-            f"node {node['node']} ({node['host']}): rank {format_ranks(node['ranks'])}, "
-            f"{speed}, {memory}"
+            f"node {node['node']} ({node['host']}): rank {format_ranks(node['ranks'])}, {speed}, "
+            f"{memory}"
         )
     rows = summary["by_rank"]
     if len(rows) > MAX_SHOWN_RANKS:
         rows = sorted(rows, key=lambda row: -row["own_ms"])[:MAX_SHOWN_RANKS]
         lines.append(
-            f"{MAX_SHOWN_RANKS} of {summary['ranks']} ranks are shown, those with most "
-            "time of their own"
+            f"{MAX_SHOWN_RANKS} of {summary['ranks']} ranks are shown, those with most time of "
+            "their own"
         )
     title = f"Fit over {summary['ranks']} ranks" if summary["ranks"] > 1 else "Fit"
     times = [name for name in rows[0] if name.endswith("_ms")]

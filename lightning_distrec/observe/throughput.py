@@ -96,7 +96,7 @@ def value_at(batch: Any, path: str, option: str) -> Any:
             else:
                 value = getattr(value, name)
         except (KeyError, IndexError, AttributeError):
-            keys = [str(key) for key in value] if isinstance(value, Mapping) else []
+            keys = list(map(str, value)) if isinstance(value, Mapping) else []
             raise ConfigError(
                 f"{option}='{path}': there is no '{name}' in "
                 f"{_describe(value)}{did_you_mean(name, keys)}"
@@ -157,10 +157,9 @@ class Throughput(Clocked):
         if totals:
             # Exclusive spans can be added up: the rest of the step is in none of them.
             totals["other"] = seconds - sum(totals.values())
-        numbers = {
-            f"throughput/{name.replace(' ', '_')}_ms": total * per_step_ms
-            for name, total in totals.items()
-        }
+        numbers = {}
+        for name, total in totals.items():
+            numbers[f"throughput/{name.replace(' ', '_')}_ms"] = total * per_step_ms
         samples_per_second = self._samples_per_second()
         if samples_per_second is not None:
             numbers[SAMPLES_PER_SECOND] = samples_per_second

@@ -66,10 +66,9 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     gradients."""
     # float64: shards are added up in another order than full tables, and the norm must be that of
     # torch.
-    parts = [
-        torch.stack(norms_of(values)).to(device, torch.float64)
-        for values in _group_gradients(gradients)
-    ]
+    parts = []
+    for values in _group_gradients(gradients):
+        parts.append(torch.stack(norms_of(values)).to(device, torch.float64))
     return (
         torch.cat(parts).square().sum()
         if parts

@@ -56,9 +56,10 @@ class GradientHooks(Patches):
         self.close()  # a learning rate finder has begun training before
         self._hooks = []
         ranks.all_or_none("on_train_start", partial(_refuse, layers, tensor_hooks))
-        hooked = [
-            p for p in layers.values() if have_gradient_hooks([p]) or in_backward_optimizers(p)
-        ]
+        hooked = []
+        for p in layers.values():
+            if have_gradient_hooks([p]) or in_backward_optimizers(p):
+                hooked.append(p)
         for parameter in reversed(hooked):  # as backward goes
             if not isinstance(parameter, DTensor):
                 hooks, put_back = take_gradient_hooks(parameter)
@@ -109,9 +110,9 @@ class GradientHooks(Patches):
     def _refuse_other_backward(self, _: Any) -> None:
         if not self._is_in_backward:
             raise OptimizerError(
-                "loss.backward() was called, and hooks on gradients or optimizers in backward "
-                "wait for the average "
-                "over the ranks, which it does not make. Call self.manual_backward(loss)."
+                "loss.backward() was called, and hooks on gradients or optimizers in backward wait "
+                "for the average over the ranks, which it does not make. Call "
+                "self.manual_backward(loss)."
             )
 
 
@@ -159,9 +160,7 @@ def _refuse(layers: Mapping[str, nn.Parameter], tensor_hooks: str) -> None:
         if obstacle:
             raise UnsupportedError(
                 f"'{name}' has a hook on its gradient that would be lost or run at other times: "
-                f"{obstacle}. Return an "
-                "optimizer from configure_optimizers in place of hooks that step one. Register "
-                "other hooks by "
-                "register_post_accumulate_grad_hook, in on_train_start. For wandb's watch, set "
-                "log='parameters'."
+                f"{obstacle}. Return an optimizer from configure_optimizers in place of hooks that "
+                "step one. Register other hooks by register_post_accumulate_grad_hook, in "
+                "on_train_start. For wandb's watch, set log='parameters'."
             )

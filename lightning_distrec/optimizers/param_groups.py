@@ -62,8 +62,7 @@ def find_param_groups(
                 if id(parameter) in param_groups:
                     raise OptimizerError(
                         f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both "
-                        "update it exactly. "
-                        "Give it to one."
+                        "update it exactly. Give it to one."
                     )
                 param_groups[id(parameter)] = TableParamGroup(optimizer, index, group_index)
     return param_groups
@@ -80,7 +79,7 @@ def remove_from_groups(
     parameters: full name -> unsharded weight. earlier: see `find_param_groups`. Raises
     OptimizerError as it does.
     """
-    ids = {id(parameter) for parameter in parameters.values()}
+    ids = set(map(id, parameters.values()))
     for optimizer in optimizers:
         _put_back(optimizer, parameters, earlier)
         for group in optimizer.param_groups:
@@ -119,12 +118,10 @@ def _put_back(
     if lost:
         raise OptimizerError(
             f"table '{lost[0]}': its {type(optimizer).__name__} has stepped before (kept from an "
-            "earlier fit, or its "
-            "state was loaded), and the table's state cannot be carried over to shards. Return a "
-            "new optimizer in "
-            "configure_optimizers, and load no state into it; with apply_optimizer_in_backward, "
-            "make a new module. To "
-            "go on with its state, save a checkpoint and call fit with ckpt_path."
+            "earlier fit, or its state was loaded), and the table's state cannot be carried over "
+            "to shards. Return a new optimizer in configure_optimizers, and load no state into it; "
+            "with apply_optimizer_in_backward, make a new module. To go on with its state, save a "
+            "checkpoint and call fit with ckpt_path."
         )
     for group in optimizer.param_groups:
         # Several shards of a table become one weight again, at the place of the first.
@@ -173,7 +170,7 @@ class StateOnMeta(TorchFunctionMode):
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._ids = {id(parameter) for parameter in parameters}
+        self._ids = set(map(id, parameters))
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,9 +218,10 @@ def rewrite_groups(
     for optimizer in optimizers:
         # Adagrad makes its state when it is constructed, for the unsharded weight: shards get
         # theirs in the same way.
-        with_state = {
-            id(p) for p in parameters.values() if optimizer.state.pop(p, None) is not None
-        }
+        with_state = set()
+        for p in parameters.values():
+            if optimizer.state.pop(p, None) is not None:
+                with_state.add(id(p))
         for group in optimizer.param_groups:
             replaced: list[nn.Parameter] = []
             fresh: list[nn.Parameter] = []
@@ -251,15 +249,16 @@ def _fresh_state(
     # (initial_accumulator_value).
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
-    options = {
-        k: v for k, v in {**optimizer.defaults, **group}.items() if k in accepted and k != "params"
-    }
+    options = {}
+    for k, v in {**optimizer.defaults, **group}.items():
+        if k in accepted and k != "params":
+            options[k] = v
     try:
         with without_torch_function():
             return dict(kind(parameters, **options).state)
     except TypeError as error:
         raise OptimizerError(
             f"{kind.__module__}.{kind.__qualname__} cannot be made for a part of a table from its "
-            "own param_groups: "
-            f"{error}. Keep its constructor's arguments in `defaults`, as torch's optimizers do."
+            f"own param_groups: {error}. Keep its constructor's arguments in `defaults`, as "
+            "torch's optimizers do."
         ) from error

@@ -109,8 +109,8 @@ def refuse_inexact_optimizers(optimizers: Sequence[Optimizer]) -> None:
             )
         if kind.__name__ in INEXACT_OVER_SHARDS and kind.__module__.startswith("torch.optim"):
             raise UnsupportedError(
-                f"torch.optim.{kind.__name__} fails, or has other numbers, over sharded "
-                f"parameters (torch 2.13). {hint}"
+                f"torch.optim.{kind.__name__} fails, or has other numbers, over sharded parameters "
+                f"(torch 2.13). {hint}"
             )
 
 
@@ -140,8 +140,8 @@ class AddedTables:
         if table is not None:
             raise OptimizerError(
                 f"table '{table}' was added to the optimizer of configure_optimizers, and has "
-                "table_optimizer already. "
-                "To unfreeze it, set requires_grad only (BaseFinetuning.make_trainable)."
+                "table_optimizer already. To unfreeze it, set requires_grad only "
+                "(BaseFinetuning.make_trainable)."
             )
 
 
@@ -159,7 +159,7 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
     def split() -> None:
         nonlocal unsplit_groups, parts
         # New dicts around the same parameters: state is by parameter, and is not split.
-        parts = [_split_by_kind(group) for group in optimizer.param_groups]
+        parts = list(map(_split_by_kind, optimizer.param_groups))
         # A new list: the one with the groups as they were made goes back to the optimizer in
         # `restore`.
         if any(len(group_parts) > 1 for group_parts in parts):
@@ -198,10 +198,9 @@ def _copy_changes(optimizer: Optimizer, parts: list[list[dict[str, Any]]]) -> No
             if any(part[key] is not first[key] and part[key] != first[key] for part in further):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} computes '{key}' over all parameters of a group, "
-                    "of which some are "
-                    "sharded and some are not, so that they cannot be stepped at once. Give those "
-                    "that are not sharded "
-                    "an optimizer, or a param group, of their own."
+                    "of which some are sharded and some are not, so that they cannot be stepped at "
+                    "once. Give those that are not sharded an optimizer, or a param group, of "
+                    "their own."
                 )
             group[key] = first[key]
 

@@ -111,8 +111,8 @@ def _as_dict(option: str, value: Any) -> dict[str, Any]:
     value = value.as_dict() if hasattr(value, "as_dict") else value  # jsonargparse's Namespace
     if not isinstance(value, Mapping) or not isinstance(value.get("class_path"), str):
         raise ConfigError(
-            f"{option}={value!r}: a dict with class_path is needed, for example "
-            "{'class_path': 'torch.optim.Adagrad', 'init_args': {'lr': 0.02}}."
+            f"{option}={value!r}: a dict with class_path is needed, for example {{'class_path': "
+            "'torch.optim.Adagrad', 'init_args': {'lr': 0.02}}."
         )
     return dict(value)
 
@@ -130,11 +130,10 @@ def _find_class(
     except ImportError as error:
         raise ConfigError(f"{option}: class_path={path!r} cannot be imported ({error}).") from error
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        candidates = [
-            n
-            for n, v in vars(import_module(home)).items()
-            if isinstance(v, type) and issubclass(v, base)
-        ]
+        candidates = []
+        for n, v in vars(import_module(home)).items():
+            if isinstance(v, type) and issubclass(v, base):
+                candidates.append(n)
         near = did_you_mean(name, [*short_names, *candidates])
         raise ConfigError(
             f"{option}: class_path={path!r} is not {description}{near} Write {home}.NAME, or a "
@@ -157,8 +156,8 @@ def _read_arguments(option: str, fields: dict[str, Any], kind: type, first: str)
         if name not in accepted and not takes_all:
             raise ConfigError(
                 f"{option}: {kind.__name__} has no argument "
-                f"{name!r}{did_you_mean(name, [*accepted, 'lr_scheduler'])} "
-                f"It takes {', '.join(accepted)}."
+                f"{name!r}{did_you_mean(name, [*accepted, 'lr_scheduler'])} It takes "
+                f"{', '.join(accepted)}."
             )
     return arguments
 
@@ -224,23 +223,20 @@ def _check_steps(
     if len(optimizers) > 1:
         raise OptimizerError(
             f"table_optimizer for '{name}', and configure_optimizers returned {len(optimizers)} "
-            "optimizers: the "
-            "tables' steps with the one of configure_optimizers, and it is not clear with which. "
-            "Give the tables to "
-            "one of yours, without table_optimizer."
+            "optimizers: the tables' steps with the one of configure_optimizers, and it is not "
+            "clear with which. Give the tables to one of yours, without table_optimizer."
         )
     if any(isinstance(optimizer, optim.LBFGS) for optimizer in optimizers):
         raise OptimizerError(
             f"table_optimizer for '{name}': LBFGS runs several backward passes in a step, and the "
-            "tables' optimizer "
-            "would see the last one only. Use another optimizer for the other layers."
+            "tables' optimizer would see the last one only. Use another optimizer for the other "
+            "layers."
         )
     if not automatic and any(
         table_optimizer.scheduler is not None for table_optimizer in optimizer_by_table.values()
     ):
         raise OptimizerError(
             f"table_optimizer for '{name}' has an lr_scheduler, and under manual optimization "
-            "Lightning steps none. "
-            "Leave it out, and set the rate in "
+            "Lightning steps none. Leave it out, and set the rate in "
             "trainer.strategy.table_optimizers[0].param_groups[0]['lr']."
         )

@@ -41,8 +41,7 @@ NO_EXACT_FORM = (
 )
 INSTEAD = {
     WarmupOptimizer: "return the optimizer inside of it with a torch.optim.lr_scheduler "
-    "(LinearLR, LambdaLR, "
-    "SequentialLR) at interval 'step'",
+    "(LinearLR, LambdaLR, SequentialLR) at interval 'step'",
     GradientClippingOptimizer: "return the optimizer inside of it, and set gradient_clip_val and "
     "gradient_clip_algorithm in the Trainer",
 }
@@ -56,7 +55,7 @@ def see_through(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     A CombinedOptimizer of one is that one; of several it stays, and `members_of` returns those.
     Raises OptimizerError: a wrapper or a class that cannot be followed, with what to use instead.
     """
-    return [_see_through(optimizer) for optimizer in optimizers]
+    return list(map(_see_through, optimizers))
 
 
 def _see_through(optimizer: Optimizer) -> Optimizer:
@@ -65,8 +64,8 @@ def _see_through(optimizer: Optimizer) -> Optimizer:
             if isinstance(member, kind):
                 raise OptimizerError(
                     f"configure_optimizers returned {kind.__name__}, which changes rates or "
-                    "gradients inside of "
-                    f"`step`, where the tables' updates do not follow it. Instead {way_out}."
+                    "gradients inside of `step`, where the tables' updates do not follow it. "
+                    f"Instead {way_out}."
                 )
     members = members_of([optimizer])
     if len(members) > 1 or members[0] is optimizer:
@@ -107,9 +106,8 @@ def refuse_marker(optimizer: Any, source: str) -> None:
     if kind.__module__ == "torchrec.optim.optimizers":
         raise OptimizerError(
             f"torchrec.optim.{kind.__name__} (by {source}) only names a kernel of FBGEMM, and no "
-            "process can step it. "
-            "In configure_optimizers, or for tables alone by table_optimizer, use "
-            f"{MARKERS.get(kind.__name__, NO_EXACT_FORM)}."
+            "process can step it. In configure_optimizers, or for tables alone by table_optimizer, "
+            f"use {MARKERS.get(kind.__name__, NO_EXACT_FORM)}."
         )
 
 
@@ -141,15 +139,13 @@ def take_in_backward(
         if attached[1:]:
             raise OptimizerError(
                 f"table '{name}' has {len(attached)} optimizers by apply_optimizer_in_backward, "
-                "which all step in "
-                "every backward. Apply one. Where a second fit applies it again, make a new "
-                "module for that fit."
+                "which all step in every backward. Apply one. Where a second fit applies it again, "
+                "make a new module for that fit."
             )
         if name in table_optimizers:
             raise OptimizerError(
                 f"table '{name}' has {type(attached[0]).__name__} by apply_optimizer_in_backward, "
-                "and an optimizer by "
-                "table_optimizer. Remove one of them."
+                "and an optimizer by table_optimizer. Remove one of them."
             )
         _hold(attached[0], parameters[name], earlier.get(name, []))
     # Its gradient is gone when they step, so that they do nothing for it in one process.
@@ -258,19 +254,16 @@ class InBackwardSteps:
         for name, twin, optimizer in self._copies:
             if _settings(twin) != _settings(optimizer):
                 raise OptimizerError(
-                    f"table '{name}': the settings of its in-backward optimizer were changed "
-                    "while training, and not "
-                    "those of all tables that began with the same. One kernel serves them: change "
-                    "all alike, or begin "
-                    "with other settings."
+                    f"table '{name}': the settings of its in-backward optimizer were changed while "
+                    "training, and not those of all tables that began with the same. One kernel "
+                    "serves them: change all alike, or begin with other settings."
                 )
         for shards, optimizer in self._stepping:
             if any(shard.grad is not None and not self._shares_gradient(shard) for shard in shards):
                 raise OptimizerError(
                     f"{type(optimizer).__name__} by apply_optimizer_in_backward has missed a "
-                    "backward: it steps after "
-                    "each that Lightning runs. Call self.manual_backward(loss), not "
-                    "loss.backward()."
+                    "backward: it steps after each that Lightning runs. Call "
+                    "self.manual_backward(loss), not loss.backward()."
                 )
 
     def after_backward(self) -> None:

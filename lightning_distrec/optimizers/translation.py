@@ -289,9 +289,8 @@ def _choose_update(
         other = "dense" if sparse is None else "sparse"
         raise OptimizerError(
             f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set "
-            f"embedding_update='{other}' for it "
-            "(the user's optimizer on local shards), or choose SGD without momentum, Adagrad or "
-            "RowWiseAdagrad for it."
+            f"embedding_update='{other}' for it (the user's optimizer on local shards), or choose "
+            "SGD without momentum, Adagrad or RowWiseAdagrad for it."
         )
     if mode == "sparse" and sparse is None:
         raise OptimizerError(
@@ -359,10 +358,9 @@ def _dense_form(
         )
     raise OptimizerError(
         f"table '{name}': {kind.__module__}.{kind.__qualname__} is not known to give the same "
-        "numbers on a part of a "
-        "table as on the whole. Give the table an optimizer of its own (torch.optim.Adagrad, "
-        "Adam, SGD ...), or set "
-        "embedding_update='dense' for it if the optimizer treats every element alone."
+        "numbers on a part of a table as on the whole. Give the table an optimizer of its own "
+        "(torch.optim.Adagrad, Adam, SGD ...), or set embedding_update='dense' for it if the "
+        "optimizer treats every element alone."
     )
 
 
@@ -371,8 +369,7 @@ def _lazy_form(name: str, param_group: TableParamGroup, device_type: str) -> Tab
     if kind not in (optim.Adam, optim.AdamW):
         raise OptimizerError(
             f"table '{name}': embedding_update='fused_lazy' is for Adam and AdamW, not "
-            f"{kind.__name__}. "
-            "Use 'auto', which is exact."
+            f"{kind.__name__}. Use 'auto', which is exact."
         )
     if device_type == "cpu":
         raise OptimizerError(
@@ -486,8 +483,7 @@ class LearningRates:
             if changes:
                 raise OptimizerError(
                     f"table '{name}': a hyperparameter of its param group was changed while "
-                    f"training ({changes}), "
-                    f"which its {update.kind} update does not follow. Set "
+                    f"training ({changes}), which its {update.kind} update does not follow. Set "
                     "embedding_update='dense' for it."
                 )
 

@@ -59,15 +59,15 @@ def refuse_inexact_settings(trainer: Trainer, precision: Precision, fused: list[
     if max_accumulated > 1:
         raise UnsupportedError(
             f"accumulate_grad_batches={max_accumulated}: {subject}, at every batch, because "
-            "embedding_update asks for "
-            "it. Set embedding_update='auto', or accumulate_grad_batches=1."
+            "embedding_update asks for it. Set embedding_update='auto', or "
+            "accumulate_grad_batches=1."
         )
     refuse_clip(trainer.gradient_clip_val, fused)
     if getattr(precision, "scaler", None) is not None:
         raise UnsupportedError(
             f"precision={trainer.precision!r} scales the loss and may skip steps, but {subject}, "
-            "because "
-            "embedding_update asks for it. Set embedding_update='auto', or use 'bf16-mixed'."
+            "because embedding_update asks for it. Set embedding_update='auto', or use "
+            "'bf16-mixed'."
         )
 
 
@@ -83,20 +83,16 @@ def refuse_inexact_in_backward(
     if tables and getattr(precision, "scaler", None) is not None:
         raise UnsupportedError(
             f"precision={trainer.precision!r} scales the loss, and the optimizer of table "
-            f"'{tables[0]}' steps in "
-            "backward (apply_optimizer_in_backward), with scaled gradients. Use 'bf16-mixed', or "
-            "give the table to "
-            "configure_optimizers."
+            f"'{tables[0]}' steps in backward (apply_optimizer_in_backward), with scaled "
+            "gradients. Use 'bf16-mixed', or give the table to configure_optimizers."
         )
     max_accumulated = _max_accumulated(trainer)
     if averaged and max_accumulated > 1:
         raise UnsupportedError(
             f"accumulate_grad_batches={max_accumulated}: the optimizer of table '{averaged[0]}' "
-            "steps in every "
-            "backward (apply_optimizer_in_backward), and its gradient is averaged over ranks once "
-            "for all of them. "
-            "Leave its sharding type to the plan, without sharding_groups, or set "
-            "accumulate_grad_batches=1."
+            "steps in every backward (apply_optimizer_in_backward), and its gradient is averaged "
+            "over ranks once for all of them. Leave its sharding type to the plan, without "
+            "sharding_groups, or set accumulate_grad_batches=1."
         )
 
 
@@ -129,9 +125,8 @@ def hooks_without_gradients(
         return None
     return (
         f"{' and '.join(hooks)} may look at gradients, but table '{fused[0]}' has none: it is "
-        "updated inside of "
-        "backward, because embedding_update asks for it. Where the hook must reach it, set "
-        "embedding_update='auto'."
+        "updated inside of backward, because embedding_update asks for it. Where the hook must "
+        "reach it, set embedding_update='auto'."
     )
 
 
@@ -140,9 +135,8 @@ def refuse_clip(value: Any, fused: list[str]) -> None:
     if value and fused:
         raise UnsupportedError(
             f"gradient_clip_val={value}: table '{fused[0]}' is updated inside of backward, before "
-            "gradients are "
-            "clipped, because embedding_update asks for it. Set embedding_update='auto', or "
-            "remove gradient_clip_val."
+            "gradients are clipped, because embedding_update asks for it. Set "
+            "embedding_update='auto', or remove gradient_clip_val."
         )
 
 
@@ -174,9 +168,9 @@ class BackwardWatch:
         if self._pending and self._tables:
             raise OptimizerError(
                 f"a second backward before optimizer.step(), but table '{self._tables[0]}' is "
-                "updated inside of every "
-                "backward (accumulate_grad_batches was changed, or optimizer_step skips steps). "
-                "Set embedding_update='sparse', or 'dense' for RowWiseAdagrad."
+                "updated inside of every backward (accumulate_grad_batches was changed, or "
+                "optimizer_step skips steps). Set embedding_update='sparse', or 'dense' for "
+                "RowWiseAdagrad."
             )
         self._pending = self._is_running = True
 
@@ -194,13 +188,11 @@ class BackwardWatch:
     def _gradient_arrived(self, _: Any) -> None:
         if not self._is_running and self._tables:
             raise OptimizerError(
-                f"a backward that user code has called reaches table '{self._tables[0]}', which "
-                "is updated inside of "
-                "every backward, so that its rows would move without a step: in training_step, in "
-                "an evaluation or "
-                "after the run. Return the loss from training_step; elsewhere train with "
-                "embedding_update='sparse' "
-                "('dense' for RowWiseAdagrad), which leaves gradients and moves nothing."
+                f"a backward that user code has called reaches table '{self._tables[0]}', which is "
+                "updated inside of every backward, so that its rows would move without a step: in "
+                "training_step, in an evaluation or after the run. Return the loss from "
+                "training_step; elsewhere train with embedding_update='sparse' ('dense' for "
+                "RowWiseAdagrad), which leaves gradients and moves nothing."
             )
 
     def step(self) -> None:
@@ -276,8 +268,8 @@ class ManualWatch:
             if steps.holds_gradients:
                 _refuse(
                     table,
-                    f"{steps.name}.zero_grad() was not called between its last step "
-                    "and this backward",
+                    f"{steps.name}.zero_grad() was not called between its last step and this "
+                    "backward",
                 )
             if steps.rates.setdefault(group.label, (group, rates[table]))[1] != rates[table]:
                 _refuse(table, "its learning rate was changed between two lookups")
@@ -352,9 +344,8 @@ class CollectionWatch:
 
 def _refuse(table: str, violation: str) -> None:
     raise OptimizerError(
-        f"table '{table}' is updated inside of backward, because embedding_update asks for it, "
-        f"and {violation}. Under "
-        "manual optimization one step of its optimizer must follow each backward that reaches the "
-        "table, and "
-        "optimizer.zero_grad() each step. Set embedding_update='auto' or 'dense' for it."
+        f"table '{table}' is updated inside of backward, because embedding_update asks for it, and "
+        f"{violation}. Under manual optimization one step of its optimizer must follow each "
+        "backward that reaches the table, and optimizer.zero_grad() each step. Set "
+        "embedding_update='auto' or 'dense' for it."
     )

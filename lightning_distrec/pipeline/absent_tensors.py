@@ -22,9 +22,8 @@ ATTRIBUTES = ("__get__", "__set__", "__delete__", "requires_grad_", "retain_grad
 DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 READS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
 WAY_OUT = (
-    "Let training_step read values after the model has returned only, and name what belongs to "
-    "the first or the last "
-    "stage: first_stage=[...], last_stage=[...]."
+    "Let training_step read values after the model has returned only, and name what belongs to the "
+    "first or the last stage: first_stage=[...], last_stage=[...]."
 )
 
 

@@ -53,10 +53,8 @@ class CalledLayers(nn.Module):
             return result
         raise UnsupportedError(
             f"forward does not go on from '{self._path}', where a stage begins, with one tensor "
-            "that is computed from "
-            "this layer's input alone. Let stages begin at other layers (split), or register "
-            "layers in the order of "
-            "their calls."
+            "that is computed from this layer's input alone. Let stages begin at other layers "
+            "(split), or register layers in the order of their calls."
         )
 
 

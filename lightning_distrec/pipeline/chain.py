@@ -76,9 +76,8 @@ class StageOptions:
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved_1f1b"):
             raise ConfigError(
                 f"stages_per_rank={self.stages_per_rank} and schedule={self.schedule!r}: a rank "
-                "computes several "
-                "stages with schedule='interleaved_1f1b', and one with the others. Set both, or "
-                "neither."
+                "computes several stages with schedule='interleaved_1f1b', and one with the "
+                "others. Set both, or neither."
             )
         if self.stages is not None and (self.stages < 2 or self.stages % self.stages_per_rank):
             raise ConfigError(
@@ -137,8 +136,7 @@ def ranks_of_pipeline(options: StageOptions, world: int) -> int:
     if num_ranks < 2 or world % num_ranks:
         raise ConfigError(
             f"pipeline_parallel: {world} ranks cannot be pipelines of {num_ranks} ranks each. Use "
-            "at least 2 ranks, "
-            "and a multiple of stages / stages_per_rank."
+            "at least 2 ranks, and a multiple of stages / stages_per_rank."
         )
     return num_ranks
 
@@ -179,9 +177,8 @@ INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 HINT = (
     "Name an nn.Sequential or nn.ModuleList that forward goes through in order: "
-    "chain='model.blocks'. Or name a module "
-    "whose forward calls its layers one after the other: chain='model', and '' for the "
-    "LightningModule itself."
+    "chain='model.blocks'. Or name a module whose forward calls its layers one after the other: "
+    "chain='model', and '' for the LightningModule itself."
 )
 
 
@@ -230,7 +227,7 @@ def split_chain(module: nn.Module, options: StageOptions, num_stages: int) -> St
     _refuse_shared(module, chain)
     is_last_by_name = _outer_parameters(module, chain, options)
     if isinstance(options.split, str):
-        costs = [num_parameters(block) for block in chain.blocks]
+        costs = list(map(num_parameters, chain.blocks))
         parameters = dict(module.named_parameters())
         for name, is_last in is_last_by_name.items():
             # Layers around the chain count with the first or the last block, whose stage computes
@@ -281,7 +278,7 @@ def find_chain(module: nn.Module, path: str) -> Chain:
     if len(blocks) < 2:
         hint = did_you_mean(path, containers)
         raise ConfigError(f"chain={path!r}: the module has no chain of blocks there{hint} {HINT}")
-    if len({id(block) for block in blocks}) < len(blocks):
+    if len(set(map(id, blocks))) < len(blocks):
         raise UnsupportedError(
             f"chain={path!r}: a block is in it twice, and would be on two stages. Make two blocks."
         )
@@ -332,7 +329,7 @@ def _named_begins(split: Sequence[str], chain: Chain, num_stages: int) -> tuple[
             raise ConfigError(
                 f"split: '{name}' is no block after the first of '{chain.path}'{hint}"
             )
-    begins = (0, *sorted({chain.paths.index(name) for name in split}))
+    begins = (0, *sorted(set(map(chain.paths.index, split))))
     if len(begins) != num_stages:
         num = len(begins)
         raise ConfigError(
@@ -377,8 +374,7 @@ def _refuse_layers(module: nn.Module) -> None:
         if keeps_statistics or isinstance(submodule, BATCH_NORMS):
             raise UnsupportedError(
                 f"'{path}' ({type(submodule).__name__}) uses the statistics of batches, and a "
-                "stage sees "
-                "micro-batches. Use GroupNorm or LayerNorm, or strategy='ddp_tuned'."
+                "stage sees micro-batches. Use GroupNorm or LayerNorm, or strategy='ddp_tuned'."
             )
 
 
@@ -394,8 +390,7 @@ def _refuse_shared(module: nn.Module, chain: Chain) -> None:
         if len(places) > 1:
             raise UnsupportedError(
                 f"{' and '.join(map(repr, names))} are one parameter, in places that different "
-                "stages may have. Untie "
-                "them, or use strategy='fsdp_tuned'."
+                "stages may have. Untie them, or use strategy='fsdp_tuned'."
             )
 
 
@@ -412,8 +407,8 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
     stages."""
     if not module.automatic_optimization:
         raise UnsupportedError(
-            "automatic_optimization=False: stages run backward in the order of their schedule. "
-            "Use 'fsdp_tuned'."
+            "automatic_optimization=False: stages run backward in the order of their schedule. Use "
+            "'fsdp_tuned'."
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise UnsupportedError(
@@ -422,8 +417,8 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
     if str(trainer.precision) not in PRECISIONS:
         raise UnsupportedError(
             f"Trainer(precision={trainer.precision!r}): pipeline_parallel supports "
-            f"{', '.join(map(repr, PRECISIONS))}. "
-            "Backward runs before the loss is scaled: use 'bf16-mixed'."
+            f"{', '.join(map(repr, PRECISIONS))}. Backward runs before the loss is scaled: use "
+            "'bf16-mixed'."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
@@ -435,8 +430,7 @@ def refuse_run(trainer: Trainer, module: LightningModule) -> None:
     if sparse:
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which micro-batches do not add up. Set "
-            "sparse=False for it, or use "
-            "strategy='torchrec_sharded'."
+            "sparse=False for it, or use strategy='torchrec_sharded'."
         )
 
 
@@ -448,8 +442,8 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], module: nn.Module) -> Non
             names = ", ".join(optimizer_type.__name__ for optimizer_type in UPDATE_BY_PARAMETER)
             raise OptimizerError(
                 f"pipeline_parallel: {type(optimizer).__name__} is not known to update each "
-                "parameter from its own "
-                f"gradient alone, and a rank has those of its stage. Use one of {names}."
+                "parameter from its own gradient alone, and a rank has those of its stage. Use one "
+                f"of {names}."
             )
     refuse_stale(optimizers, module, OptimizerError)
 

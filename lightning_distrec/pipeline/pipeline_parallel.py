@@ -153,8 +153,8 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         if is_gpu(self.root_device) and self._get_process_group_backend() == "gloo":
             raise ConfigError(
                 "pipeline_parallel: process_group_backend='gloo' sends between stages from the "
-                "host's memory only. "
-                "Leave it out, so that GPUs exchange by NCCL, or train with accelerator='cpu'."
+                "host's memory only. Leave it out, so that GPUs exchange by NCCL, or train with "
+                "accelerator='cpu'."
             )
         super().setup_environment()
         if self._ranks is None:  # one for all runs

@@ -206,9 +206,8 @@ class PipelinedModule:
             result = leave_chain(self._chain, call, output)
         if is_absent(result) or is_absent([log_call["value"] for log_call in log_calls]):
             raise UnsupportedError(
-                "what a step returns or logs depends on weights that another stage has, before "
-                "it or in "
-                f"'{self._chain.path}'. {WAY_OUT}"
+                "what a step returns or logs depends on weights that another stage has, before it "
+                f"or in '{self._chain.path}'. {WAY_OUT}"
             )
         outcome.result = result
         outcome.log_calls.append(log_calls)
@@ -244,8 +243,8 @@ class PipelinedModule:
             if not close_enough(value, mean, output):
                 return (
                     f"{description} of the first batch is {_format_value(value)}, and the mean "
-                    "over its micro-batches "
-                    f"{_format_value(mean)}: it is no mean over examples. Use schedule='gpipe'."
+                    f"over its micro-batches {_format_value(mean)}: it is no mean over examples. "
+                    "Use schedule='gpipe'."
                 )
         return ""
 
@@ -297,13 +296,13 @@ class PipelinedModule:
             for tensor in tensors_in(call.batch):
                 part = tensor.detach().to_dense().reshape(-1).view(torch.uint8)
                 totals.append(part.sum(dtype=torch.int64))
-            sums = [int(total) for total in on_host(totals)]
+            sums = list(map(int, on_host(totals)))
             per_rank_sums = self._ranks.messages.all_gather(sums)
             if any(rank_sums != per_rank_sums[0] for rank_sums in per_rank_sums):
                 raise DataError(
-                    f"{call.name}: the ranks of a pipeline have different batches. Let the "
-                    "Trainer make the sampler, "
-                    "or give yours num_replicas and rank of trainer.distributed_sampler_kwargs."
+                    f"{call.name}: the ranks of a pipeline have different batches. Let the Trainer "
+                    "make the sampler, or give yours num_replicas and rank of "
+                    "trainer.distributed_sampler_kwargs."
                 )
 
     def _enter(self, calls: Sequence[StepCall]) -> list[Entry]:
@@ -361,9 +360,9 @@ class PipelinedModule:
         messages: list[dict[str, Any]] = self._ranks.messages.all_gather(message)
         if any(remote["seed"] != message["seed"] for remote in messages):
             raise UnsupportedError(
-                "torch's random generator has different states on the ranks of a pipeline. "
-                "Between steps (in "
-                "callbacks and hooks), draw on all ranks alike, or from a generator of your own."
+                "torch's random generator has different states on the ranks of a pipeline. Between "
+                "steps (in callbacks and hooks), draw on all ranks alike, or from a generator of "
+                "your own."
             )
         return messages[-1]
 
@@ -377,9 +376,10 @@ def close_enough(value: Tensor, mean: Tensor, output: Tensor) -> bool:
     are computed from."""
     # bfloat16 steps by 2^-7 of a number, wherever it is on the way from the chain's output to the
     # value.
-    steps = [
-        torch.finfo(tensor.dtype).eps for tensor in (value, output) if tensor.is_floating_point()
-    ]
+    steps = []
+    for tensor in (value, output):
+        if tensor.is_floating_point():
+            steps.append(torch.finfo(tensor.dtype).eps)
     limit = max(TOLERANCE, *(4 * step for step in steps))
     return torch.allclose(
         mean.double().cpu(), value.detach().double().cpu(), rtol=limit, atol=limit

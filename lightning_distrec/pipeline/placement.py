@@ -51,8 +51,8 @@ def split_module(
         if earlier_options != options:
             raise ConfigError(
                 f"an earlier run has split this module as {earlier_options}; now it is {options}. "
-                "Give the strategy "
-                "the same options, or call trainer.strategy.unshard() after that run."
+                "Give the strategy the same options, or call trainer.strategy.unshard() after that "
+                "run."
             )
     else:
         layout = consensus.all_or_none(
@@ -98,8 +98,7 @@ def describe_layout(layout: StageLayout, module: nn.Module, options: StageOption
         stages.append(f"stage {stage} has blocks {numbers}, weights of {format_bytes(size)}")
     return (
         f"pipeline_parallel: '{layout.chain.path}' in {layout.num_stages} stages, "
-        f"{options.schedule}, "
-        f"{options.microbatches} micro-batches: {'; '.join(stages)}."
+        f"{options.schedule}, {options.microbatches} micro-batches: {'; '.join(stages)}."
     )
 
 
@@ -128,9 +127,11 @@ def _draw_weights(
 
 def present_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that this rank has."""
-    return [
-        parameter for parameter in module.parameters() if not isinstance(parameter, AbsentTensor)
-    ]
+    parameters = []
+    for parameter in module.parameters():
+        if not isinstance(parameter, AbsentTensor):
+            parameters.append(parameter)
+    return parameters
 
 
 def chunked_state(

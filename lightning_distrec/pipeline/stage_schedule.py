@@ -71,8 +71,8 @@ class StageSchedule(Stoppable):
         """Collective. Compare the ranks' clocks. Raises ConfigError: the strategy has no stages."""
         if getattr(trainer.strategy, "strategy_name", "") != "pipeline_parallel":
             raise ConfigError(
-                "StageSchedule draws stages of strategy='pipeline_parallel' only. "
-                "Use PyTorchProfiler."
+                "StageSchedule draws stages of strategy='pipeline_parallel' only. Use "
+                "PyTorchProfiler."
             )
         self._seen, self._zero = 0, align_clocks(trainer.strategy.root_device)
 
@@ -108,8 +108,8 @@ class StageSchedule(Stoppable):
         if trainer.is_global_zero:
             title = (
                 f"Step {self._step}: {ranks.num_stages} stages on {ranks.num_ranks} ranks, "
-                f"{microbatches} micro-batches"
-                f"; ranks idle {self.bubble:.1%} of the time, ideal {self.ideal_bubble:.1%}"
+                f"{microbatches} micro-batches; ranks idle {self.bubble:.1%} of the time, ideal "
+                f"{self.ideal_bubble:.1%}"
             )
             self._path.parent.mkdir(parents=True, exist_ok=True)
             draw_schedule(work, title).savefig(self._path)

@@ -157,7 +157,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     """Return micro-batches as one batch, whose dims are in the same order of memory, as user code
     finds them."""
     order = memory_order(parts[0])
-    inverse = [order.index(dim) for dim in range(len(order))]
+    inverse = list(map(order.index, range(len(order))))
     return torch.cat([part.permute(order) for part in parts], dim=order.index(0)).permute(inverse)
 
 
@@ -273,12 +273,13 @@ class StagedChain:
         key = tuple(value.shape), value.dtype, num, learns
         self._infers_shapes = learns and key not in self._schedules and infers_shapes_with_loss()
         if key not in self._schedules:
-            stages = [
-                SpannedStage(
-                    blocks, stage, self.ranks.num_stages, self.device, group=self.ranks.pipeline
+            stages = []
+            for stage, blocks in zip(self.ranks.stages, self.blocks, strict=True):
+                stages.append(
+                    SpannedStage(
+                        blocks, stage, self.ranks.num_stages, self.device, group=self.ranks.pipeline
+                    )
                 )
-                for stage, blocks in zip(self.ranks.stages, self.blocks, strict=True)
-            ]
             loss = self._loss if learns else None
             # torch would divide gradients by the number of micro-batches; our losses are divided
             # already.

@@ -123,9 +123,10 @@ class LoggedValues:
     @contextmanager
     def metrics_unchanged(self) -> Iterator[None]:
         """Set the module's Metrics back after the context, in which a step runs once more."""
-        metrics = [
-            submodule for submodule in self._module.modules() if isinstance(submodule, Metric)
-        ]
+        metrics = []
+        for submodule in self._module.modules():
+            if isinstance(submodule, Metric):
+                metrics.append(submodule)
         # In its __dict__: a Metric's update and compute are wrapped on the instance, and are no
         # state.
         states = []
@@ -152,7 +153,7 @@ class LoggedValues:
                     "training_step logs different names in different micro-batches. Log the same, "
                     "or use schedule='gpipe'."
                 )
-        return [self._mean_call(calls) for calls in zip(*per_part_calls, strict=True)]
+        return list(map(self._mean_call, zip(*per_part_calls, strict=True)))
 
     def _mean_call(self, calls: Sequence[LogCall]) -> LogCall:
         first = calls[0]
@@ -190,7 +191,7 @@ class LoggedValues:
         """Log on this rank what the last stage has recorded."""
         # Lightning keeps values where they are, and sync_dist reduces them there, which NCCL does
         # on GPUs only.
-        for arguments in to_device([dict(call) for call in calls], self._module.device):
+        for arguments in to_device(list(map(dict, calls)), self._module.device):
             if METRIC in arguments:
                 arguments["value"] = self._module.get_submodule(arguments.pop(METRIC))
             self._module.log(**arguments)
@@ -227,11 +228,10 @@ def _move_as_bytes(
     # so that each begins at a multiple of its elements' size
     tensors.sort(key=Tensor.element_size, reverse=True)
     parts = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
-    moved = move(torch.cat(parts)).split([len(part) for part in parts]) if parts else ()
-    copies = {
-        id(old): new.view(old.dtype).view(old.shape)
-        for old, new in zip(tensors, moved, strict=True)
-    }
+    moved = move(torch.cat(parts)).split(list(map(len, parts))) if parts else ()
+    copies = {}
+    for old, new in zip(tensors, moved, strict=True):
+        copies[id(old)] = new.view(old.dtype).view(old.shape)
     return apply_to_collection(
         value, Tensor, lambda tensor: copies.get(id(tensor), tensor.detach())
     )

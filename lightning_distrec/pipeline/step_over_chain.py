@@ -110,8 +110,8 @@ class _BlockCalls:
         if number != len(self.entry.arguments):
             raise UnsupportedError(
                 f"a step calls '{path}' where block {len(self.entry.arguments)} of "
-                f"'{self._chain.path}' is next. Call "
-                "the chain once per step and in order, or name another one."
+                f"'{self._chain.path}' is next. Call the chain once per step and in order, or name "
+                "another one."
             )
         if not args and number == 0:
             raise UnsupportedError(
@@ -141,10 +141,8 @@ class _BlockCalls:
 def _between(chain: Chain, number: int) -> str:
     return (
         f"forward computes something between '{chain.paths[number - 1]}' and "
-        f"'{chain.paths[number]}', or passes no "
-        "output of the one to the other as its first argument, and stages pass outputs on as they "
-        "are. Move it into a "
-        "block."
+        f"'{chain.paths[number]}', or passes no output of the one to the other as its first "
+        "argument, and stages pass outputs on as they are. Move it into a block."
     )
 
 
@@ -205,9 +203,8 @@ def split_batch(batch: Any, num: int) -> list[Any]:
         if not tensor.dim() or len(tensor) != batch_size:
             raise UnsupportedError(
                 f"a batch has a tensor of shape {tuple(tensor.shape)} next to {batch_size} "
-                "examples, which cannot be "
-                "divided into micro-batches. Stack examples along the first dim, or use "
-                "schedule='gpipe'."
+                "examples, which cannot be divided into micro-batches. Stack examples along the "
+                "first dim, or use schedule='gpipe'."
             )
 
     def part(index: int) -> Any:
@@ -258,7 +255,7 @@ class BlockArguments:
                 allow_frozen=True,
             )
 
-        return [part(index) for index in range(num)]
+        return list(map(part, range(num)))
 
 
 def _has_rows(full: Tensor, part: Tensor, num: int) -> bool:
@@ -268,6 +265,6 @@ def _has_rows(full: Tensor, part: Tensor, num: int) -> bool:
         return True
     raise UnsupportedError(
         f"blocks take a tensor of shape {tuple(full.shape)} for a batch, and one of "
-        f"{tuple(part.shape)} for one of its "
-        f"{num} micro-batches. Let its first dim be that of examples, or set microbatches=1."
+        f"{tuple(part.shape)} for one of its {num} micro-batches. Let its first dim be that of "
+        "examples, or set microbatches=1."
     )

@@ -75,9 +75,11 @@ class BatchObjects:
     @property
     def tensors_with_paths(self) -> list[tuple[Tensor, Path]]:
         """Those of them that are tensors, and where they are."""
-        return [
-            (child, path) for child, path in self._objects.values() if isinstance(child, Tensor)
-        ]
+        children = []
+        for child, path in self._objects.values():
+            if isinstance(child, Tensor):
+                children.append((child, path))
+        return children
 
     def has(self, value: Any) -> bool:
         """Whether this very object is one of them."""
@@ -90,9 +92,11 @@ class BatchObjects:
     @property
     def containers(self) -> list[tuple[Any, Path]]:
         """Those of them that are not tensors, and where they are."""
-        return [
-            (child, path) for child, path in self._objects.values() if not isinstance(child, Tensor)
-        ]
+        children = []
+        for child, path in self._objects.values():
+            if not isinstance(child, Tensor):
+                children.append((child, path))
+        return children
 
     def source_of(
         self, argument: Any, ids: Any = None, compute: Compute | None = None
@@ -111,8 +115,8 @@ class BatchObjects:
             _, path = self._objects[id(argument)]
             if any(version is None for _, version in self._versions[id(argument)]):
                 return (
-                    f"{path_text(path)} was made in inference mode, where writes in place are "
-                    "not counted"
+                    f"{path_text(path)} was made in inference mode, where writes in place are not "
+                    "counted"
                 )
             if not are_unwritten(self._versions[id(argument)]):
                 return f"{path_text(path)} is changed in place before it is looked up"

@@ -86,12 +86,12 @@ class Replay:
         if kind is Number:
             # Never a guess: 8 may be the batch size or a number of buckets until a batch has
             # another size.
-            values = {self._number(origin) for origin in part.origins}
+            values = set(map(self._number, part.origins))
             if len(values) != 1:
                 raise NotReadyError(f"a number may be any of {sorted(values)}")
             return values.pop()
         if kind is list or kind is tuple:
-            return kind(self.value(child) for child in part)
+            return kind(map(self.value, part))
         return part.read() if kind is HeldTensor else part
 
     def _number(self, origin: Origin) -> Any:
@@ -340,7 +340,7 @@ class Trial:
 
 def _refusal(call: ComputedCall, place: int, per_rank: list[list[TriedCall]]) -> str:
     """Return why a call is not prefetched, alike on all ranks; "" if it is."""
-    if len({len(tried) for tried in per_rank}) > 1:
+    if len(set(map(len, per_rank))) > 1:
         # Ranks would send ids in exchanges of unequal lookups.
         return IRREGULAR
     on_ranks = [tried[place] for tried in per_rank]

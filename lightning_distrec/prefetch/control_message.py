@@ -88,7 +88,7 @@ class ControlMessage:
         if status.counts:
             # Transposed: each rank gets one number for each lookup. `read` transposes what has come
             # from the ranks.
-            to_ranks = [list(counts) for counts in zip(*status.counts, strict=True)]
+            to_ranks = list(map(list, zip(*status.counts, strict=True)))
             self._reduction = ranks.start_min_and_exchange(values, to_ranks)
         else:
             self._reduction = ranks.start_all_reduce_min(*values)
@@ -203,10 +203,9 @@ class LateComparison:
         if bool(sent):
             raise ProvenanceError(
                 "a table was called with another input than the step's operations computed ahead "
-                "of it, in an earlier "
-                "step, whose update is wrong: resume from a checkpoint before it. Set "
-                "prefetch={'computed_ids': False} "
-                "to look up what the step computes as it is called."
+                "of it, in an earlier step, whose update is wrong: resume from a checkpoint before "
+                "it. Set prefetch={'computed_ids': False} to look up what the step computes as it "
+                "is called."
             )
 
 
@@ -253,9 +252,8 @@ class DifferingCalls:
         learning = [rank for rank, learns in enumerate(flags) if learns]
         raise ShardingError(
             f"'{path}' was called with ids whose weights need a gradient on ranks {learning} of "
-            f"{len(flags)}, and on "
-            "no others. Freeze feature processors, and layers that compute weights, on all ranks "
-            "alike."
+            f"{len(flags)}, and on no others. Freeze feature processors, and layers that compute "
+            "weights, on all ranks alike."
         )
 
     def check_late(self, wait: bool = False) -> None:

@@ -186,8 +186,8 @@ class EndPolicy:
             )
         if count == 0:
             raise DataError(
-                f"{text}: there is no batch that all ranks have. Give every rank at "
-                "least one batch."
+                f"{text}: there is no batch that all ranks have. Give every rank at least one "
+                "batch."
             )
         self.warn(f"{text}; all stop here (uneven_inputs='stop').")
 

@@ -44,8 +44,8 @@ def peek_obstacle(loader: Any) -> str:
     """Return why one cannot peek at the batches of `loader`; "" where one can."""
     if not isinstance(loader, DataLoader):
         return (
-            f"a {type(loader).__name__} is no DataLoader, and may not start twice with the "
-            "same batches"
+            f"a {type(loader).__name__} is no DataLoader, and may not start twice with the same "
+            "batches"
         )
     if isinstance(loader.dataset, IterableDataset):
         return (

@@ -51,11 +51,10 @@ class ResumableSampler:
         self.entries = sampler.sampler if self.in_batches else sampler
         # Lightning's wrapper draws each epoch's order from the user's sampler.
         self.generator = _generator_of(wrapped_sampler(self.entries)) or torch.default_generator
-        distributed = [
-            kind
-            for kind in (DistributedSampler, DistributedSamplerWrapper)
-            if _iterates_as(self.entries, kind)
-        ]
+        distributed = []
+        for kind in (DistributedSampler, DistributedSamplerWrapper):
+            if _iterates_as(self.entries, kind):
+                distributed.append(kind)
         self.is_distributed = bool(distributed)
         self.rank, self.num_ranks = rank, num_ranks
         self.order = _sampler_order(self.entries) if num_ranks == 1 else None
@@ -406,9 +405,8 @@ class PositionedLoader(Wrapper):
     def _restart(self, reason: str) -> None:
         self.warn(
             f"resuming in the middle of an epoch: {reason}. So this epoch restarts, with samples "
-            "that were trained. "
-            "Resume with the same data, sampler, batch_size and number of ranks, or from the end "
-            "of an epoch."
+            "that were trained. Resume with the same data, sampler, batch_size and number of "
+            "ranks, or from the end of an epoch."
         )
         self.start, self.state = None, self._beginning()
 
@@ -450,8 +448,8 @@ class PositionedLoader(Wrapper):
             batches = chain(list(islice(batches, 1)), batches)
         if start is not None and not sampler.origin:
             self._restart(
-                f"{type(self.torch_loader).__name__} started its workers before, or "
-                "draws in its own way"
+                f"{type(self.torch_loader).__name__} started its workers before, or draws in its "
+                "own way"
             )
             start = None
         state = {

@@ -433,6 +433,6 @@ class PrefetchOptions:
         plain_fields(self)
         if self.depth < 1:
             raise ConfigError(
-                f"prefetch: depth={self.depth!r} must be a whole number of batches, "
-                "at least 1 (off)."
+                f"prefetch: depth={self.depth!r} must be a whole number of batches, at least 1 "
+                "(off)."
             )

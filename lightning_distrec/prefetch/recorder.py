@@ -310,7 +310,7 @@ class Recorder:
         self._note_writes(function, args, kwargs)
         # An operation in place returns its argument, which keeps its source: by now it is spoiled,
         # or held.
-        input_ids = {id(tensor) for tensor in inputs}
+        input_ids = set(map(id, inputs))
         made = [(i, tensor) for i, tensor in enumerate(outputs) if id(tensor) not in input_ids]
         if reason:
             for _, tensor in made:

@@ -143,8 +143,8 @@ class Learner:
     def _report(self, kind: str, reasons: dict[str, str]) -> None:
         for path, reason in reasons.items():
             self._warn(
-                f"{kind}: '{path}' is looked up as it is called, without prefetching: {reason}. "
-                "To change that, make its input in a method sparse_inputs(batch) of the module."
+                f"{kind}: '{path}' is looked up as it is called, without prefetching: {reason}. To "
+                "change that, make its input in a method sparse_inputs(batch) of the module."
             )
 
     def abandon(self, kind: str, differing: PrefetchedCall, difference: str) -> None:

@@ -139,8 +139,8 @@ class Server:
             if len(set(group.values())) > 1:
                 listed = ", ".join(f"{len(inputs[name])} in '{name}'" for name in group)
                 raise ValueError(
-                    "inputs must have rows for as many examples as each other, and "
-                    f"there are {listed}"
+                    "inputs must have rows for as many examples as each other, and there are "
+                    f"{listed}"
                 )
 
     def inputs_of_rows(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -151,11 +151,11 @@ class Server:
                 "a request is a row of values by column, or a list of rows, one or more"
             )
         arrays = self.encoder.arrays_of_rows(rows)
-        return {
-            name: torch.from_numpy(array)
-            for name, array in arrays.items()
-            if name in self.about["inputs"]
-        }
+        tensors = {}
+        for name, array in arrays.items():
+            if name in self.about["inputs"]:
+                tensors[name] = torch.from_numpy(array)
+        return tensors
 
     def answer_plain(self, request: Any) -> Any:
         """Return the answer as lists and dicts. request: lists by name; with columns.json, a row or
@@ -348,8 +348,8 @@ if __name__ == "__main__":
         allowed = json.loads((FOLDER / "serving.json").read_text())["largest_difference"]
         difference = check(Server())
         print(
-            f"largest difference from the trained module: {difference:.3g} ({allowed:.3g} when "
-            "it was exported)"
+            f"largest difference from the trained module: {difference:.3g} ({allowed:.3g} when it "
+            "was exported)"
         )
     else:
         request = Path(sys.argv[1]) if sys.argv[1:] else FOLDER / "request.json"

@@ -33,8 +33,8 @@ def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.Embed
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)):
             if inner.max_norm is not None:
                 raise ConfigError(
-                    f"'{path}' has a max_norm: its lookups change rows, and serving "
-                    "only reads them."
+                    f"'{path}' has a max_norm: its lookups change rows, and serving only reads "
+                    "them."
                 )
             yield path, inner
 
@@ -334,9 +334,8 @@ def _exported(
             (line for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
         raise ConfigError(
-            f"export: torch.export cannot follow predict_step of {name}: {first.strip()[:300]}. "
-            "It needs operations of "
-            "tensors, without branches on their values."
+            f"export: torch.export cannot follow predict_step of {name}: {first.strip()[:300]}. It "
+            "needs operations of tensors, without branches on their values."
         ) from error
     finally:
         logging.root.setLevel(level)
@@ -358,9 +357,11 @@ def _used(exported: ExportedProgram, inputs: Mapping[str, Tensor]) -> dict[str, 
     # Tables come first, then the batch. A slice from -0 would be all of them: hence the condition.
     names = exported.graph_signature.user_inputs[-len(inputs) :] if inputs else ()
     read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
-    return {
-        name: inputs[name] for name, inside in zip(inputs, names, strict=True) if inside in read
-    }
+    inputs_by_name = {}
+    for name, inside in zip(inputs, names, strict=True):
+        if inside in read:
+            inputs_by_name[name] = inputs[name]
+    return inputs_by_name
 
 
 def free_sizes(

@@ -108,15 +108,16 @@ def begin_check(
         # a sum of huge lengths may have overflowed
         if longest > values.numel() or sum(numbers) != values.numel():
             raise IdsError(
-                f"{call} has {values.numel()} ids, but its {words} {sum(numbers)}"
-                f"{_list_counts(features.keys(), numbers)}. Each id must belong to one bag."
+                f"{call} has {values.numel()} ids, but its {words} "
+                f"{sum(numbers)}{_list_counts(features.keys(), numbers)}. Each id must belong to "
+                "one bag."
             )
         # Kept in the KeyedJaggedTensor: torchrec would compute them once more, for which a GPU is
         # waited for again.
         if bags and not keep_length_per_key(features, numbers):
             raise IdsError(
-                f"{call} was made with a length_per_key that its lengths do not add up "
-                f"to, {numbers}."
+                f"{call} was made with a length_per_key that its lengths do not add up to, "
+                f"{numbers}."
             )
         return NO_IDS if are_inside and extremes[0] >= 0 else extremes
 
@@ -156,8 +157,7 @@ def _check_devices(call: str, gpu: torch.device, tensors: Mapping[str, Tensor | 
         if tensor is not None and tensor.device != gpu:
             raise IdsError(
                 f"{call} has {name} on {tensor.device}, and its tables are on {gpu}. Make tensors "
-                "of a step there "
-                "(device=self.device); Lightning moves those that are in the batch."
+                "of a step there (device=self.device); Lightning moves those that are in the batch."
             )
 
 
@@ -172,8 +172,8 @@ def _check_numbers(
     ):
         shape = tuple(weights.shape)
         raise IdsError(
-            f"{call} has {num_ids} ids, and weights of {weights.dtype} and shape "
-            f"{shape}: one float each."
+            f"{call} has {num_ids} ids, and weights of {weights.dtype} and shape {shape}: one "
+            "float each."
         )
     keys, variable = features.keys(), features.variable_stride_per_key()
     stride = None if variable else features.stride()
@@ -248,8 +248,8 @@ def _offsets(path: str, ids: Tensor, offsets: Tensor | None, include_last_offset
     if ids.dim() != 1 or offsets is None:
         raise IdsError(
             f"'{path}' was called with ids of shape {tuple(ids.shape)} and "
-            f"{'no ' if offsets is None else ''}offsets. "
-            "Ids must have two dimensions, or one and offsets."
+            f"{'no ' if offsets is None else ''}offsets. Ids must have two dimensions, or one and "
+            "offsets."
         )
     _check_types(f"'{path}'", {"offsets": offsets})
     if not include_last_offset:

@@ -89,11 +89,11 @@ def sharded_weights(sharded: nn.Module, tables: list[Table]) -> dict[str, Tensor
 
 def chunks_of(shards: list[TableShard]) -> list[Chunk]:
     """Return this rank's shards as those that a tensor in a file fills."""
-    return [
-        Chunk((s.row, s.column), s.tensor)
-        for s in shards
-        if s.tensor is not None and s.tensor.numel()
-    ]
+    chunks = []
+    for s in shards:
+        if s.tensor is not None and s.tensor.numel():
+            chunks.append(Chunk((s.row, s.column), s.tensor))
+    return chunks
 
 
 @torch.no_grad()

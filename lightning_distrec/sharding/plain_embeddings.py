@@ -122,8 +122,8 @@ def obstacle_of(plain: Plain) -> str:
     changed = overridden_name(type(plain))
     if changed:
         return (
-            f"{type(plain).__name__} is a subclass and may compute something else: it has its "
-            f"own {changed}"
+            f"{type(plain).__name__} is a subclass and may compute something else: it has its own "
+            f"{changed}"
         )
     if not isinstance(plain.weight, nn.Parameter):
         return "its weight is computed, not a parameter (a parametrization)"

@@ -47,10 +47,8 @@ class _StateOfTable(ShardedTensor):
             )
             raise ShardingError(
                 f"'{name}' in a state_dict is all ranks' shards of a table, and {func.__name__} "
-                "needs all of its rows. "
-                f"trainer.strategy.full_parameter('{name}') returns them on every rank, "
-                "full_state_dict() all weights "
-                "on rank 0."
+                f"needs all of its rows. trainer.strategy.full_parameter('{name}') returns them on "
+                "every rank, full_state_dict() all weights on rank 0."
             ) from error
 
 
@@ -191,9 +189,8 @@ class _WithoutRows(_RefusesQuantizing, nn.Module):
     def forward(self, *args: Any, **options: Any) -> Any:
         raise ShardingError(
             "a copy of a module with sharded tables was called; its tables hold no rows. Call "
-            "trainer.strategy."
-            "unshard() on every rank after the run, and copy the module then; or load a "
-            "checkpoint into a new one."
+            "trainer.strategy.unshard() on every rank after the run, and copy the module then; or "
+            "load a checkpoint into a new one."
         )
 
 
@@ -201,10 +198,9 @@ def replaced(subject: str) -> ShardedWeightError:
     """Return the error for what was put in the place of a shard, or of a module that has some."""
     return ShardedWeightError(
         f"another one is to take the place of the {subject}: no lookup would read it, and no "
-        "optimizer train it. Copy "
-        "rows into the weight, which is exact in every hook: 'with torch.no_grad(): "
-        "embedding.weight.copy_(rows)', or "
-        "'embedding.weight.data = rows'. Or replace it in __init__, setup or configure_model."
+        "optimizer train it. Copy rows into the weight, which is exact in every hook: 'with "
+        "torch.no_grad(): embedding.weight.copy_(rows)', or 'embedding.weight.data = rows'. Or "
+        "replace it in __init__, setup or configure_model."
     )
 
 

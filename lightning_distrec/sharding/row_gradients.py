@@ -305,12 +305,9 @@ def _weight_gradients(ctx: Any, gradient: Tensor) -> Tensor:
             f"'{shards[0].table}' were updated. Call backward before the optimizer of the table "
             "steps."
         )
-    products = [
-        (shards[table].weight.index_select(0, rows) * bag_gradients).sum(1)
-        for table, rows, bag_gradients in _row_gradients(
-            layout, replace(ids, weights=None), gradient
-        )
-    ]
+    products = []
+    for table, rows, bag_gradients in _row_gradients(layout, replace(ids, weights=None), gradient):
+        products.append((shards[table].weight.index_select(0, rows) * bag_gradients).sum(1))
     return torch.cat(products).to(ids.weights.dtype) if products else torch.zeros_like(ids.weights)
 
 

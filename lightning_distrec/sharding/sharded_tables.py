@@ -114,10 +114,12 @@ class ShardedTables:
     def replicated_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the names and parameters of the root that are the same on all ranks: all but the
         shards."""
-        local_only = {id(weight) for weight in self.sharded_parameters()}
-        return [
-            (name, p) for name, p in self._module().named_parameters() if id(p) not in local_only
-        ]
+        local_only = set(map(id, self.sharded_parameters()))
+        parameters = []
+        for name, p in self._module().named_parameters():
+            if id(p) not in local_only:
+                parameters.append((name, p))
+        return parameters
 
     def keep_gradients(self, sparse: Mapping[str, bool]) -> None:
         """Leave the gradients of these tables on their shards, for the user's optimizer.
@@ -230,7 +232,7 @@ class ShardedTables:
         """Raise ShardedWeightError: user code has put a module in the place of one that has a
         table's shards."""
         for proxy in self.proxies.values():
-            held = {id(parameter) for parameter in proxy.parameters()}
+            held = set(map(id, proxy.parameters()))
             for name in (table.full_name for table in self.tables_of(proxy.path)):
                 shards = [shard.weight for shard in self.shards[name] if not shard.replicated]
                 if any(id(weight) not in held or not hasattr(weight, "place") for weight in shards):

@@ -269,11 +269,11 @@ class NodeLayout:
 
     def ranks_on_same_node(self, rank: int) -> list[int]:
         """Return the other ranks on a rank's node."""
-        return [
-            r
-            for r, node in enumerate(self.node_of_rank)
-            if node == self.node_of_rank[rank] and r != rank
-        ]
+        neighbours = []
+        for r, node in enumerate(self.node_of_rank):
+            if node == self.node_of_rank[rank] and r != rank:
+                neighbours.append(r)
+        return neighbours
 
     def ranks_on_other_nodes(self, rank: int) -> list[int]:
         """Return the ranks on other nodes than a rank's."""

@@ -168,7 +168,7 @@ def find_tables(module: nn.Module, conversion: Conversion = NO_CONVERSION) -> Fo
     plain = PlainEmbeddings(module, conversion)
     # named_modules yields a collection with several names once, under the first one.
     for path, child in module.named_modules():
-        if any(path.startswith(prefix) for prefix in skipped):
+        if any(map(path.startswith, skipped)):
             continue
         if finds_rows(child):
             raise ShardingError(

@@ -163,9 +163,11 @@ class TorchRecRun(Run):
         # By name: the shards are parameters of torchrec's modules, which are not below the proxies
         # in the tree.
         shards = set(self.shard_names())
-        return {
-            name: parameter for name, parameter in super().layers().items() if name not in shards
-        }
+        layers = {}
+        for name, parameter in super().layers().items():
+            if name not in shards:
+                layers[name] = parameter
+        return layers
 
     @override
     def optimizers(self) -> list[Optimizer]:

@@ -123,7 +123,7 @@ def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Desc
             tensors,
             key=lambda tensor: (tensor.sharding_type is None, -tensor.num_bytes, tensor.name),
         ),
-        optimizers=[_optimizer_state(state) for state in checkpoint.get("optimizer_states") or []],
+        optimizers=list(map(_optimizer_state, checkpoint.get("optimizer_states") or [])),
     )
 
 
@@ -131,9 +131,9 @@ def _weight_keys(table: str) -> list[str]:
     """Return the names that a table's weight may have: of an nn.Embedding, and in torchrec's two
     collections."""
     collection, _, name = table.rpartition(".")
-    in_collections = [
-        f"{collection}.{kind}.{name}.weight" for kind in ("embedding_bags", "embeddings")
-    ]
+    in_collections = []
+    for kind in ("embedding_bags", "embeddings"):
+        in_collections.append(f"{collection}.{kind}.{name}.weight")
     return [f"{table}.weight", *(key.removeprefix(".") for key in in_collections)]
 
 
@@ -148,7 +148,7 @@ def _tensor(name: str, lazy: LazyTensor, table_plan: Mapping[str, Any]) -> Tenso
 
 
 def _optimizer_state(state: Mapping[str, Any]) -> OptimizerState:
-    sizes = [num_bytes(lazy) for lazy in collect_tensors(state.get("state", {})).values()]
+    sizes = list(map(num_bytes, collect_tensors(state.get("state", {})).values()))
     return OptimizerState(
         optimizer=state.get("optimizer"), num_tensors=len(sizes), num_bytes=sum(sizes)
     )

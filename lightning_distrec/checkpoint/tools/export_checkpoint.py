@@ -107,7 +107,7 @@ def export(
             f"{target}: --pickles reads weights alone. Name it *.safetensors or *.pt."
         )
     value = _read_content(source, target, pickles)
-    total = sum(num_bytes(lazy) for lazy in collect_tensors(value).values())
+    total = sum(map(num_bytes, collect_tensors(value).values()))
     free = shutil.disk_usage(target.parent).free
     if total > free:
         raise CheckpointError(
@@ -167,8 +167,8 @@ def _read_content(source: Path, target: Path, pickles: bool) -> dict[str, Any]:
         return state
     if "pytorch-lightning_version" not in checkpoint:
         problem = (
-            f"{source} is a bare state_dict. {target} would be a Lightning checkpoint, "
-            "which needs more"
+            f"{source} is a bare state_dict. {target} would be a Lightning checkpoint, which needs "
+            "more"
         )
         raise CheckpointError(f"{problem}. Export it to *.pt or *.safetensors.")
     states = checkpoint.get("optimizer_states")
@@ -269,7 +269,7 @@ def merge(source: Path, target: Path) -> None:
     handles = collect_tensors(read_contents(source).checkpoint)
     state, tensors = _full_state(read_plain(source / STATE_FILE), handles)
     marker = difference.marker
-    copied = [PLAN_FILE, *(rank_file(rank) for rank in range(marker["num_ranks"]))]
+    copied = [PLAN_FILE, *(map(rank_file, range(marker["num_ranks"])))]
     content = dict(marker)
     # UnfinishedFolder writes these keys for the new folder; without INCREMENTAL it belongs to no
     # series.

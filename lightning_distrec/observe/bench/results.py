@@ -176,7 +176,7 @@ def summarize(ranks: Sequence[dict], devices: int, steps: int) -> MeasuredRun:
         return MeasuredRun(failure=f"{len(ranks)} of {devices} ranks wrote measurements")
     # Data may end on one rank before the others: steps that all have made count.
     per_step = zip(*[rank["seconds"] for rank in ranks], strict=False)
-    seconds = [max(times) for times in per_step]
+    seconds = list(map(max, per_step))
     if not seconds:
         return MeasuredRun(failure=f"the data ended before {steps} steps were measured")
     samples: list[Any] = []
@@ -205,11 +205,10 @@ def failure_in(stderr: str, code: int) -> str:
         re.MULTILINE,
     )
     # A RankError only repeats on one rank what another has raised, which is in the text too.
-    package_errors = [
-        text
-        for name, text in errors
-        if name.startswith("lightning_distrec.errors.") and "RankError" not in name
-    ]
+    package_errors = []
+    for name, text in errors:
+        if name.startswith("lightning_distrec.errors.") and "RankError" not in name:
+            package_errors.append(text)
     if package_errors:
         return str(package_errors[0])
     if errors:
@@ -238,9 +237,10 @@ class Result:
     @property
     def samples_per_second(self) -> float | None:
         """Median of the rounds."""
-        numbers = [
-            run.samples_per_second for run in self.runs if run.samples_per_second is not None
-        ]
+        numbers = []
+        for run in self.runs:
+            if run.samples_per_second is not None:
+                numbers.append(run.samples_per_second)
         # Of all rounds or of none, so that it goes with the time, which is over all rounds.
         return statistics.median(numbers) if len(numbers) == len(self.runs) else None
 
@@ -259,7 +259,7 @@ def run_rounds(
 ) -> list[Result]:
     """Run all cases one after the other, `rounds` times: what slows the machine for a while slows
     all of them."""
-    results = [Result(case) for case in cases]
+    results = list(map(Result, cases))
     numbers = itertools.count()
     for number in range(rounds):
         for result in results:
@@ -388,8 +388,8 @@ def doubts(results: Sequence[Result], steps: int) -> list[str]:
     if beyond:
         lines.append(
             f"Efficiency above {MAX_EFFICIENCY:.0%}: {', '.join(beyond)}. Something slowed down "
-            "the run on the fewest "
-            "devices, such as another program. Measure again with more --steps and --rounds."
+            "the run on the fewest devices, such as another program. Measure again with more "
+            "--steps and --rounds."
         )
     return lines
 

@@ -72,11 +72,10 @@ class SyntheticIds(pl.LightningDataModule):
 
     def _ids(self, tables: list[Table], draw: torch.Generator) -> Any:
         shape = (self.batch_size, self._num_ids)
-        ids = {
-            feature: torch.randint(table.num_ids, shape, generator=draw)
-            for table in tables
-            for feature in table.config.feature_names
-        }
+        ids = {}
+        for table in tables:
+            for feature in table.config.feature_names:
+                ids[feature] = torch.randint(table.num_ids, shape, generator=draw)
         if tables[0].plain is not None:
             return next(iter(ids.values()))
         lengths = torch.full((len(ids) * self.batch_size,), self._num_ids)

@@ -122,15 +122,14 @@ class SharedBags:
         if not self.indices and len(set(sizes)) > 1:
             raise IdsError(
                 f"'{path}' was called with unequal batch sizes per feature, {sizes} for {keys}, "
-                "and no "
-                "inverse_indices. Give the KeyedJaggedTensor inverse_indices, the number of each "
-                "example's bag."
+                "and no inverse_indices. Give the KeyedJaggedTensor inverse_indices, the number of "
+                "each example's bag."
             )
         missing = [key for key in keys if self.indices and key not in self.indices]
         if missing:
             raise IdsError(
-                f"'{path}' was called with inverse_indices that lack the features "
-                f"{missing}. Add them."
+                f"'{path}' was called with inverse_indices that lack the features {missing}. Add "
+                "them."
             )
         if self.indices:
             used = torch.stack([self.indices[key] for key in keys])
@@ -139,8 +138,7 @@ class SharedBags:
             ):
                 raise IdsError(
                     f"'{path}' was called with inverse_indices beyond the batch sizes {sizes} of "
-                    f"{keys}. Each must be "
-                    "the number of a bag of its feature."
+                    f"{keys}. Each must be the number of a bag of its feature."
                 )
 
     def ordered(self, keys: list[str]) -> KeyedJaggedTensor:

@@ -96,10 +96,9 @@ class SecondGradients:
             if len(self._lookups) > 1 and self._tables:
                 raise OptimizerError(
                     f"gradients came to more than one lookup of '{self._path}' in a step, and "
-                    "table "
-                    f"'{self._tables[0]}' is updated inside of backward once for each. Set "
-                    "embedding_update='sparse' "
-                    "('dense' for RowWiseAdagrad), or look all ids up at once."
+                    f"table '{self._tables[0]}' is updated inside of backward once for each. Set "
+                    "embedding_update='sparse' ('dense' for RowWiseAdagrad), or look all ids up at "
+                    "once."
                 )
 
         return gradient_arrived

@@ -67,8 +67,7 @@ class LookupInputs:
         if not isinstance(features, KeyedJaggedTensor):
             raise ShardingError(
                 f"'{self._path}' was called with a {type(features).__name__}; sharded tables take "
-                "a KeyedJaggedTensor "
-                "or a TensorDict."
+                "a KeyedJaggedTensor or a TensorDict."
             )
         weights = self._weights(features)
         return (
@@ -148,8 +147,8 @@ class LookupInputs:
         missing = [name for name in self._features if name not in keys]
         if missing:
             raise ShardingError(
-                f"'{self._path}' needs the features {missing}, but was called with {keys}. "
-                "Give it all features of the collection; empty bags are fine."
+                f"'{self._path}' needs the features {missing}, but was called with {keys}. Give it "
+                "all features of the collection; empty bags are fine."
             )
         # torchrec's module makes its input dist by the keys of its first call, and expects that
         # order from then on. The caller's order is taken where it can be, so that later batches
@@ -185,11 +184,9 @@ class LookupInputs:
         has = "has rows" if table.mapping is None else "maps the ids"
         return (
             f"feature '{feature}' of table '{table.full_name}' has the id "
-            f"{int(features.values()[first])}, but the "
-            f"table {has} 0 to {table.num_ids - 1} ({int(is_bad.sum())} such ids in this batch on "
-            "rank "
-            f"{self._setup.ranks.rank}). Give it more rows, map the ids, or set check_ids='warn' "
-            "or 'ignore'."
+            f"{int(features.values()[first])}, but the table {has} 0 to {table.num_ids - 1} "
+            f"({int(is_bad.sum())} such ids in this batch on rank {self._setup.ranks.rank}). Give "
+            "it more rows, map the ids, or set check_ids='warn' or 'ignore'."
         )
 
 

@@ -113,9 +113,8 @@ class MappedIds:
         if saved_tensors_are_hooked() or in_backward():
             raise ShardingError(
                 f"table '{next(iter(self._mappings))}' maps ids to rows, and is looked up inside "
-                "of an activation "
-                "checkpoint, which looks up again in backward, where an id may have another row. "
-                "Look it up outside."
+                "of an activation checkpoint, which looks up again in backward, where an id may "
+                "have another row. Look it up outside."
             )
         features = arrived[self._place]
         ids_per_feature = features.values().long().split(features.length_per_key())

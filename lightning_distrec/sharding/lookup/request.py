@@ -212,6 +212,6 @@ class LookupConsensus:
         )
         raise errors.IdsError(
             f"ranks called '{self._path}' with ids that cannot be exchanged with each other: "
-            f"{forms}. Give all "
-            "ranks the same types, for example by .long() in the collate function."
+            f"{forms}. Give all ranks the same types, for example by .long() in the collate "
+            "function."
         )

@@ -238,10 +238,9 @@ class ShardedLookup:
         if not leaves or not (frozen or all(reached)):
             raise ShardingError(
                 f"'{self.path}' was looked up for training, and no gradient of its rows reaches "
-                f"{'its tables' if not any(reached) else 'some of its tables'}: they would stay "
-                "as they are. Set "
-                "another sharding type for them (tables={...: {'sharding_types': [...]}}), and "
-                "please report this."
+                f"{'its tables' if not any(reached) else 'some of its tables'}: they would stay as "
+                "they are. Set another sharding type for them (tables={...: {'sharding_types': "
+                "[...]}}), and please report this."
             )
 
     def state(self) -> Any:

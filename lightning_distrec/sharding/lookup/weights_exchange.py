@@ -69,10 +69,9 @@ class WeightsExchange:
                 )
                 raise ShardingError(
                     f"table '{name}' is frozen, and was called with ids whose weights need a "
-                    "gradient. A table that "
-                    f"{update} cannot pass it on and rest. Freeze it before the fit begins, set "
-                    "embedding_update="
-                    "'sparse' or 'dense' and no data_parallel for it, or detach the weights."
+                    f"gradient. A table that {update} cannot pass it on and rest. Freeze it before "
+                    "the fit begins, set embedding_update='sparse' or 'dense' and no data_parallel "
+                    "for it, or detach the weights."
                 )
 
     def bring(self, request: LookupRequest, weights: Tensor) -> KJTList:

@@ -268,9 +268,10 @@ class MchMapping(RowsOfIds):
         and -1s."""
         (ids, order), self._noted = self._noted, ()
         kinds = self._policy.metadata_info
-        recorded = {
-            kind.metadata_name: torch.zeros_like(ids) for kind in kinds if kind.is_history_metadata
-        }
+        recorded = {}
+        for kind in kinds:
+            if kind.is_history_metadata:
+                recorded[kind.metadata_name] = torch.zeros_like(ids)
         first = 0
         for number, lookup_ids in self._history:
             part = slice(first, first + len(lookup_ids))

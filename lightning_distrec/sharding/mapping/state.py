@@ -229,9 +229,11 @@ def attach_mapping(lookup: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def mapping_state_of(lookup: nn.Module) -> dict[str, Tensor]:
     """Return the state that `attach_mapping` was given."""
-    return {
-        name: value for name, value in lookup.named_buffers(recurse=False) if name in SAVED_NAMES
-    }
+    saved = {}
+    for name, value in lookup.named_buffers(recurse=False):
+        if name in SAVED_NAMES:
+            saved[name] = value
+    return saved
 
 
 def lookups_with_mappings(
@@ -240,9 +242,10 @@ def lookups_with_mappings(
     """Yield the lookups below `root` whose mappings are in a state_dict, each with its part of
     that."""
     for path in [key.removesuffix(f".{MADE_FOR}") for key in state if key.endswith(f".{MADE_FOR}")]:
-        lookup_state = {
-            name: state[f"{path}.{name}"] for name in SAVED_NAMES if f"{path}.{name}" in state
-        }
+        lookup_state = {}
+        for name in SAVED_NAMES:
+            if f"{path}.{name}" in state:
+                lookup_state[name] = state[f"{path}.{name}"]
         yield root.get_submodule(path), lookup_state
 
 

@@ -122,10 +122,9 @@ class BandwidthRequest:
     def with_measured(self, measured: Mapping[str, Bandwidth]) -> AssumedBandwidths:
         """Return the bandwidths to plan with; torchrec's defaults where none is configured or could
         be measured."""
-        defaults = {
-            name: Bandwidth(bytes_per_second=DEFAULTS[name], origin="torchrec's default")
-            for name in NAMES
-        }
+        defaults = {}
+        for name in NAMES:
+            defaults[name] = Bandwidth(bytes_per_second=DEFAULTS[name], origin="torchrec's default")
         # The later of these dicts wins: configured values over measured ones, and those over the
         # defaults.
         return AssumedBandwidths(**(defaults | dict(measured) | dict(self.configured)))
@@ -215,9 +214,7 @@ def _measure(name: str, layout: NodeLayout, device: torch.device, ranks: Ranks) 
         peers_of = (
             layout.ranks_on_same_node if name == "intra_node" else layout.ranks_on_other_nodes
         )
-        return _measure_exchange(
-            [peers_of(rank) for rank in range(layout.num_ranks)], device, ranks
-        )
+        return _measure_exchange(list(map(peers_of, range(layout.num_ranks))), device, ranks)
     # A barrier: ranks of a node share its memory, so that they must copy at the same time.
     ranks.all_gather(None)
     seconds, moved = ranks.all_or_none("measuring memory", partial(_measure_copies, name, device))

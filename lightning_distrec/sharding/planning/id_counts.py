@@ -94,11 +94,10 @@ class IdCounts:
         An nn.Embedding's or nn.EmbeddingBag's are those of the tensor with its path's name, or the
         last part of that.
         """
-        factors = [
-            count.factor
-            for count in self._feature_counts(table)
-            if count is not None and count.examples
-        ]
+        factors = []
+        for count in self._feature_counts(table):
+            if count is not None and count.examples:
+                factors.append(count.factor)
         return tuple(factors) if len(factors) == len(self._feature_counts(table)) else None
 
     def distinct_share(self, table: Table) -> float | None:
@@ -110,7 +109,7 @@ class IdCounts:
 
     def _feature_counts(self, table: Table) -> list[IdCount | None]:
         if table.plain is None:
-            return [self.features.get(feature) for feature in table.config.feature_names]
+            return list(map(self.features.get, table.config.feature_names))
         path = table.full_name
         return [self.tensors.get(path) or self.tensors.get(path.rpartition(".")[2])]
 

@@ -142,7 +142,7 @@ class PartialPlan:
         the most first."""
         # All tables at once: a loop over them would take most of a search.
         options, ranks = (
-            [self.option_of(table) for table in range(len(self.ranks))],
+            list(map(self.option_of, range(len(self.ranks)))),
             np.concatenate(self.ranks),
         )
         links = self._links_of(ranks)
@@ -152,9 +152,7 @@ class PartialPlan:
         exchange = np.concatenate([option.exchange for option in options], axis=1)
         for part, link in enumerate(self.exchange.argmax(axis=1)):
             times += exchange[part] * (links == link)
-        tables = np.repeat(
-            np.arange(len(options)), [len(table_ranks) for table_ranks in self.ranks]
-        )
+        tables = np.repeat(np.arange(len(options)), list(map(len, self.ranks)))
         sums = np.bincount(tables, times, minlength=len(options))
         # Equal times are ordered by the table's number: equal input must give equal plans.
         return [table for table in np.argsort(-sums, kind="stable").tolist() if sums[table] > 0]

@@ -101,8 +101,8 @@ class Planner:
         with silence_torchrec():
             estimator = self._estimator()
             options = [estimator.planned_option(t, plan.tables[t.full_name]) for t in self.tables]
-        # `put` does not check memory: a plan that does not fit is estimated too, and
-        # `check_memory` refuses it.
+        # `put` does not check memory: a plan that does not fit is estimated too, and `check_memory`
+        # refuses it.
         on_ranks = PartialPlan([[option] for option in options], self.budget)
         for number, table in enumerate(self.tables):
             on_ranks.put(number, 0, np.asarray(plan.tables[table.full_name].ranks, dtype=np.intp))
@@ -112,7 +112,7 @@ class Planner:
         """Return all options of each table, in a fixed order."""
         with silence_torchrec():
             estimator = self._estimator()
-            return [estimator.options_of(table) for table in self.tables]
+            return list(map(estimator.options_of, self.tables))
 
     def describe(self, plan: ShardingPlan) -> ShardingPlan:
         """Return the plan with what a run knows of its tables, alike on every rank."""

@@ -148,8 +148,7 @@ def start_in_words(plan: ShardingPlan) -> str:
     shards, full = plan.start_bytes(full=False), plan.start_bytes(full=True)
     text = (
         f"Host memory for tables while a rank starts: {format_bytes(int(shards.max()))} if "
-        "configure_model builds them; if __init__ does, "
-        f"{format_bytes(int(full[0]))} on rank 0"
+        f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank 0"
     )
     if len(full) > 1:
         text += f", {format_bytes(int(full[1:].max()))} on others"
@@ -266,11 +265,10 @@ def _rest(tables: Sequence[PlannedTable]) -> str:
 
 def _deduplicated(tables: Sequence[PlannedTable]) -> str:
     """Return a line about tables whose repeated ids are sent once."""
-    texts = [
-        f"{table.name} ({table.distinct_share:.0%} are different)"
-        for table in tables
-        if table.deduplicated
-    ]
+    texts = []
+    for table in tables:
+        if table.deduplicated:
+            texts.append(f"{table.name} ({table.distinct_share:.0%} are different)")
     return f"Ids that a batch repeats are sent once: {shortened(texts, MAX_RANKS)}" if texts else ""
 
 
@@ -288,10 +286,9 @@ def _in_host_memory(tables: Sequence[PlannedTable]) -> str:
 
 
 def _left_alone(reasons: Mapping[str, str]) -> list[str]:
-    lines = [
-        f"'{path}' is not sharded, every rank has all of it: {reason}"
-        for path, reason in reasons.items()
-    ]
+    lines = []
+    for path, reason in reasons.items():
+        lines.append(f"'{path}' is not sharded, every rank has all of it: {reason}")
     if len(lines) <= MAX_TABLES:
         return lines
     more = quantity(len(lines) - MAX_TABLES, "more module")

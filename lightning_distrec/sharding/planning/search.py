@@ -50,7 +50,7 @@ class Totals:
     """Sums over the shards of every option, as arrays of (tables, largest number of options)."""
 
     def __init__(self, options: Options, budget: MemoryBudget) -> None:
-        shape = (len(options), max(len(table_options) for table_options in options))
+        shape = (len(options), max(map(len, options)))
         # Tables have unequal numbers of options; those that do not exist take infinite time, so
         # that none is chosen.
         self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
@@ -182,7 +182,7 @@ def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[Pa
 
 
 def _has_few_combinations(options: Options) -> bool:
-    return prod(len(table_options) for table_options in options) <= MAX_COMBINATIONS
+    return prod(map(len, options)) <= MAX_COMBINATIONS
 
 
 def _all_prices(budget: MemoryBudget) -> Iterator[tuple[float, float]]:

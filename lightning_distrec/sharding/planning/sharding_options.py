@@ -245,10 +245,10 @@ def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOpti
     # Such an option is a table_wise one with another name; twice the options would only make the
     # search longer.
     column_types = ("column_wise", "table_column_wise")
-    return [
-        o
-        for o in options
+    remaining = []
+    for o in options:
         if not (
             o.sharding_type in column_types and len(o.size_numbers) == 1 and o.kernel in kernels
-        )
-    ]
+        ):
+            remaining.append(o)
+    return remaining

@@ -174,7 +174,7 @@ class ShardingPlan:
         """
         # torchrec's own planner numbers a node's GPUs by rank. That is wrong where nodes are
         # unequal, or where a launcher shows each rank one GPU that all of them call cuda:0.
-        names = [str(device) for device in devices]
+        names = list(map(str, devices))
         return {name: table.for_torchrec(names, first_rank) for name, table in self.tables.items()}
 
     @staticmethod
@@ -186,12 +186,11 @@ class ShardingPlan:
         first_rank: int = 0,
     ) -> "ShardingPlan":
         """Return a plan of torchrec's for these tables; what it costs is not known."""
-        planned = {
-            table.full_name: PlannedTable.from_torchrec(
+        planned = {}
+        for table in tables:
+            planned[table.full_name] = PlannedTable.from_torchrec(
                 table, shardings[table.full_name], layout.num_ranks, first_rank
             )
-            for table in tables
-        }
         return ShardingPlan(layout=layout, device=device, tables=planned)
 
     @cached_property

@@ -125,8 +125,8 @@ class TableOptions:
         share, kernels = self.cache_load_factor, self.compute_kernels
         if share is not None and not 0 < share < 1:
             raise ConfigError(
-                f"cache_load_factor={share}: must be a share of the rows, between 0 and 1. For "
-                "all rows on the GPU set "
+                f"cache_load_factor={share}: must be a share of the rows, between 0 and 1. For all "
+                "rows on the GPU set "
                 'compute_kernels=["fused"], for none compute_kernels=["fused_uvm"].'
             )
         if share is not None and kernels is not None and "fused_uvm_caching" not in kernels:
@@ -283,11 +283,10 @@ def replicated_collections(
     paths: set[str] = set()
     for path in dict.fromkeys(table.collection for table in tables):
         collection_tables = [table for table in tables if table.collection == path]
-        replicated = [
-            t
-            for t in collection_tables
-            if _table_options(t, TableOptions(), parsed, shipped).replicated
-        ]
+        replicated = []
+        for t in collection_tables:
+            if _table_options(t, TableOptions(), parsed, shipped).replicated:
+                replicated.append(t)
         if len(replicated) == len(collection_tables):
             paths.add(path)
         elif replicated and not collection_tables[0].pooled:

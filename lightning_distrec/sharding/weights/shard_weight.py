@@ -360,10 +360,9 @@ def _full_like(shard: Any) -> Tensor:
     free = free_host_bytes() if device.type == "cpu" else gpu.free_bytes(device)
     if num_bytes > free:
         raise ShardedWeightError(
-            f"table '{shard.place.table.name}': to draw its weight takes "
-            f"{format_bytes(num_bytes)} on every rank, and "
-            f"{format_bytes(free)} are free. Build it in configure_model: each rank draws its "
-            "rows by the init_fn."
+            f"table '{shard.place.table.name}': to draw its weight takes {format_bytes(num_bytes)} "
+            f"on every rank, and {format_bytes(free)} are free. Build it in configure_model: each "
+            "rank draws its rows by the init_fn."
         )
     return torch.empty(shape, dtype=dtype, device=device)
 

@@ -84,7 +84,7 @@ def refuse_folder(path: str, storage_options: Any) -> NoReturn:
         setting = "checkpoint={'distributed': False}, without async_save"
         raise ConfigError(f"storage_options belong to a CheckpointIO. Set {setting}, to use one.")
     raise ConfigError(
-        f"{path}: folders that all ranks write, and files that are written in the background, "
-        "need a file system. Set dirpath to a folder on one, or checkpoint={'distributed': False}, "
+        f"{path}: folders that all ranks write, and files that are written in the background, need "
+        "a file system. Set dirpath to a folder on one, or checkpoint={'distributed': False}, "
         "without async_save."
     )

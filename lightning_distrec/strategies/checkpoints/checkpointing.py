@@ -201,10 +201,9 @@ class Checkpointing:
         if not pickles:
             prepare_hyperparameters(checkpoint, self._warned)
         if self._tables is not None and "optimizer_states" in checkpoint:
-            table_states = [
-                self.optimizer_state(optimizer) | {OF_TABLES: True}
-                for optimizer in self._own_optimizers
-            ]
+            table_states = []
+            for optimizer in self._own_optimizers:
+                table_states.append(self.optimizer_state(optimizer) | {OF_TABLES: True})
             checkpoint["optimizer_states"] = [*checkpoint["optimizer_states"], *table_states]
         # ModelCheckpoint names files by metrics and by what is on disk, which may differ between
         # ranks.
@@ -334,7 +333,7 @@ class Checkpointing:
             if "optimizer" in state:  # torch's own have numbers
                 state["state"] = {renamed(name): value for name, value in state["state"].items()}
                 for group in state["param_groups"]:
-                    group["params"] = [renamed(name) for name in group["params"]]
+                    group["params"] = list(map(renamed, group["params"]))
         # Lightning migrates checkpoints by this key, which a bare state_dict has not.
         checkpoint.setdefault("pytorch-lightning_version", pl.__version__)
         return loaded
@@ -384,8 +383,8 @@ def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
             if callback.save_last == "link":
                 problem = "the link would lead to a checkpoint that is not there yet"
                 raise ConfigError(
-                    f"ModelCheckpoint(save_last='link') and async_save: {problem}. "
-                    "Set save_last=True."
+                    f"ModelCheckpoint(save_last='link') and async_save: {problem}. Set "
+                    "save_last=True."
                 )
             # On the instance: ModelCheckpoints of other trainers, without async_save, keep the
             # method of the class.

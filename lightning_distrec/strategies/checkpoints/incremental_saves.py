@@ -83,7 +83,7 @@ class ChangedRows:
         all_shards = changed.tables.shards
         (self._config,) = (t.config for t in all_shards.tables if t.full_name == name)
         self._shards = [shard for shard in all_shards.shards[name] if shard.values.numel()]
-        self._ids = [changed.ids_of(shard) for shard in self._shards]
+        self._ids = list(map(changed.ids_of, self._shards))
         with without_torch_function():
             self._memory = {tensor.data_ptr() for tensor in changed.table_memory(name)}
         self.num_rows = 0
@@ -212,8 +212,8 @@ class IncrementalSaves(Callback):
     ) -> None:
         if tables is None:
             raise ConfigError(
-                "checkpoint: incremental saves changed rows of sharded tables, and "
-                "this module has none."
+                "checkpoint: incremental saves changed rows of sharded tables, and this module has "
+                "none."
             )
         self._options = options
         self._ranks = ranks
@@ -296,8 +296,8 @@ class IncrementalSaves(Callback):
         if "" not in self._reported:
             self._reported.add("")
             rank_zero_info(
-                "checkpoint: incremental: a full checkpoint is saved, since all tables "
-                "are saved in full."
+                "checkpoint: incremental: a full checkpoint is saved, since all tables are saved "
+                "in full."
             )
         return None
 

@@ -79,11 +79,9 @@ class OptimizerStates:
             }
             # Shards replaced the parameters of the unsharded module, and are saved under its name
             # for the table.
-            self._names |= {
-                id(shard.weight): key
-                for key, saved in self._tables.items()
-                for shard in saved.shards
-            }
+            for key, saved in self._tables.items():
+                for shard in saved.shards:
+                    self._names[id(shard.weight)] = key
 
     def collect(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's class, its param groups with names for parameters, and
@@ -355,9 +353,9 @@ def _reduced(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     # Each rank has only a summand of a partial value; replicating it adds them up.
-    placements = [
-        Replicate() if placement.is_partial() else placement for placement in value.placements
-    ]
+    placements = []
+    for placement in value.placements:
+        placements.append(Replicate() if placement.is_partial() else placement)
     value = value.redistribute(placements=placements)
     return value if value.dim() else value.to_local()
 

@@ -168,8 +168,8 @@ class HookDraws:
         elif is_resumed and not self._has_begun and fingerprint() != earlier:
             rank_zero_warn(
                 f"{hook} draws random numbers, and the run that is resumed had not called it yet: "
-                "it would have drawn "
-                "others. Draw in setup, or from a torch.Generator of its own with a seed."
+                "it would have drawn others. Draw in setup, or from a torch.Generator of its own "
+                "with a seed."
             )
 
     def note_first_batch(self) -> None:
@@ -199,9 +199,10 @@ def update_in_resumed_epoch(trainer: Trainer) -> None:
     their metrics."""
     if trainer.state.fn != TrainerFn.FITTING or not trainer.fit_loop.restarting:
         return
-    monitors = [
-        config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau
-    ]
+    monitors = []
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau:
+            monitors.append(config.monitor)
     if monitors and all(monitor in trainer.callback_metrics for monitor in monitors):
         update_plateaus_of_this_epoch(trainer)
 
@@ -420,10 +421,11 @@ class Positions:
 
     def _warn_of_restarts(self) -> list[Any]:
         """Warn of the loaders that cannot continue in the middle of the epoch, and return them."""
-        restarted = [
-            loader for loader in self._loaders if not (self._loader_states and is_stateful(loader))
-        ]
-        names = ", ".join(dict.fromkeys(describe_loader(loader) for loader in restarted))
+        restarted = []
+        for loader in self._loaders:
+            if not (self._loader_states and is_stateful(loader)):
+                restarted.append(loader)
+        names = ", ".join(dict.fromkeys(map(describe_loader, restarted)))
         if restarted:
             rank_zero_warn(
                 f"resuming in the middle of an epoch: the checkpoint holds no position of {names}, "

@@ -202,11 +202,11 @@ class JobFit:
 
     def _reached_files(self) -> list[Path]:
         # By prefix, not by pattern: names may hold what glob takes for wildcards.
-        return [
-            f
-            for f in self._record.parent.glob(f"*{REACHED}*")
-            if f.name.startswith(f"{self.name}{REACHED}")
-        ]
+        files = []
+        for f in self._record.parent.glob(f"*{REACHED}*"):
+            if f.name.startswith(f"{self.name}{REACHED}"):
+                files.append(f)
+        return files
 
     @rank_zero_only
     def _write(self) -> None:
@@ -223,8 +223,8 @@ class JobFit:
                 self._has_warned = True
                 rank_zero_warn(
                     f"{self._record} cannot be written ({error}): a restart looks for checkpoints "
-                    "in the dirpath of "
-                    "ModelCheckpoint only. Set default_root_dir to a folder that can be written."
+                    "in the dirpath of ModelCheckpoint only. Set default_root_dir to a folder that "
+                    "can be written."
                 )
 
 
@@ -351,8 +351,8 @@ class Resuming:
             progress = "The fit had come to its end."
         elif reached is None:
             progress = (
-                "No rank could note how far the job had come, so how many steps are "
-                "trained again is not known."
+                "No rank could note how far the job had come, so how many steps are trained again "
+                "is not known."
             )
         else:
             num_steps = max(0, reached - newest.step)

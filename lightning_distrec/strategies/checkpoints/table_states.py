@@ -90,8 +90,8 @@ class SavedTable(NamedTuple):
                 raise CheckpointError(
                     f"table '{shard.table}': {class_name(optimizer)} keeps '{key}' of shape "
                     f"{tuple(value.shape)} for a shard of {rows} x {columns}, which cannot be "
-                    "saved by the row. Save with save_weights_only=True, or give the table "
-                    "another optimizer."
+                    "saved by the row. Save with save_weights_only=True, or give the table another "
+                    "optimizer."
                 )
         return described
 

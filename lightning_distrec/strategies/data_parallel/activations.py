@@ -31,7 +31,7 @@ def named_layers(module: nn.Module, names: Sequence[str], option: str) -> dict[s
     Raises ConfigError: there is none of a name, or it has no forward.
     """
     submodules = {path: submodule for path, submodule in module.named_modules() if path}
-    classes = {class_name(submodule) for submodule in submodules.values()}
+    classes = set(map(class_name, submodules.values()))
     for name in names:
         if name not in submodules and name not in classes:
             near = get_close_matches(name, [*classes, *submodules], n=3)
@@ -48,8 +48,7 @@ def named_layers(module: nn.Module, names: Sequence[str], option: str) -> dict[s
         if not can_be_called(layer):
             raise ConfigError(
                 f"{option}: '{path}' is a {class_name(layer)}, which is never called itself. Name "
-                "the class of its "
-                "submodules."
+                "the class of its submodules."
             )
     return layers
 
@@ -62,7 +61,7 @@ def class_name(module: nn.Module) -> str:
 def repeated_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield path and submodule of layers that stand side by side in several copies and have parts
     themselves."""
-    siblings = Counter(signature(child) for child in module.children())
+    siblings = Counter(map(signature, module.children()))
     for name, child in module.named_children():
         has_parts = isinstance(child, INDIVISIBLE) or any(True for _ in child.children())
         if has_parts and can_be_called(child) and siblings[signature(child)] > 1:
@@ -150,11 +149,11 @@ def is_checkpointed(block: nn.Module) -> bool:
 
 
 def _buffers_of(block: nn.Module) -> dict[BufferKey, Tensor]:
-    return {
-        (part, name): buffer
-        for part in block.modules()
-        for name, buffer in part.named_buffers(recurse=False)
-    }
+    buffers = {}
+    for part in block.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            buffers[(part, name)] = buffer
+    return buffers
 
 
 def _contexts(

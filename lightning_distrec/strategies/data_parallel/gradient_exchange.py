@@ -206,11 +206,11 @@ class GradientExchange:
 def sparse_weights(module: nn.Module) -> dict[Tensor, str]:
     """Return the weights whose gradients are sparse, and the paths of the modules that own them."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {
-        child.weight: path
-        for path, child in module.named_modules()
-        if isinstance(child, kinds) and child.sparse
-    }
+    paths = {}
+    for path, child in module.named_modules():
+        if isinstance(child, kinds) and child.sparse:
+            paths[child.weight] = path
+    return paths
 
 
 def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> None:
@@ -225,14 +225,13 @@ def refuse_gradients(module: nn.Module, comm_dtype: CommDtype, backend: str) -> 
     if sparse and comm_dtype != "fp32":
         raise ConfigError(
             f"comm_dtype={comm_dtype!r}: '{sparse[0]}' has sparse gradients, which are sent as "
-            "they are. Use 'fp32', "
-            "or sparse=False for it."
+            "they are. Use 'fp32', or sparse=False for it."
         )
     if sparse and backend == "nccl":
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which NCCL does not add up. Use "
-            "strategy='torchrec_sharded', which "
-            "shards it and updates only the rows that were looked up, or sparse=False for it."
+            "strategy='torchrec_sharded', which shards it and updates only the rows that were "
+            "looked up, or sparse=False for it."
         )
 
 
@@ -241,14 +240,13 @@ def refuse_powersgd(module: nn.Module, precision: str) -> None:
     if precision == "16-mixed":
         raise ConfigError(
             "powersgd with Trainer(precision='16-mixed'): what the compression leaves over would "
-            "not be finite after "
-            "gradients overflow. Use 'bf16-mixed', or no powersgd."
+            "not be finite after gradients overflow. Use 'bf16-mixed', or no powersgd."
         )
     sparse = list(sparse_weights(module).values())
     if sparse:
         raise ConfigError(
-            f"powersgd: '{sparse[0]}' has sparse gradients. Set sparse=False for "
-            "it, or no powersgd."
+            f"powersgd: '{sparse[0]}' has sparse gradients. Set sparse=False for it, or no "
+            "powersgd."
         )
 
 
@@ -351,9 +349,8 @@ def refuse_debug_detail() -> None:
     if is_detail and dist.get_world_size() > 1 and "gloo" in dist.get_backend():
         raise ConfigError(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it torch ends a process whose "
-            "DistributedDataParallel exchanges by "
-            "gloo, by signal 11. Set INFO; exchanges that differ between ranks are named without "
-            "it."
+            "DistributedDataParallel exchanges by gloo, by signal 11. Set INFO; exchanges that "
+            "differ between ranks are named without it."
         )
 
 
@@ -363,8 +360,7 @@ def name_option(text: str, strategy: str) -> str:
     if "Expected sparse gradient to be defined" in text:
         return (
             "a step looked up no row of an nn.Embedding(sparse=True), and DDP sends sparse "
-            "gradients in every step. "
-            "Look up all of them in every step, set sparse=False, or use "
+            "gradients in every step. Look up all of them in every step, set sparse=False, or use "
             "strategy='torchrec_sharded'."
         )
     # Lightning would name its own DDPStrategy, which shards nothing.

@@ -75,10 +75,9 @@ class LossWeight:
             self._has_notified = True
             self._notify(
                 f"torchrec_sharded: ranks look up unequal numbers of ids ({smallest:,} to "
-                f"{largest:,}) in one step. If "
-                "batches are of unequal size, gradients are the mean of the ranks' means, as "
-                "under DDP. This is "
-                "reported once: lookups of nn.Embedding do not show how many examples these are."
+                f"{largest:,}) in one step. If batches are of unequal size, gradients are the mean "
+                "of the ranks' means, as under DDP. This is reported once: lookups of nn.Embedding "
+                "do not show how many examples these are."
             )
 
     def factor(self) -> float:
@@ -116,18 +115,14 @@ class LossWeight:
             )
             self._notify(
                 f"the ranks' batches have unequal numbers of examples ({examples}). Each rank's "
-                "loss is weighted by "
-                "its share, so that gradients are those of the mean over all examples. If your "
-                "loss is a sum, or a "
-                "mean over something else, set loss_reduction='sum' or 'rank_mean' (plain DDP). "
-                "This is reported once."
+                "loss is weighted by its share, so that gradients are those of the mean over all "
+                "examples. If your loss is a sum, or a mean over something else, set "
+                "loss_reduction='sum' or 'rank_mean' (plain DDP). This is reported once."
                 if agree
                 else "the ranks' batches have unequal numbers of examples, and a step's lookups "
-                "disagree about them "
-                f"({examples}). Gradients are the mean of the ranks' means, as under plain DDP. "
-                "Set "
-                "loss_reduction='rank_mean' if that is meant, or weight the loss yourself. This "
-                "is reported once."
+                f"disagree about them ({examples}). Gradients are the mean of the ranks' means, as "
+                "under plain DDP. Set loss_reduction='rank_mean' if that is meant, or weight the "
+                "loss yourself. This is reported once."
             )
         return (
             reference[self._ranks.rank] / sum(reference) if agree else 1.0 / self._ranks.num_ranks
@@ -159,9 +154,10 @@ class BatchSizes:
         self._is_due = self._num_steps & (self._num_steps - 1) == 0
         # Ranks may not know alike that a batch is the last one: all compare it when the epoch ends.
         if self._is_due or self._trainer.is_last_batch:
-            tensors = [
-                leaf for _, leaf in named_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()
-            ]
+            tensors = []
+            for _, leaf in named_leaves(batch):
+                if isinstance(leaf, Tensor) and leaf.dim():
+                    tensors.append(leaf)
             self._last = [self._num_steps, *map(len, tensors)]
 
     def compare(self) -> None:
@@ -176,12 +172,10 @@ class BatchSizes:
         self._is_done = True
         self._notify(
             f"the ranks' batches are of unequal sizes, {sizes[-1]} in step {steps[0]}, and no "
-            "lookup shows numbers of "
-            "examples by which losses could be weighted. Gradients are the mean of the ranks' "
-            "means, as under plain "
-            "DDP. For those of one process give each rank batches of one size (drop_last=True), "
-            "or weight the loss "
-            "yourself. This is reported once."
+            "lookup shows numbers of examples by which losses could be weighted. Gradients are the "
+            "mean of the ranks' means, as under plain DDP. For those of one process give each rank "
+            "batches of one size (drop_last=True), or weight the loss yourself. This is reported "
+            "once."
         )
 
 
@@ -278,11 +272,10 @@ class UnreachedLoss:
         if not self._has_warned:
             self._has_warned = True
             message = (
-                "the loss reaches no parameter: this rank takes part in backward with zeros. "
-                "Where that happens on all "
-                "ranks in one step, parameters get gradients of 0, and one process would give "
-                "them none (momentum and "
-                "weight decay go on): set find_unused_parameters=True. This is reported once."
+                "the loss reaches no parameter: this rank takes part in backward with zeros. Where "
+                "that happens on all ranks in one step, parameters get gradients of 0, and one "
+                "process would give them none (momentum and weight decay go on): set "
+                "find_unused_parameters=True. This is reported once."
             )
             print(rank_prefixed_message(message, self._rank), flush=True)
         joined = torch.zeros((), device=loss.device, requires_grad=True)
@@ -308,10 +301,8 @@ class UnreachedLoss:
     def _refuse(self, num_lookups: int) -> NoReturn:
         raise UnsupportedError(
             f"the loss on rank {self._rank} reaches no parameter, and this step has {num_lookups} "
-            "lookups of sharded "
-            f"tables, where {max(self._num_lookups, 0)} are known from a step before it: the "
-            "other ranks would wait "
-            f"for this one. {ADVICE}"
+            f"lookups of sharded tables, where {max(self._num_lookups, 0)} are known from a step "
+            f"before it: the other ranks would wait for this one. {ADVICE}"
         )
 
     def _groups(self) -> list[Callable[[], list[Tensor]]]:
@@ -351,10 +342,9 @@ class UnreachedLoss:
         self._handles = []
         # What is not used in a step of DDP without find_unused_parameters has no place: it is taken
         # last.
-        places = {
-            id(entry) if isinstance(entry, Tensor) else entry: entry
-            for entry in reversed(self._order)
-        }
+        places = {}
+        for entry in reversed(self._order):
+            places[id(entry) if isinstance(entry, Tensor) else entry] = entry
         unused = [p for p in self._layers().values() if id(p) not in places]
         numbers = [number for number in range(self._num_lookups) if number not in places]
         self._order = [*reversed(list(places.values())), *unused, *numbers]

@@ -127,8 +127,8 @@ class BroadcastSkipper:
             self._skips = False
             self._broadcaster.broadcast_buffers = True
             rank_zero_info(
-                f"A buffer has changed{self._written}: rank 0's are broadcast from now "
-                "on, as under DDP."
+                f"A buffer has changed{self._written}: rank 0's are broadcast from now on, as "
+                "under DDP."
             )
         elif not self._skips and not self._flags.was_seen and self._flags.num_unseen >= TRIAL_STEPS:
             self._skips = True
@@ -184,10 +184,9 @@ def refuse_local_lookups(module: nn.Module, num_readers: int, num_ranks: int) ->
         ):
             raise UnsupportedError(
                 f"'{path}' has max_norm={child.max_norm} and "
-                f"scale_grad_by_freq={child.scale_grad_by_freq}: each rank "
-                "would shorten rows by, and count, the ids of its own part of a batch alone, and "
-                "copies of the weight "
+                f"scale_grad_by_freq={child.scale_grad_by_freq}: each rank would shorten rows by, "
+                "and count, the ids of its own part of a batch alone, and copies of the weight "
                 "would not be those of one process. Leave both out, or train in one process. The "
-                "callback "
-                f"NormalizeRows(['{path}.weight'], max_norm) shortens rows after every batch."
+                f"callback NormalizeRows(['{path}.weight'], max_norm) shortens rows after every "
+                "batch."
             )

@@ -109,8 +109,7 @@ def choose_dtypes(options: FSDPOptions, precision: str) -> Dtypes:
         # arrived.
         raise UnsupportedError(
             "offload with Trainer(precision='16-mixed'): torch's GradScaler reads the scale of "
-            "gradients on the host "
-            "before it is there. Use 'bf16-mixed' or '32-true'."
+            "gradients on the host before it is there. Use 'bf16-mixed' or '32-true'."
         )
     precision_dtype, is_mixed = COMPUTE_DTYPES[precision], precision.endswith("-mixed")
     param = precision_dtype
@@ -132,8 +131,8 @@ def _refuse_param_dtype(
     setting = f"param_dtype={name!r} with Trainer(precision={precision!r})"
     if precision.endswith("-true") and precision != "32-true":
         raise ConfigError(
-            f"{setting}: all parameters are of that precision. Remove param_dtype, "
-            "or use '32-true'."
+            f"{setting}: all parameters are of that precision. Remove param_dtype, or use "
+            "'32-true'."
         )
     if precision == "32-true" and param == torch.float16:
         raise ConfigError(

@@ -107,9 +107,9 @@ class FullyShardedModule(ReplicatedLayers):
         if self._num_ungathered:
             # Listed once: a walk through all weights in every step would cost host time with every
             # further one.
-            gathered = [
-                unsharded_parameter(fsdp_parameter) for _, fsdp_parameter in self._fsdp_parameters()
-            ]
+            gathered = []
+            for _, fsdp_parameter in self._fsdp_parameters():
+                gathered.append(unsharded_parameter(fsdp_parameter))
             self._num_ungathered = self._num_sharded - len(gathered)
             # others have no versions
             self._gathered = [weight for weight in gathered if not weight.is_inference()]
@@ -137,8 +137,8 @@ class FullyShardedModule(ReplicatedLayers):
                 name = names.get(id(shard), name)
         raise UnsupportedError(
             f"a step has written to '{name}' while it was gathered (an average of weights, "
-            "max_norm), and the write is "
-            "lost. Write between steps, where each rank writes its shard, or use 'ddp_tuned'."
+            "max_norm), and the write is lost. Write between steps, where each rank writes its "
+            "shard, or use 'ddp_tuned'."
         )
 
     def _fsdp_parameters(self) -> Iterator[tuple[Any, Any]]:
@@ -243,11 +243,10 @@ def explained_errors(module: nn.Module) -> Iterator[None]:
     except RuntimeError as error:
         for words, explanation in EXPLANATIONS.items():
             if words in str(error):
-                sharded = [
-                    name
-                    for name, parameter in module.named_parameters()
-                    if isinstance(parameter, DTensor)
-                ]
+                sharded = []
+                for name, parameter in module.named_parameters():
+                    if isinstance(parameter, DTensor):
+                        sharded.append(name)
                 names = f"Sharded are: {', '.join(sharded[:5])}{' ...' if sharded[5:] else ''}."
                 raise UnsupportedError(f"{explanation} {names}") from error
         raise
@@ -256,19 +255,15 @@ def explained_errors(module: nn.Module) -> Iterator[None]:
 OTHER_BLOCKS = "Name other blocks, wrap=[...]; wrap=[] gathers all for the whole step."
 NO_DTENSORS = (
     "a step or an optimizer computes something over sharded parameters that torch's DTensor "
-    "cannot. Use "
-    "strategy='ddp_tuned', or another optimizer."
+    "cannot. Use strategy='ddp_tuned', or another optimizer."
 )
 EXPLANATIONS = {
     "mixed torch.Tensor and DTensor": "a step uses the weights of a block without calling it "
-    "(block.layer(x), "
-    "block.weight, a sum over self.parameters()): they are gathered when the block itself is "
-    "called. To clip by hand, "
-    f"use self.clip_gradients. {OTHER_BLOCKS}",
+    "(block.layer(x), block.weight, a sum over self.parameters()): they are gathered when the "
+    f"block itself is called. To clip by hand, use self.clip_gradients. {OTHER_BLOCKS}",
     "requiring a storage size": "backward needs weights of a block that have been freed: backward "
-    "ran twice (gradients "
-    "of gradients), or the block returns tensors inside of an object that torch cannot look "
-    f"into. {OTHER_BLOCKS}",
+    "ran twice (gradients of gradients), or the block returns tensors inside of an object that "
+    f"torch cannot look into. {OTHER_BLOCKS}",
     "Sharding propagation failed": NO_DTENSORS,
     "require placement changes": NO_DTENSORS,
 }

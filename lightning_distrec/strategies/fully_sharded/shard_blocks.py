@@ -70,8 +70,8 @@ def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> lis
     for path, block in blocks.items():
         if not _shares_no_parameters(block, holders):
             raise ConfigError(
-                f"wrap: '{path}' shares a weight with another submodule. Name one "
-                "that contains both."
+                f"wrap: '{path}' shares a weight with another submodule. Name one that contains "
+                "both."
             )
     return [block for _, block in sorted(blocks.items(), key=lambda item: -item[0].count("."))]
 
@@ -79,7 +79,7 @@ def choose_blocks(module: nn.Module, wrap: Wrap, min_num_parameters: int) -> lis
 def _auto_blocks(
     module: nn.Module, min_num_parameters: int, holders: dict[int, set[int]]
 ) -> Iterator[nn.Module]:
-    siblings = Counter(signature(child) for child in module.children())
+    siblings = Counter(map(signature, module.children()))
     for child in dict.fromkeys(module.children()):
         if (
             isinstance(child, FSDPModule)
@@ -110,7 +110,7 @@ def _holders(module: nn.Module) -> dict[int, set[int]]:
 
 def _shares_no_parameters(module: nn.Module, holders: dict[int, set[int]]) -> bool:
     """Whether nothing outside of a module holds its parameters too."""
-    inside = {id(submodule) for submodule in module.modules()}
+    inside = set(map(id, module.modules()))
     return all(holders[id(parameter)] <= inside for parameter in module.parameters())
 
 
@@ -134,8 +134,8 @@ def refuse_lazy(module: nn.Module) -> None:
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
                 f"'{name}' has no shape before the first forward (a lazy module). Run one batch "
-                "through the module "
-                "before fit, in configure_model for example, or give the layer its size."
+                "through the module before fit, in configure_model for example, or give the layer "
+                "its size."
             )
 
 
@@ -153,8 +153,8 @@ def refuse_module(module: nn.Module) -> None:
     if sparse:
         raise UnsupportedError(
             f"'{sparse[0]}' has sparse gradients, which FSDP2 does not reduce. Use "
-            "strategy='torchrec_sharded', which "
-            "shards it and updates only the rows that were looked up, or sparse=False for it."
+            "strategy='torchrec_sharded', which shards it and updates only the rows that were "
+            "looked up, or sparse=False for it."
         )
 
 
@@ -173,9 +173,8 @@ def refuse_mixed_dtypes(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
                 f"'{name}' ({dtype})" for dtype, name in names_by_dtype.items()
             ).replace("torch.", "")
             raise UnsupportedError(
-                f"{path}: {named} are of several types, and FSDP2 gathers one type at a time. "
-                "Name blocks with one "
-                "type each, wrap=[...], or convert the parameters."
+                f"{path}: {named} are of several types, and FSDP2 gathers one type at a time. Name "
+                "blocks with one type each, wrap=[...], or convert the parameters."
             )
 
 
@@ -205,9 +204,8 @@ def shard_module(
             raise ConfigError(
                 f"an earlier run has sharded this module as {earlier[0]}, computing in "
                 f"{earlier[1].param or 'its own type'}; now it is {options}, in "
-                f"{settings[1].param or 'its own type'}. "
-                "Give the same options and precision, or call trainer.strategy.unshard() of that "
-                "run first."
+                f"{settings[1].param or 'its own type'}. Give the same options and precision, or "
+                "call trainer.strategy.unshard() of that run first."
             )
         _broadcast_unsharded(module)  # buffers that the last step wrote to differ between ranks
     else:
@@ -217,8 +215,8 @@ def shard_module(
         if large:
             size = decimal(sum(large.values()))
             rank_zero_info(
-                f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their "
-                "modules in wrap."
+                f"fsdp_tuned: {', '.join(large)} ({size}) are replicated: name their modules in "
+                "wrap."
             )
         full = dict(module.named_parameters(remove_duplicate=False))
         with kept_up(module):
@@ -236,10 +234,11 @@ def _choose_blocks(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
     refuse_module(module)
     blocks = choose_blocks(module, options.wrap, options.min_num_parameters)
     refuse_mixed_dtypes(module, blocks)
-    block_ids = {id(block) for block in blocks}
-    paths = {
-        path: submodule for path, submodule in module.named_modules() if id(submodule) in block_ids
-    }
+    block_ids = set(map(id, blocks))
+    paths = {}
+    for path, submodule in module.named_modules():
+        if id(submodule) in block_ids:
+            paths[path] = submodule
     # raises where it cannot be
     checkpointed_layers(module, options.activation_checkpointing, paths)
     return blocks
@@ -362,9 +361,8 @@ def materialize(
         if reset is None:
             raise ConfigError(
                 f"'{path or type(module).__name__}' ({type(submodule).__name__}) is on the meta "
-                "device and has no "
-                "reset_parameters() to draw its initial weights. Give it one, or build it on the "
-                "host."
+                "device and has no reset_parameters() to draw its initial weights. Give it one, or "
+                "build it on the host."
             )
         submodule.to_empty(device=device, recurse=False)
         reset()

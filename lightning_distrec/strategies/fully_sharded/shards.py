@@ -66,8 +66,8 @@ def refuse_sharded(module: nn.Module, strategy: str) -> None:
         if isinstance(parameter, DTensor):
             raise ConfigError(
                 f"{strategy}: '{name}' was sharded over the ranks by an earlier run under FSDP, "
-                "and stays so. Call "
-                "trainer.strategy.unshard() of that run first, or build a new module."
+                "and stays so. Call trainer.strategy.unshard() of that run first, or build a new "
+                "module."
             )
 
 
@@ -89,9 +89,8 @@ def refuse_sharded_tables(module: nn.Module, strategy: str) -> None:
     if tables is not None:
         raise ConfigError(
             f"{strategy}: tables of '{next(iter(tables.sharded))}' were sharded over the ranks by "
-            "an earlier run under "
-            "torchrec_sharded, and stay so. Call trainer.strategy.unshard() of that run first, or "
-            "build a new module."
+            "an earlier run under torchrec_sharded, and stay so. Call trainer.strategy.unshard() "
+            "of that run first, or build a new module."
         )
 
 
@@ -110,18 +109,16 @@ def refuse_stale(
 ) -> None:
     """Raise `error`: an optimizer holds parameters that set-up has replaced, and would update no
     module."""
-    current = {id(parameter) for parameter in module.parameters()}
+    current = set(map(id, module.parameters()))
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
             stale = [tuple(p.shape) for p in group["params"] if id(p) not in current]
             if stale:
                 raise error(
                     f"configure_optimizers gave {type(optimizer).__name__}, param group {i}, a "
-                    "parameter of shape "
-                    f"{stale[0]} that is not in the module, whose parameters are replaced in "
-                    "set-up. Take them from "
-                    "self.parameters() in configure_optimizers, not from a list that was made "
-                    "before."
+                    f"parameter of shape {stale[0]} that is not in the module, whose parameters "
+                    "are replaced in set-up. Take them from self.parameters() in "
+                    "configure_optimizers, not from a list that was made before."
                 )
 
 
@@ -209,9 +206,10 @@ def zero_unreduced_too(
         zero_grad(set_to_none=set_to_none)
         if not are_left():
             return
-        updated = {
-            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-        }
+        updated = set()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                updated.add(id(parameter))
         for fsdp_module in modules:
             for sharded, unsharded in sharded_and_unsharded_parameters(fsdp_module):
                 if id(sharded) in updated:

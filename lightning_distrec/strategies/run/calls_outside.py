@@ -131,11 +131,8 @@ class CallsOutside:
 
 def _refusal(path: str, num_arrived: int, num_ranks: int, reason: str) -> str:
     return (
-        f"'{path}' was called after the run on {num_arrived} of {num_ranks} ranks; {reason}. It "
-        "is sharded, so every "
-        "rank has a part of what the call needs. Call it on every rank, not under a condition "
-        "such as "
-        "trainer.is_global_zero; or call trainer.strategy.unshard() on every rank first, which "
-        "makes the module an "
-        "ordinary one."
+        f"'{path}' was called after the run on {num_arrived} of {num_ranks} ranks; {reason}. It is "
+        "sharded, so every rank has a part of what the call needs. Call it on every rank, not "
+        "under a condition such as trainer.is_global_zero; or call trainer.strategy.unshard() on "
+        "every rank first, which makes the module an ordinary one."
     )

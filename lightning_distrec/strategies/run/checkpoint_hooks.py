@@ -300,6 +300,6 @@ def check_memory(name: str, needed_bytes: int, ranks_on_node: int, ranks: Ranks)
     if not ranks.all_reduce_min(int(needed_bytes * ranks_on_node <= free)):
         raise ShardingError(
             f"full_parameter: '{name}' takes {format_bytes(needed_bytes)} on each of "
-            f"{ranks_on_node} ranks of a node, "
-            f"and {format_bytes(free)} are free here. Ask for some rows at a time: rows=(0, 1000)."
+            f"{ranks_on_node} ranks of a node, and {format_bytes(free)} are free here. Ask for "
+            "some rows at a time: rows=(0, 1000)."
         )

@@ -55,16 +55,14 @@ from lightning_distrec.strategies.run.process_runs import PROCESS, Waits
 from lightning_distrec.units import quantity
 
 WAY_OUT = (
-    "Restart the notebook's kernel; or write the code into a file (%%writefile train.py) and "
-    "start it with !python "
-    "train.py or !torchrun."
+    "Restart the notebook's kernel; or write the code into a file (%%writefile train.py) and start "
+    "it with !python train.py or !torchrun."
 )
 CHANGE = (
     "lightning_distrec works with lightning.pytorch: write `import lightning.pytorch as pl` for "
     "`import pytorch_lightning as pl`, and `from lightning.pytorch...` for `from "
-    "pytorch_lightning...`, in all files. "
-    "For an installed package that imports it, write `import lightning_distrec.pytorch_lightning` "
-    "before its import."
+    "pytorch_lightning...`, in all files. For an installed package that imports it, write `import "
+    "lightning_distrec.pytorch_lightning` before its import."
 )
 LAUNCHER_PID = "LIGHTNING_DISTREC_LAUNCHER_PID"
 """Set by the process that starts ranks, for them: rank 0 of a script, or a notebook."""
@@ -76,9 +74,8 @@ def refuse_other_namespace(instance: object) -> None:
     pytorch_lightning's."""
     if any(kind.__module__.split(".")[0] == "pytorch_lightning" for kind in type(instance).__mro__):
         raise ConfigError(
-            f"{type(instance).__name__} inherits from a class of pytorch_lightning; the Trainer "
-            "is one of "
-            f"lightning.pytorch, for which that is another class. {CHANGE}"
+            f"{type(instance).__name__} inherits from a class of pytorch_lightning; the Trainer is "
+            f"one of lightning.pytorch, for which that is another class. {CHANGE}"
         )
 
 
@@ -108,8 +105,8 @@ def has_no_script(environment: Any, num_ranks: int, num_nodes: int) -> bool:
     if num_nodes > 1:
         raise ConfigError(
             f"num_nodes={num_nodes}: a notebook, an interactive session, python - or python -c "
-            "starts ranks on its own "
-            "node only. Write the code into a file, and start it with torchrun or srun."
+            "starts ranks on its own node only. Write the code into a file, and start it with "
+            "torchrun or srun."
         )
     return True
 
@@ -141,8 +138,8 @@ def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]
     if not end_threads():
         os.environ[THREADS_VARIABLE] = "1"
         rank_zero_warn(
-            "This process's OpenMP cannot end its threads before the fork: each rank "
-            "has one thread."
+            "This process's OpenMP cannot end its threads before the fork: each rank has one "
+            "thread."
         )
     try:
         result = launch()
@@ -152,8 +149,8 @@ def fork_ranks(launcher: ForkLauncher, num_ranks: int, launch: Callable[[], Any]
     if missing:
         rank_zero_warn(
             f"{quantity(len(missing), 'trained tensor')} of the ranks ({', '.join(missing[:3])}) "
-            "are not in this "
-            "process's module, for which configure_model was not called. Use load_from_checkpoint."
+            "are not in this process's module, for which configure_model was not called. Use "
+            "load_from_checkpoint."
         )
     return result
 
@@ -176,8 +173,8 @@ def check_fork(launcher: ForkLauncher, trainer: Trainer) -> None:
     if launcher.has_trained and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigError(
             "this Trainer has trained on forked ranks, which have ended with their optimizers. "
-            "Make a new Trainer: it "
-            "goes on with the trained weights, or resumes with fit(ckpt_path=...)."
+            "Make a new Trainer: it goes on with the trained weights, or resumes with "
+            "fit(ckpt_path=...)."
         )
 
 
@@ -187,8 +184,7 @@ def refuse_half_checkpoint(launcher: object, checkpoint: Mapping[str, Any]) -> N
     if forks_ranks(launcher) and launcher.has_trained and "optimizer_states" in checkpoint:
         raise CheckpointError(
             "trainer.save_checkpoint after a fit on forked ranks: they have ended, with their "
-            "optimizers' state. Let a "
-            "ModelCheckpoint save in the run, or set weights_only=True."
+            "optimizers' state. Let a ModelCheckpoint save in the run, or set weights_only=True."
         )
 
 
@@ -270,9 +266,8 @@ class NoBatchNorm(LayerSync):
             if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
                 raise ConfigError(
                     f"Trainer(sync_batchnorm=True) on a CPU, and '{path}' is "
-                    f"{type(layer).__name__}: torch's "
-                    "SyncBatchNorm computes on GPUs only. Leave it out: each rank normalizes by "
-                    "its own batch."
+                    f"{type(layer).__name__}: torch's SyncBatchNorm computes on GPUs only. Leave "
+                    "it out: each rank normalizes by its own batch."
                 )
         return model
 

@@ -46,9 +46,8 @@ def refuse_pruned_shards(pruned: Iterable[tuple[nn.Module, str]], root: nn.Modul
         if module not in modules or isinstance(getattr(module, name), DTensor):
             raise UnsupportedError(
                 f"ModelPruning would prune '{name}' of {type(module).__name__}, which is sharded "
-                "over the ranks: masks "
-                "are made of a whole weight. Name layers that are not in parameters_to_prune, or "
-                "use 'ddp_tuned'."
+                "over the ranks: masks are made of a whole weight. Name layers that are not in "
+                "parameters_to_prune, or use 'ddp_tuned'."
             )
 
 

@@ -104,15 +104,14 @@ def skip_overflows_on_all_ranks(
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
         raise UnsupportedError(
             f"the loss scaler {type(scaler).__name__} looks for overflows on its own rank only. "
-            "Use "
-            "torch.amp.GradScaler, or torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
+            "Use torch.amp.GradScaler, or "
+            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
         )
     for optimizer in [*optimizers, *joint_optimizers]:
         if unscales_in_step(optimizer):
             raise UnsupportedError(
-                f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its "
-                "own rank only. Remove "
-                "fused=True, or use precision='bf16-mixed'."
+                f"{type(optimizer).__name__}(fused=True) looks for overflows by itself, on its own "
+                "rank only. Remove fused=True, or use precision='bf16-mixed'."
             )
     # The scale begins where the user's scaler is, and goes back to it: later runs continue with
     # that.
@@ -180,9 +179,8 @@ def clip_over_all_ranks(
         ):
             raise UnsupportedError(
                 "torch.nn.utils.clip_grad_norm_ was called with gradients of which this rank has "
-                "its shards only, so "
-                "that ranks would clip by different norms. Use Trainer(gradient_clip_val=...) or "
-                "self.clip_gradients."
+                "its shards only, so that ranks would clip by different norms. Use "
+                "Trainer(gradient_clip_val=...) or self.clip_gradients."
             )
 
     # On the instance: the plugin is the user's choice, and its class serves other trainers too.

@@ -62,11 +62,9 @@ class LoggedKeys:
         rank = next(rank for rank, remote in enumerate(gathered) if remote != gathered[0])
         raise RankError(
             f"self.log: rank 0 reduces {_names(gathered[0])} over the ranks, and rank {rank} "
-            f"{_names(gathered[rank])}: "
-            "values of different "
-            "names are mixed. Log what has sync_dist=True, and metrics, on every rank, under no "
-            "condition that differs "
-            "between ranks or batches; or log it with sync_dist=False."
+            f"{_names(gathered[rank])}: values of different names are mixed. Log what has "
+            "sync_dist=True, and metrics, on every rank, under no condition that differs between "
+            "ranks or batches; or log it with sync_dist=False."
         )
 
 
@@ -110,10 +108,9 @@ def describe_same_data(reports: list[dict[str, Any]], is_iterable: bool) -> str:
     """
     ranks_by_batches: dict[tuple[str, ...], list[int]] = {}
     for rank, report in enumerate(reports):
-        readers = {
-            reports[other]["reader"]
-            for other in ranks_by_batches.setdefault(tuple(report["batches"]), [])
-        }
+        readers = set()
+        for other in ranks_by_batches.setdefault(tuple(report["batches"]), []):
+            readers.add(reports[other]["reader"])
         if report["reader"] not in readers:
             ranks_by_batches[tuple(report["batches"])].append(rank)
     shared = [
@@ -127,13 +124,11 @@ def describe_same_data(reports: list[dict[str, Any]], is_iterable: bool) -> str:
         "torch.distributed.get_rank() and get_world_size()."
         if is_iterable
         else "Either their samplers draw the same items: leave Trainer(use_distributed_sampler) "
-        "true, or divide them. "
-        "Or items are made of random numbers, which are the same on all ranks after one seed: "
-        "draw them in __getitem__ "
-        "by a torch.Generator that is seeded with the item's index."
+        "true, or divide them. Or items are made of random numbers, which are the same on all "
+        "ranks after one seed: draw them in __getitem__ by a torch.Generator that is seeded with "
+        "the item's index."
     )
     return (
         f"{groups} read the same data: their first {NUM_BATCHES} batches are equal. {cause} The "
-        "callback DataReport "
-        "shows what each rank reads."
+        "callback DataReport shows what each rank reads."
     )

@@ -81,10 +81,9 @@ class ReplicatedState:
         self._refuse_differing(
             numbers,
             "ReduceLROnPlateau or a callback that follows what each rank logs by itself (set "
-            "sync_dist=True in "
-            "self.log), a scheduler that is stepped or a rate that is set under is_global_zero, a "
-            "rate of a rank's own "
-            "loss or random numbers, or an optimizer that a callback has replaced.",
+            "sync_dist=True in self.log), a scheduler that is stepped or a rate that is set under "
+            "is_global_zero, a rate of a rank's own loss or random numbers, or an optimizer that "
+            "a callback has replaced.",
         )
 
     def _refuse_untrained(self) -> None:
@@ -94,11 +93,9 @@ class ReplicatedState:
                 names = {id(other): name for name, other in self._run.module.named_parameters()}
                 raise OptimizerError(
                     f"an optimizer has '{names.get(id(parameter), 'a parameter')}' of shape "
-                    f"{tuple(parameter.shape)}, "
-                    "which was not in the module at set-up: its gradients would not be averaged, "
-                    "and each rank would "
-                    "train weights of its own. Make all layers in __init__ or configure_model, as "
-                    "attributes, and "
+                    f"{tuple(parameter.shape)}, which was not in the module at set-up: its "
+                    "gradients would not be averaged, and each rank would train weights of its "
+                    "own. Make all layers in __init__ or configure_model, as attributes, and "
                     "freeze those that train later; or end the fit, replace the layer, and call "
                     "fit again."
                 )
@@ -108,11 +105,9 @@ class ReplicatedState:
         weights = self._run.replicas()
         for place, group in enumerate(self._groups()):
             # Numbers on a GPU, for which a step does not wait.
-            weights |= {
-                f"{key} of group {place}": value
-                for key, value in group.items()
-                if isinstance(value, Tensor)
-            }
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    weights[f"{key} of group {place}"] = value
         numbers = list(map(project, weights.values()))
         stacked = torch.stack(
             [number.to(numbers[0].device) for number in numbers] or [torch.empty(0)]
@@ -137,12 +132,9 @@ class ReplicatedState:
                     for name, pair in zip(names, numbers, strict=True)
                 },
                 "layers that the loss of a step does not use (set find_unused_parameters=True of "
-                "the strategy), a norm "
-                "over this rank's shards (clip with gradient_clip_val or self.clip_gradients), "
-                "weights that are "
-                "written on some ranks only, updates that depend on the rank, or loss.backward() "
-                "in place of "
-                "self.manual_backward.",
+                "the strategy), a norm over this rank's shards (clip with gradient_clip_val or "
+                "self.clip_gradients), weights that are written on some ranks only, updates that "
+                "depend on the rank, or loss.backward() in place of self.manual_backward.",
                 self._unused_layers(),
             )
 
@@ -158,9 +150,8 @@ class ReplicatedState:
             return ""
         return (
             f"'{unused[0]}' has no gradient after the step. Where the loss does not use it, DDP "
-            "averages no gradient "
-            "of its bucket: set find_unused_parameters=True of the strategy, or freeze the layer. "
-            "Seen by this: "
+            "averages no gradient of its bucket: set find_unused_parameters=True of the strategy, "
+            "or freeze the layer. Seen by this: "
         )
 
     def _refuse_differing(
@@ -174,9 +165,8 @@ class ReplicatedState:
                 if abs(number - first_number) > TOLERANCE * size:
                     raise OptimizerError(
                         f"{advice}{name} is no longer the same on all ranks after "
-                        f"{self._num_steps - 1} steps: it is "
-                        f"{first_number:.7g} on rank {first_rank} and {number:.7g} on rank "
-                        f"{rank}. Causes: {causes}"
+                        f"{self._num_steps - 1} steps: it is {first_number:.7g} on rank "
+                        f"{first_rank} and {number:.7g} on rank {rank}. Causes: {causes}"
                     )
 
 

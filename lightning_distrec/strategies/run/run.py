@@ -176,8 +176,8 @@ class Run:
         if self.dense.needs_losses and not reaches_a_parameter(loss):
             raise UnsupportedError(
                 f"the loss on rank {self.session.consensus.rank} reaches no parameter, and layers "
-                "that are sharded are "
-                f"gathered in backward: the other ranks would wait for this one. {ADVICE}"
+                "that are sharded are gathered in backward: the other ranks would wait for this "
+                f"one. {ADVICE}"
             )
         return self.unreached_loss.complete(loss, model)
 
@@ -238,8 +238,7 @@ def refuse_shards_of_torchrec(module: nn.Module) -> None:
         ):
             raise ShardingError(
                 f"'{path}' is already sharded by TorchRec: by DistributedModelParallel, shard or "
-                "shard_modules. Keep "
-                "the unsharded module, which strategy='torchrec_sharded' shards. A plan of your "
-                "own: "
-                "planning={'plan_file': plan}, with TorchRec's ShardingPlan."
+                "shard_modules. Keep the unsharded module, which strategy='torchrec_sharded' "
+                "shards. A plan of your own: planning={'plan_file': plan}, with TorchRec's "
+                "ShardingPlan."
             )

@@ -51,8 +51,8 @@ class StopOptions:
         ):
             signal_name = self.requeue_signal
             raise ConfigError(
-                f"stopping: requeue_signal={signal_name!r} is no signal of this "
-                "machine. Use SIGUSR1."
+                f"stopping: requeue_signal={signal_name!r} is no signal of this machine. Use "
+                "SIGUSR1."
             )
         run_name(self.run_name)
 
@@ -167,8 +167,7 @@ class StopHandler:
             if problem:
                 rank_zero_warn(
                     f"the job is not requeued: {problem}. All ranks leave with code {TRY_AGAIN}; "
-                    "started again as the "
-                    "same job, it resumes from the checkpoint."
+                    "started again as the same job, it resumes from the checkpoint."
                 )
             else:
                 rank_zero_info("Requeued.")

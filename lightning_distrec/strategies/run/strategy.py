@@ -136,8 +136,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         """What the run has that is in progress, from `setup` to `teardown`."""
         if self._run is None:
             raise DistRecError(
-                f"{type(self).__name__}: no run is in progress. The Trainer's fit, "
-                "for one, begins one."
+                f"{type(self).__name__}: no run is in progress. The Trainer's fit, for one, begins "
+                "one."
             )
         return self._run
 
@@ -163,8 +163,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         if self._run is not None:
             raise ConfigError(
                 f"this {type(self).__name__} is in a run of another Trainer "
-                f"(trainer.{self._run.method}). "
-                "Give a Trainer that is made within a run a strategy of its own."
+                f"(trainer.{self._run.method}). Give a Trainer that is made within a run a "
+                "strategy of its own."
             )
         if self._has_trainer:
             self._has_trainer = False
@@ -389,8 +389,7 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         if self._run is not None:
             raise ShardingError(
                 f"trainer.strategy.{method}() was called while trainer.{self._run.method} runs, "
-                "which needs "
-                "the shards. Call it on every rank after that."
+                "which needs the shards. Call it on every rank after that."
             )
 
     # -- the end of a run

@@ -142,9 +142,10 @@ def mapped_ids(
 ) -> MappedIds | None:
     """Return what maps the ids of the collection at `path`; None where ids are numbers of rows."""
     tables = shards.tables_of(path)
-    mappings = {
-        t.name: shards.mappings[t.full_name] for t in tables if t.full_name in shards.mappings
-    }
+    mappings = {}
+    for t in tables:
+        if t.full_name in shards.mappings:
+            mappings[t.name] = shards.mappings[t.full_name]
     if not mappings:
         return None
     resets = {}
@@ -232,8 +233,8 @@ def _states(
     state: dict[str, Any] = update.param_group.optimizer.state.get(shard.weight, {})
     start = float(update.param_group.group.get("initial_accumulator_value", 0.0))
     rows = len(shard.values)
-    return [
-        (value.detach(), start if key == "sum" else 0.0)
-        for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows
-    ]
+    states = []
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows:
+            states.append((value.detach(), start if key == "sum" else 0.0))
+    return states

@@ -69,11 +69,10 @@ def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, Tab
     if total or notes:
         # Tables with a pooling_factor of the user's are planned with that: their counts are of no
         # interest.
-        unset = [
-            t
-            for t in decisions.tables
-            if decisions.constraints[t.full_name].options.pooling_factor is None
-        ]
+        unset = []
+        for t in decisions.tables:
+            if decisions.constraints[t.full_name].options.pooling_factor is None:
+                unset.append(t)
         _report(unset, counts, total, inputs.consensus.num_ranks, notes)
     return counts.add_to(decisions.constraints, decisions.tables)
 

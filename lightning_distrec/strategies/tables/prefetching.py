@@ -246,10 +246,8 @@ class Prefetching:
             replace_fetchers(trainer, self._fetcher).close,
             skip_transfer_hook_when(module, lambda batch: isinstance(batch, ReadyBatch)).close,
         ]
-        self._undo += [
-            optimizer.register_step_post_hook(self._stepped).remove
-            for optimizer in tables.all_optimizers
-        ]
+        for optimizer in tables.all_optimizers:
+            self._undo.append(optimizer.register_step_post_hook(self._stepped).remove)
         self._proxies: list[tuple[ShardedProxy, Prefetcher | None]] = []
         for proxy in tables.shards.proxies.values():
             # Another Trainer may be running around this one, whose prefetcher `release` puts back.

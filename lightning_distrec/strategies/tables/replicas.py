@@ -202,8 +202,8 @@ class AveragedRows(Replicas):
             for rank in replicas:
                 widths |= dict(dict(rank_widths[rank])[i])
             for key, width in widths.items():
-                # A group in which no step has given a table a gradient may have no state of it
-                # yet; it gets zeros.
+                # A group in which no step has given a table a gradient may have no state of it yet;
+                # it gets zeros.
                 if key not in state:
                     state[key] = weight.new_zeros(_shape(weight, width), dtype=torch.float32)
                 if width >= 0:

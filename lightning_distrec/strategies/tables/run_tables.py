@@ -135,7 +135,7 @@ class RunTables:
         if table_optimizers:
             # They step with the user's first one, whose steps Lightning's loop counts.
             self.undo.callback(step_with(optimizers[0], table_optimizers))
-            held = {id(parameter) for parameter in collect_parameters(table_optimizers)}
+            held = set(map(id, collect_parameters(table_optimizers)))
             added: dict[int, str] = {}
             for name, weights in self.shards.parameters().items():
                 added |= {id(weight): name for weight in weights if id(weight) in held}
@@ -161,9 +161,10 @@ class RunTables:
             watch_after_run, self.backward_watch = self.backward_watch, BackwardWatch([])
             self._manual_watch = ManualWatch(groups)
             for lookup in self.lookups_of(fused):
-                tables = [
-                    t.full_name for t in self.shards.tables_of(lookup.path) if t.full_name in fused
-                ]
+                tables = []
+                for t in self.shards.tables_of(lookup.path):
+                    if t.full_name in fused:
+                        tables.append(t.full_name)
                 lookup.update_watch = CollectionWatch(
                     self._manual_watch, tables, self.shards.learns
                 )
@@ -227,7 +228,7 @@ class RunTables:
 
         def forgetting(*args: Any, **options: Any) -> None:
             if state.reached:
-                held = {id(parameter) for parameter in collect_parameters([optimizer])}
+                held = set(map(id, collect_parameters([optimizer])))
                 state.reached -= {
                     n for n in state.reached if id(self.shards.shards[n][0].weight) in held
                 }
@@ -361,7 +362,7 @@ class RunTables:
         if self.in_backward is not None and name in self.in_backward_tables:
             self.in_backward.num_backwards = num_steps
         self._num_steps[param_group.optimizer_index] = num_steps
-        shards = {id(shard) for shard in self.shards.shards[name]}
+        shards = set(map(id, self.shards.shards[name]))
         for kernel, held in self.shards.kernels:
             # A kernel has one counter for all of its tables, so tables of one kernel are of one
             # optimizer.

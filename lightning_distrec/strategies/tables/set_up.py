@@ -164,7 +164,7 @@ def _refuse_to_replicate(inputs: SetUpInputs, decisions: Decisions, earlier: Sha
     """Raise ShardingError where a table of an earlier run would not be sharded now: the module has
     no rows of it."""
     selected = {id(table.original) for table in decisions.tables}
-    in_module = {id(child) for child in inputs.module.modules()}
+    in_module = set(map(id, inputs.module.modules()))
     for table in earlier.tables:
         if id(table.original) in in_module - selected:
             raise ShardingError(

@@ -110,11 +110,10 @@ class SummedLookups:
     def begin(self, lookups: Iterable[ShardedLookup]) -> None:
         """The first step may begin."""
         for lookup in lookups:
-            tables = [
-                t
-                for t in self._shards.tables_of(lookup.path)
-                if not self._updates[t.full_name].adds_up
-            ]
+            tables = []
+            for t in self._shards.tables_of(lookup.path):
+                if not self._updates[t.full_name].adds_up:
+                    tables.append(t)
             if tables and all(map(self._can_be_summed, tables)):
                 self._follow(lookup, {table.full_name for table in tables})
 
