@@ -271,9 +271,9 @@ class Columns:
             encoded = self.encoder.encode(cells)
         if self.labels and all(label in table.column_names for label in self.labels):
             labels = np.stack([self._label(table, column) for column in self.labels], axis=1)
-            encoded["label"] = Encoded(
-                labels[:, 0] if isinstance(self.label, str) else labels, None
-            )
+            if isinstance(self.label, str):
+                labels = labels[:, 0]
+            encoded["label"] = Encoded(labels, None)
         return encoded
 
     def _label(self, table: pa.Table, column: str) -> np.ndarray:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import posixpath
+import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
@@ -190,9 +191,9 @@ def _infos(path: str) -> list[fs.FileInfo]:
     if is_glob and "://" not in path:
         infos = store.get_file_info(glob.glob(inner, recursive=True))
     elif is_glob:
-        folder = posixpath.dirname(
-            inner[: min(inner.index(mark) for mark in "*?[" if mark in inner)] + "x"
-        )
+        first_mark = re.search(r"[*?[]", inner)
+        before_mark = inner[: first_mark.start()] if first_mark else inner
+        folder = posixpath.dirname(before_mark + "x")
         infos = store.get_file_info(fs.FileSelector(folder, recursive=True))
         infos = [info for info in infos if _matches(info.path.strip("/"), inner.strip("/"))]
     else:

@@ -84,12 +84,8 @@ class Shares:
     def __init__(
         self, spans: list[Span], num_ranks: int, num_workers: int, batch_size: int
     ) -> None:
-        self.spans, self.num_ranks, self.num_workers, self.batch_size = (
-            spans,
-            num_ranks,
-            num_workers,
-            batch_size,
-        )
+        self.spans, self.batch_size = spans, batch_size
+        self.num_ranks, self.num_workers = num_ranks, num_workers
         self._starts = [0, *accumulate(stop - first for first, stop in spans)]
         self.num_rows = self._starts[-1]
         self.num_batches = _ceil(_ceil(self.num_rows, num_ranks), batch_size)
@@ -97,11 +93,16 @@ class Shares:
     def _edge(self, rank: int, batch: int) -> int:
         """Return where a batch of a rank begins; the batch after its last one: where its share
         ends."""
-        first, stop = (self.num_rows * other // self.num_ranks for other in (rank, rank + 1))
+        first = self.num_rows * rank // self.num_ranks
+        stop = self.num_rows * (rank + 1) // self.num_ranks
         if stop - first < self.num_batches:  # one row short: it is its neighbour's, too
-            first, stop = (first, stop + 1) if stop < self.num_rows else (first - 1, stop)
+            if stop < self.num_rows:
+                stop += 1
+            else:
+                first -= 1
         # The last batches have a row each where there are not enough for full ones.
-        return min(first + batch * self.batch_size, stop - (self.num_batches - batch))
+        remaining_batches = self.num_batches - batch
+        return min(first + batch * self.batch_size, stop - remaining_batches)
 
     def _block(self, worker: int) -> Span:
         """Return the batches of a worker, in the order of the rank's rows."""
@@ -122,9 +123,9 @@ class Shares:
         for rank in range(self.num_ranks):
             for worker in range(self.num_workers):
                 first, stop = self._block(worker)
-                first = min(
-                    stop, first + (num_batches + self.num_workers - 1 - worker) // self.num_workers
-                )
+                # Workers take turns, so that the first ones may have given a batch more.
+                num_given = _ceil(num_batches - worker, self.num_workers)
+                first = min(stop, first + num_given)
                 spans += self._places(self._edge(rank, first), self._edge(rank, stop))
         merged: list[Span] = []
         for first, stop in sorted(spans):
@@ -189,21 +190,24 @@ class Packed(NamedTuple):
 def pack(tensors: dict[str, torch.Tensor]) -> Packed:
     """Return tensors as one; those of 8 bytes a number come first."""
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    layout = {
-        name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        for name, tensor in tensors.items()
-    }
-    return Packed(
-        torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()]), layout
-    )
+    layout = {}
+    parts = []
+    for name, tensor in tensors.items():
+        layout[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        parts.append(tensor.flatten().view(torch.uint8))
+    return Packed(torch.cat(parts), layout)
 
 
 def unpack(packed: Packed) -> dict[str, torch.Tensor]:
     """Return the tensors of `pack`, as views."""
-    types = {name: getattr(torch, kind) for name, (kind, _) in packed.layout.items()}
-    sizes = [types[name].itemsize * math.prod(shape) for name, (_, shape) in packed.layout.items()]
-    parts = zip(packed.layout.items(), packed.data.split(sizes), strict=True)
-    return {name: part.view(types[name]).view(shape) for (name, (_, shape)), part in parts}
+    tensors = {}
+    first = 0
+    for name, (kind, shape) in packed.layout.items():
+        dtype = getattr(torch, kind)
+        stop = first + dtype.itemsize * math.prod(shape)
+        tensors[name] = packed.data[first:stop].view(dtype).view(shape)
+        first = stop
+    return tensors
 
 
 class RowLoader(DataLoader[Any]):

@@ -71,12 +71,11 @@ def pairs_by_group(groups: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tens
         return torch.zeros_like(values).index_add_(0, places, values)
 
     run_negatives, negatives = sums(negative, run), sums(negative, group)
-    before_run, before_group = (
-        running_sums(run_negatives) - run_negatives,
-        running_sums(negatives) - negatives,
-    )
+    before_run = running_sums(run_negatives) - run_negatives
+    before_group = running_sums(negatives) - negatives
     below = before_run[run] - before_group[group] + run_negatives[run] / 2
-    in_order = sums(torch.where(scores.isnan(), torch.nan, positive * below), group)
+    pairs = torch.where(scores.isnan(), torch.nan, positive * below)
+    in_order = sums(pairs, group)
     positives = sums(positive, group)
     return in_order, positives * negatives, positives + negatives
 
@@ -285,10 +284,13 @@ class WindowedAUC(Metric):
 
     @override
     def update(self, preds: Tensor, labels: Tensor) -> None:
-        preds, labels = (values[-self.window :] for values in flat_examples(self, preds, labels))
-        places = (self.seen + torch.arange(len(preds), device=preds.device)) % self.window
+        preds, labels = flat_examples(self, preds, labels)
+        preds, labels = preds[-self.window :], labels[-self.window :]
+        numbers = self.seen + torch.arange(len(preds), device=preds.device)
+        places = numbers % self.window
+        is_positive = (labels > 0.5).to(torch.int8)
         self.preds = self.preds.index_copy(0, places, preds.to(self.preds.dtype))
-        self.labels = self.labels.index_copy(0, places, (labels > 0.5).to(torch.int8))
+        self.labels = self.labels.index_copy(0, places, is_positive)
         self.seen = self.seen + len(preds)
 
     @override
@@ -374,9 +376,8 @@ class GAUC(Metric):
         is_counted = (users >= 0) & (users < self.num_users) & ~preds.isnan()
         bins = users.long() * self.bins + bins_of(preds, self.bins, self.from_logits)
         places = torch.where(is_counted, bins * 2, 0)
-        self.counts = self.counts.index_add(
-            0, places + (labels > 0.5).long() * is_counted, is_counted.int()
-        )
+        is_positive = (labels > 0.5).long() * is_counted
+        self.counts = self.counts.index_add(0, places + is_positive, is_counted.int())
         self.beyond = self.beyond + (~is_counted).sum()
 
     @override

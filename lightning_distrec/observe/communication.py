@@ -95,27 +95,24 @@ def sent_by_call(
     """
     if name in EXCHANGES:
         return exchanged_bytes(arguments, ranks, rank)
-    return (
-        rooted_bytes(name, arguments, ranks, rank)
-        if name in ROOTED
-        else ring_bytes(name, arguments, ranks, rank)
-    )
+    if name in ROOTED:
+        return rooted_bytes(name, arguments, ranks, rank)
+    return ring_bytes(name, arguments, ranks, rank)
 
 
 def exchanged_bytes(arguments: dict[str, Any], ranks: list[int], rank: int) -> dict[int, float]:
     """Return what `sent_by_call` does, of all_to_all_single or all_to_all."""
     if "input_tensor_list" in arguments:
-        chunks = list(map(_bytes, arguments["input_tensor_list"]))
+        chunks = [float(_bytes(tensor)) for tensor in arguments["input_tensor_list"]]
     else:
         sent = arguments["input"]
-        splits = arguments.get("input_split_sizes")
+        # Without splits torch divides the rows equally among the group's ranks.
+        equal_splits = [len(sent) / len(ranks)] * len(ranks)
+        splits = arguments.get("input_split_sizes") or equal_splits
         # Splits count rows of dim 0. A rank may have none to send; 1 then only avoids the division
         # by zero.
         rows = len(sent) or 1
-        # Without splits torch divides the rows equally among the group's ranks.
-        chunks = []
-        for split in splits or [len(sent) / len(ranks)] * len(ranks):
-            chunks.append(_bytes(sent) * split / rows)
+        chunks = [_bytes(sent) * split / rows for split in splits]
     # The chunk of a rank for itself is copied, not sent.
     return {other: chunk for other, chunk in zip(ranks, chunks, strict=True) if other != rank}
 
@@ -152,7 +149,8 @@ def ring_bytes(
         sent = _bytes(arguments["input"]) * num_others / len(ranks)
     else:
         # Here the argument is one rank's shard, and each rank sends W - 1 of those.
-        sent = _bytes(arguments["tensor" if name == "all_gather" else "input_tensor"]) * num_others
+        shard = arguments["tensor" if name == "all_gather" else "input_tensor"]
+        sent = _bytes(shard) * num_others
     return {_next_rank(ranks, rank): sent}
 
 
@@ -289,11 +287,9 @@ class Communication(Stoppable):
     def mean_bytes_per_step(self) -> dict[str, float]:
         """The mean over all ranks of what each sent per step of the fit, by kind; empty before its
         end."""
-        return (
-            {}
-            if self._gathered is None
-            else dict(zip(KINDS, self._gathered[..., 0].mean(0).tolist(), strict=True))
-        )
+        if self._gathered is None:
+            return {}
+        return dict(zip(KINDS, self._gathered[..., 0].mean(0).tolist(), strict=True))
 
     @property
     def mean_exchanges_per_step(self) -> dict[str, float]:
@@ -383,10 +379,10 @@ class Communication(Stoppable):
             return
         # Global ranks, because nodes are numbered by them; a rank in a subgroup has another number.
         sent = sent_by_call(name, arguments, dist.get_process_group_ranks(group), dist.get_rank())
-        collective = next(
-            (begin for begin in COLLECTIVES if name.startswith(begin)), COLLECTIVES[-1]
-        )
-        self._count(classify_call(name, dtype_sent(arguments), caller), sent, collective)
+        names = [begin for begin in COLLECTIVES if name.startswith(begin)]
+        collective = names[0] if names else COLLECTIVES[-1]
+        kind = classify_call(name, dtype_sent(arguments), caller)
+        self._count(kind, sent, collective)
 
     def _count_send(self, tensor: Tensor, to_rank: int, caller: str) -> None:
         """Count a stage's send. caller: the function of torch's PipelineStage that makes it."""
@@ -394,11 +390,14 @@ class Communication(Stoppable):
         self._count(kind, {to_rank: _bytes(tensor)}, COLLECTIVES[-1])
 
     def _count(self, kind: str, sent: Mapping[int, float], collective: str | None) -> None:
+        if self._evaluating:
+            return
         node = self._nodes[dist.get_rank()]
+        total = sum(sent.values())
         away = sum(size for rank, size in sent.items() if self._nodes[rank] != node)
-        for totals in () if self._evaluating else (self._fit, self._since_log):
+        for totals in (self._fit, self._since_log):
             numbers = totals.by_kind[kind]
-            numbers[0] += sum(sent.values())
+            numbers[0] += total
             numbers[1] += away
             if collective is not None:
                 numbers[MEASURES.index(collective)] += 1
@@ -412,11 +411,11 @@ class Communication(Stoppable):
                 numbers[f"{name}_bytes"] = sent
             if any(calls):
                 numbers[f"{name}_calls"] = sum(calls)
-        numbers["communication/all_bytes"], across_nodes = per_step[:, :2].sum(0).tolist()
-        several_nodes = (
-            {"communication/across_nodes_bytes": across_nodes} if len(set(self._nodes)) > 1 else {}
-        )
-        return numbers | several_nodes
+        sent, across_nodes = per_step[:, :2].sum(0).tolist()
+        numbers["communication/all_bytes"] = sent
+        if len(set(self._nodes)) > 1:
+            numbers["communication/across_nodes_bytes"] = across_nodes
+        return numbers
 
     def _gather(self, trainer: Trainer) -> Tensor:
         """Collective. Return (ranks, kinds, measures) per step."""
@@ -438,11 +437,9 @@ def find_ddps(trainer: Trainer) -> list[DistributedDataParallel]:
     """Return every DistributedDataParallel of the strategy, including those around data-parallel
     tables."""
     model = trainer.strategy.model
-    ddps = (
-        []
-        if model is None
-        else [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
-    )
+    ddps = []
+    if model is not None:
+        ddps = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     tables = getattr(trainer.strategy, "run_tables", None)  # TorchRecShardedStrategy's
     # TorchRec keeps the lookups that it wraps in DDP in a plain list, which `modules()` does not
     # visit.

@@ -175,7 +175,8 @@ def _choose_pairs(ranks: tuple[Rank, ...]) -> list[tuple[int, int]]:
     within = [(node[0].rank, node[1].rank) for node in nodes if len(node) > 1]
     around = list(zip(firsts, [*firsts[1:], firsts[0]], strict=True))
     # In a ring of two nodes both links are the same one; with a single node there is none.
-    return within[:MAX_LINKS] + around[: MAX_LINKS if len(nodes) > 2 else len(nodes) - 1]
+    num_around = MAX_LINKS if len(nodes) > 2 else len(nodes) - 1
+    return within[:MAX_LINKS] + around[:num_around]
 
 
 def _measure_link(first: int, second: int, launched: Launched, ranks: tuple[Rank, ...]) -> Link:
@@ -183,10 +184,10 @@ def _measure_link(first: int, second: int, launched: Launched, ranks: tuple[Rank
     measured: tuple[float, float] | None = None
     if launched.rank in (first, second):
         peer, begins = (second, True) if launched.rank == first else (first, False)
-        latency = statistics.median(_round_trip(peer, begins, 8) for _ in range(PINGS)) / 2
-        seconds = statistics.median(
-            _round_trip(peer, begins, TRANSFER_BYTES) for _ in range(TRANSFERS)
-        )
+        pings = [_round_trip(peer, begins, 8) for _ in range(PINGS)]
+        latency = statistics.median(pings) / 2
+        transfers = [_round_trip(peer, begins, TRANSFER_BYTES) for _ in range(TRANSFERS)]
+        seconds = statistics.median(transfers)
         # The acknowledgement takes a latency of its own; a coarse clock may leave nothing.
         measured = (latency, TRANSFER_BYTES / max(seconds - latency, 1e-9))
     # It also keeps the other ranks from the next pair, whose transfer would share the network.

@@ -103,10 +103,8 @@ def quantized(rows: Tensor, bits: int) -> Tensor:
 def dequantized(packed: Tensor, dim: int, bits: int) -> Tensor:
     """Return rows in float32, (num_rows, dim), by operators of torch alone. packed: as `quantized`
     returns them."""
-    numbers, scale_bytes = (
-        packed[:, : dim if bits == 8 else dim // 2],
-        packed[:, dim if bits == 8 else dim // 2 :],
-    )
+    width = dim if bits == 8 else dim // 2
+    numbers, scale_bytes = packed[:, :width], packed[:, width:]
     # A view as floats needs bytes that follow each other; a slice of columns has gaps.
     scales = scale_bytes.contiguous().view(torch.float32 if bits == 8 else torch.float16).float()
     if bits == 4:
@@ -194,7 +192,8 @@ class QuantizedTensor(LazyTensor):
             # 4 bytes a number: FBGEMM quantizes from float32, whatever the table's type.
             for first, count in row_ranges((chunk.tensor.shape[0], dim), 4):
                 rows = torch.empty((count, dim), dtype=self._source.dtype)
-                self._source.read_into([Chunk((chunk.offsets[0] + first, 0), rows)])
+                offset = chunk.offsets[0] + first
+                self._source.read_into([Chunk((offset, 0), rows)])
                 chunk.tensor[first : first + count] = quantized(rows.float(), self._bits)
 
 
@@ -231,17 +230,15 @@ def _mapped(value: Any, path: str, replace: Callable[[str, Tensor], Tensor]) -> 
         return {name: inner(name, item) for name, item in value.items()}
     # Named tuples take their items as arguments, other tuples one iterable.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(
-            *(inner(name, item) for name, item in zip(value._fields, value, strict=True))
-        )
+        items = zip(value._fields, value, strict=True)
+        return type(value)(*[inner(name, item) for name, item in items])
     if isinstance(value, (list, tuple)):
         return type(value)(inner(number, item) for number, item in enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # dataclasses.replace raises for fields that __init__ does not take.
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return dataclasses.replace(
-            value, **{name: inner(name, getattr(value, name)) for name in names}
-        )
+        changes = {name: inner(name, getattr(value, name)) for name in names}
+        return dataclasses.replace(value, **changes)
     if type(value).__module__.startswith("torchrec."):
         return _mapped_jagged(value, path, inner)
     return value
