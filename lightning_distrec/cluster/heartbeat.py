@@ -42,6 +42,7 @@ ANSWER_SECONDS = 10.0
 """How long a rank waits for the reason of a failed collective. With 32 ranks on two cores it takes
 more than 3 s to come."""
 GRACE_SECONDS = 5.0
+"""How long a rank that the verdict holds up may take to end by itself."""
 WRITING_SECONDS = 120.0
 """The same for a rank that writes a checkpoint, which would be lost with it."""
 
@@ -134,11 +135,17 @@ class Heartbeat:
             self._end_if_blocked(now)
             if now >= self._next_beat and self._peer.is_answered:
                 self._next_beat = now + min(BEAT_SECONDS, self._judge.silence_seconds / 4)
-                self._beat(now)
+                try:
+                    changes = self._look(now)
+                except (
+                    Exception
+                ):  # of a trainer between two states, say: the rank lives all the same
+                    changes = {}
+                self.report(**changes)
         self._peer.close()
 
-    def _beat(self, now: float) -> None:
-        """Report where this rank is, and whether it has waited in one exchange for long."""
+    def _look(self, now: float) -> dict[str, Any]:
+        """Return where this rank is, and whether it has waited in one exchange for long."""
         progress, is_stuck = self._progress(), self._state.is_stuck
         limit = self._judge.deadlock_seconds
         if limit > 0 and now >= self._next_look:
@@ -152,7 +159,7 @@ class Heartbeat:
             is_stuck = self._lasts("at rest", rests and self._state.is_running, limit, now)
         # After a failure the main thread is in handlers of the exception.
         location = self._failure_location or locate_thread(self._main)
-        self.report(progress=progress, location=location, is_stuck=is_stuck)
+        return {"progress": progress, "location": location, "is_stuck": is_stuck}
 
     def _end_if_blocked(self, now: float) -> None:
         verdict, state, limit = self._peer.verdict, self._state, self._judge.silence_seconds
