@@ -38,10 +38,12 @@ BEAT_SECONDS = 1.0
 """How often a rank reports that it lives, once its last report was answered."""
 LOOK_SECONDS = 5.0
 """How often a rank looks whether it waits in an exchange."""
+MAX_TEXT = 500
 ANSWER_SECONDS = 10.0
 """How long a rank waits for the reason of a failed collective. With 32 ranks on two cores it takes
 more than 3 s to come."""
 GRACE_SECONDS = 5.0
+"""How long a rank that the verdict holds up may take to end by itself."""
 WRITING_SECONDS = 120.0
 """The same for a rank that writes a checkpoint, which would be lost with it."""
 
@@ -51,23 +53,30 @@ class Heartbeat:
     another without end."""
 
     def __init__(self, rank: int, peer: Hub | Link) -> None:
-        self._peer, self._judge = peer, peer.judge
+        self._peer = peer
+        self._silence_seconds = peer.judge.silence_seconds
+        self._deadlock_seconds = peer.judge.deadlock_seconds
         self._state = RankState(rank, peer.job)
         self.is_writing = False
         """Whether a thread writes a checkpoint, which would be lost with this rank."""
         self._main = threading.main_thread().ident or 0
         self._progress: Callable[[], str] = str
         self._failure_location = ""
-        self._place, self._next_look, self._next_beat = 0, 0.0, 0.0
+        self._place = 0
+        self._next_look = 0.0
+        self._next_beat = 0.0
         self._since: dict[str, float] = {}
         # Both the main thread and this one report.
         self._lock = threading.Lock()
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        thread.start()
 
     def start_run(self, progress: Callable[[], str]) -> None:
         """Report that a run starts. progress: returns how far it is; called by another thread."""
-        self._progress, self._failure_location = progress, ""
-        self.report(started=self._state.started + 1, is_stuck=False)
+        self._progress = progress
+        self._failure_location = ""
+        run = self._state.started + 1
+        self.report(started=run, is_stuck=False)
 
     def end_run(self) -> None:
         """Report that the run has ended."""
@@ -88,8 +97,10 @@ class Heartbeat:
         """Return the verdict; after some seconds, one without a reason, but with all locations."""
         self.report(is_asking=True, location=self._failure_location)
         deadline = time.monotonic() + ANSWER_SECONDS
-        while not self._peer.verdict.running and time.monotonic() < deadline:
-            time.sleep(0.05)
+        while not self._peer.verdict.running:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(TICK_SECONDS / 4)
         return self._peer.verdict
 
     def explain(self, failure: BaseException) -> RankError | None:
@@ -97,19 +108,23 @@ class Heartbeat:
         others are informed."""
         # The stack is unwound by now; the traceback still has the line that failed, but not the
         # frames around this one.
-        frames = [*traceback.walk_tb(failure.__traceback__)][::-1]
-        self._failure_location = find_location([*frames, *traceback.walk_stack(None)])
+        frames = list(traceback.walk_tb(failure.__traceback__))
+        frames.reverse()
+        frames.extend(traceback.walk_stack(None))
+        self._failure_location = find_location(frames)
         reason = None
         if is_network_failure(failure):
-            verdict, text = self.ask(), str(failure).strip().partition("\n")[0]
+            verdict = self.ask()
+            text, *_ = str(failure).strip().splitlines() or [""]
             unknown = (
                 f"a collective failed ({text}). Where the ranks are: {verdict.locations}. {RULE}"
             )
             reason = f"{verdict.running}." if verdict.running else unknown
         # Rank 0 names a rank with a failure of its own as the cause; this one follows from another.
         is_repeated = reason is not None or isinstance(failure, RankError)
-        text = "" if is_repeated else f"{type(failure).__name__}: {failure}"[:500]
-        self.report(failed=self._state.started, failure=text, is_asking=False)
+        text = "" if is_repeated else f"{type(failure).__name__}: {failure}"
+        run = self._state.started
+        self.report(failed=run, failure=text[:MAX_TEXT], is_asking=False)
         return None if reason is None else RankError(reason)
 
     def report(self, **changes: Any) -> None:
@@ -123,55 +138,80 @@ class Heartbeat:
             self._peer.report(self._state)
 
     def _run(self) -> None:
-        now, last = 0.0, time.monotonic()
+        clock = 0.0
+        last = time.monotonic()
+        beat_seconds = min(BEAT_SECONDS, self._silence_seconds / 4)
         while not self._state.is_closed:
             self._peer.wait(TICK_SECONDS)
             # A rank that was stopped itself must not take the others for silent.
-            now += min(time.monotonic() - last, MAX_STEP_SECONDS)
-            last = time.monotonic()
+            elapsed = time.monotonic() - last
+            clock += min(elapsed, MAX_STEP_SECONDS)
+            last += elapsed
             with self._lock:
-                self._peer.receive(now)
-            self._end_if_blocked(now)
-            if now >= self._next_beat and self._peer.is_answered:
-                self._next_beat = now + min(BEAT_SECONDS, self._judge.silence_seconds / 4)
-                self._beat(now)
+                self._peer.receive(clock)
+            self._end_if_blocked(clock)
+            if self._peer.is_answered and clock >= self._next_beat:
+                self._next_beat = clock + beat_seconds
+                self._beat(clock)
         self._peer.close()
 
-    def _beat(self, now: float) -> None:
-        """Report where this rank is, and whether it has waited in one exchange for long."""
-        progress, is_stuck = self._progress(), self._state.is_stuck
-        limit = self._judge.deadlock_seconds
-        if limit > 0 and now >= self._next_look:
-            self._next_look = now + min(LOOK_SECONDS, limit / 4)
-            is_at_end = self._progress is _wait_at_end
-            waits = is_at_end or is_waiting(self._main)
-            # Where a run ends, ranks ask the store again and again.
-            place = 0 if is_at_end or not waits else find_place(self._main)
-            rests = waits and self._place == hash((progress, place))
-            self._place = hash((progress, place))
-            is_stuck = self._lasts("at rest", rests and self._state.is_running, limit, now)
+    def _beat(self, clock: float) -> None:
+        """Report that this rank lives, and where it is."""
+        try:
+            changes = self._look(clock)
+        except Exception:  # of a trainer between two states, say: the rank lives all the same
+            changes = {}
+        self.report(**changes)
+
+    def _look(self, clock: float) -> dict[str, Any]:
+        """Return where this rank is, and whether it has waited in one exchange for long."""
+        progress = self._progress()
         # After a failure the main thread is in handlers of the exception.
         location = self._failure_location or locate_thread(self._main)
-        self.report(progress=progress, location=location, is_stuck=is_stuck)
+        looked = {"progress": progress, "location": location}
+        limit = self._deadlock_seconds
+        if not limit or clock < self._next_look:
+            return looked
+        self._next_look = clock + min(LOOK_SECONDS, limit / 4)
+        earlier = self._place
+        self._place = self._find_place(progress)
+        rests = self._place != 0 and self._place == earlier
+        holds = rests and self._state.is_running
+        is_stuck = self._lasts("at rest", holds, limit, clock)
+        return looked | {"is_stuck": is_stuck}
 
-    def _end_if_blocked(self, now: float) -> None:
-        verdict, state, limit = self._peer.verdict, self._state, self._judge.silence_seconds
+    def _find_place(self, progress: str) -> int:
+        """Return a number that stays while this rank waits in one exchange; 0 where it does not."""
+        # Where a run ends, ranks ask the store again and again.
+        if self._progress is _wait_at_end:
+            return hash(progress)
+        if not is_waiting(self._main):
+            return 0
+        return hash((progress, find_place(self._main)))
+
+    def _end_if_blocked(self, clock: float) -> None:
+        verdict = self._peer.verdict
+        is_blocked = self._state.is_running and verdict.running != ""
         grace = WRITING_SECONDS if self.is_writing else GRACE_SECONDS
-        if self._lasts("blocked", bool(verdict.running) and state.is_running, grace, now):
+        if self._lasts("blocked", is_blocked, grace, clock):
             self._kill(verdict.running, "and this rank would wait forever")
-        if self._lasts("leaving", bool(verdict.leaving) and state.lingers, limit, now):
+        is_blocked = self._state.lingers and verdict.leaving != ""
+        limit = self._silence_seconds
+        if self._lasts("leaving", is_blocked, limit, clock):
             consequence = f"has not ended its teardown within {limit:g} s"
             self._kill(verdict.leaving, f"and this rank, whose run has failed, {consequence}")
 
-    def _lasts(self, condition: str, holds: bool, seconds: float, now: float) -> bool:
+    def _lasts(self, condition: str, holds: bool, seconds: float, clock: float) -> bool:
         """Whether a condition has held at every look for longer than a time."""
         if not holds:
             self._since.pop(condition, None)
             return False
-        return now - self._since.setdefault(condition, now) > seconds
+        since = self._since.setdefault(condition, clock)
+        return clock - since > seconds
 
     def _kill(self, verdict: str, consequence: str) -> None:
-        line = f"[rank: {self._state.rank}] Terminating this rank: {verdict}, {consequence}.\n"
+        rank = self._state.rank
+        line = f"[rank: {rank}] Terminating this rank: {verdict}, {consequence}.\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
         # No gentler signal: a handler of Python's would wait for the call that hangs.
@@ -183,7 +223,11 @@ def _wait_at_end() -> str:
 
 
 def start_heartbeat(
-    rank: int, judge: Judge, job: str, address: tuple[str, int], listener: socket.socket | None
+    rank: int,
+    judge: Judge,
+    job: str,
+    address: tuple[str, int],
+    listener: socket.socket | None,
 ) -> Heartbeat:
     """Watch over all ranks. listener: where rank 0 listens, on rank 0.
 
@@ -195,7 +239,8 @@ def start_heartbeat(
     try:
         return Heartbeat(rank, Link(judge, address, job))
     except OSError as error:
+        host, port = address
         raise RendezvousError(
-            f"rank {rank} cannot connect to {address[0]}, port {address[1]}, by which ranks notice "
-            f"that one is gone: {error}. Let ranks connect, or set watchdog_seconds=0."
+            f"rank {rank} cannot connect to {host}, port {port}, by which ranks notice that one is "
+            f"gone: {error}. Let ranks connect, or set watchdog_seconds=0."
         ) from error

@@ -75,7 +75,8 @@ class _Waiting:
     def __init__(
         self, timeout_seconds: float, log: Callable[[str], None], find_loss: Callable[[], str]
     ) -> None:
-        self._begin, self._find_loss = time.monotonic(), find_loss
+        self._begin = time.monotonic()
+        self._find_loss = find_loss
         self.timeout = timedelta(seconds=timeout_seconds)
         self._log = log
         self._log_at = LOG_AFTER_SECONDS
@@ -86,14 +87,16 @@ class _Waiting:
         if loss:
             self._log(loss)  # Lightning's launcher may kill this process soon
             raise RendezvousError(loss)
-        waited, limit = time.monotonic() - self._begin, self.timeout.total_seconds()
+        waited = time.monotonic() - self._begin
+        limit = self.timeout.total_seconds()
         if waited > limit:
             limits = f"{limit:g} s (start_seconds, or timeout_seconds)"
             raise RendezvousError(f"{describe()}: not within {limits}.")
         if logs and waited > self._log_at:
             self._log(f"{describe()}, after {waited:.0f} s of {limit:g}.")
             self._log_at = 2 * waited
-        time.sleep(min(max(PAUSE_SECONDS, PAUSE_SHARE * waited), MAX_PAUSE_SECONDS))
+        pause = max(PAUSE_SECONDS, PAUSE_SHARE * waited)
+        time.sleep(min(pause, MAX_PAUSE_SECONDS))
 
 
 # -- rank 0
@@ -106,10 +109,13 @@ def _gather(
     if point.is_hosted:
         # The launcher's store outlives attempts: it only says where rank 0 of the latest one is.
         launchers_store = _find_launchers_store(point, waiting)
-        identity, host = f"{point.identity} {secrets.token_hex(8)}", find_own_address(point.host)
+        identity = f"{point.identity} {secrets.token_hex(8)}"
+        host = find_own_address(point.host)
         listener = listen_at(host, 0, point.one_node)
     else:
-        identity, host, listener = point.identity, point.host, _listen_at_free_port(point)
+        identity = point.identity
+        host = point.host
+        listener = _listen_at_free_port(point)
     store = _make_store(host, point.one_node, waiting.timeout)
     # Before any rank finds the store: one that has arrived is watched, however it ends.
     store.set(WATCH, str(watch(host, 0)))
@@ -117,17 +123,20 @@ def _gather(
     missing = set(range(1, num_ranks))
 
     def describe_missing() -> str:
-        arrived = f"{num_ranks - len(missing)} of {num_ranks} ranks arrived at {point.host}"
-        places = [f" on {node}" for node in nodes] or [""] * num_ranks
-        names = [f"rank {rank}{places[rank]}" for rank in sorted(missing)]
-        hint = point.hint if len(missing) == num_ranks - 1 else ""
+        num_arrived = num_ranks - len(missing)
+        names = []
+        for rank in sorted(missing):
+            names.append(f"rank {rank} on {nodes[rank]}" if nodes else f"rank {rank}")
+        hint = point.hint if num_arrived == 1 else ""
+        arrived = f"{num_arrived} of {num_ranks} ranks arrived at {point.host}"
         report = f"{arrived}; waiting for {shortened(names, 8)}{hint}"
         store.set(MISSING, report)  # the other ranks report it at their own timeout
         return report
 
     with _answering(listener, {"job": identity, "port": store.port}):
         if point.is_hosted:
-            launchers_store.set(LATEST, json.dumps([identity, host, listener.getsockname()[1]]))
+            _, port, *_ = listener.getsockname()
+            launchers_store.set(LATEST, json.dumps([identity, host, port]))
         try:
             while missing:
                 # One request for all ranks.
@@ -208,7 +217,8 @@ def _arrive(
 ) -> Store:
     """Report to rank 0 that this rank has arrived, and wait for the others."""
     store, host = _find_store(point, waiting)
-    if store.add(f"{RANK}/{rank}", 1) > 1:
+    num_processes = store.add(f"{RANK}/{rank}", 1)
+    if num_processes > 1:
         raise RendezvousError(f"two processes are rank {rank} (RANK): start one of each.")
     watch(host, int(store.get(WATCH)))
     # Last: rank 0 reads one list, and not a key of each rank again and again.
@@ -228,20 +238,23 @@ def _arrive(
 
 def _find_store(point: MeetingPoint, waiting: _Waiting) -> tuple[Store, str]:
     """Return rank 0's store once it is there, and rank 0's host."""
-    num_others = len(point.ports) - 1
-    ports = f"port {point.ports[0]}" + (f" and {num_others} others" if num_others else "")
+    _, *others = point.ports
+    more = f" and {len(others)} others" if others else ""
+    place = f"{point.host}, port {point.ports[0]}{more}{point.hint}"
     places = [(point.identity, point.host, port) for port in point.ports]
     launchers_store = _find_launchers_store(point, waiting) if point.is_hosted else None
     while True:
         # Read again each time: rank 0 of a later attempt replaces it.
         if launchers_store is not None:
-            is_there = launchers_store.check([LATEST])
-            places = [json.loads(launchers_store.get(LATEST))] if is_there else []
+            places = []
+            if launchers_store.check([LATEST]):
+                places.append(json.loads(launchers_store.get(LATEST)))
         for identity, host, port in places:
             store_port = _ask_for_store(host, port, identity)
             if store_port is not None:
-                return TCPStore(host, store_port, is_master=False, timeout=waiting.timeout), host
-        waiting.pause(lambda: f"waiting for rank 0 at {point.host}, {ports}{point.hint}")
+                store = TCPStore(host, store_port, is_master=False, timeout=waiting.timeout)
+                return store, host
+        waiting.pause(lambda: f"waiting for rank 0 at {place}")
 
 
 def _ask_for_store(host: str, port: int, identity: str) -> int | None:
@@ -254,8 +267,9 @@ def _ask_for_store(host: str, port: int, identity: str) -> int | None:
             answer = json.loads(connection.recv(MAX_ANSWER_BYTES))
     except (OSError, ValueError):
         return None
-    is_ours = isinstance(answer, dict) and answer.get("job") == identity
-    return int(answer["port"]) if is_ours else None
+    if not isinstance(answer, dict) or answer.get("job") != identity:
+        return None
+    return int(answer["port"])
 
 
 # -- the launcher's store

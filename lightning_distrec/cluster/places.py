@@ -22,7 +22,8 @@ NETWORK_ERROR = re.compile(
 )
 """Words in the plain RuntimeErrors that torch raises when another rank is gone or late."""
 # The last is this package, which an editable install keeps outside of site-packages.
-LIBRARY, PACKAGE = str(Path(os.__file__).parent), str(Path(__file__).parents[1])
+LIBRARY = str(Path(os.__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 OTHERS = ["<", "site-packages", "dist-packages", LIBRARY, PACKAGE]
 IS_NOT_USERS = re.compile("|".join(map(re.escape, OTHERS)))
 """Files of code that is not the user's."""
@@ -49,25 +50,31 @@ def is_waiting(thread: int) -> bool:
     # On GPUs it runs on threads that torch starts: hooks compute there, and what is compiled on
     # first use.
     if frame.f_code.co_name == "_engine_run_backward":
-        stacks = [[*traceback.walk_stack(other)] for other in frames.values()]
-        for stack in stacks:
-            if stack[-1][0].f_code.co_filename != threading.__file__:
-                own.append(stack[0][0])
+        for other in frames.values():
+            *_, (outermost, _) = traceback.walk_stack(other)
+            if outermost.f_code.co_filename != threading.__file__:
+                own.append(other)
     return all(map(is_wait, own or [frame]))
 
 
 def find_place(thread: int) -> int:
     """Return a number that stays while a thread stays in one call, and computes and copies
     nothing."""
-    stack = traceback.walk_stack(sys._current_frames().get(thread))  # noqa: SLF001
-    calls = [(id(frame.f_code), frame.f_lasti) for frame, _ in stack]
-    return hash((*count_work(thread), *calls))
+    frame = sys._current_frames().get(thread)  # noqa: SLF001
+    place: list[object] = [count_work(thread)]
+    while frame is not None:
+        place.append(id(frame.f_code))
+        place.append(frame.f_lasti)
+        frame = frame.f_back
+    return hash(tuple(place))
 
 
 def is_wait(frame: FrameType) -> bool:
     """Whether a thread in a frame waits in a call of C that waits for ranks or GPUs, or may."""
     # What calls an operation of torch by its name, such as a collective's wait_tensor.
-    while frame.f_back is not None and frame.f_code.co_filename.endswith("/torch/_ops.py"):
+    while frame.f_code.co_filename.endswith("/torch/_ops.py"):
+        if frame.f_back is None:
+            break
         frame = frame.f_back
     # A frame has no line while it is entered.
     if frame.f_lineno is None:
@@ -76,28 +83,35 @@ def is_wait(frame: FrameType) -> bool:
     # other lines.
     file = frame.f_code.co_filename
     line = linecache.getline(file, frame.f_lineno).rstrip()
-    waits_for_gpu = torch.cuda.is_initialized() and WAIT_FOR_GPU.search(line)
-    return bool(WAIT.search(line) or waits_for_gpu or EXCHANGES.search(file))
+    if torch.cuda.is_initialized() and WAIT_FOR_GPU.search(line):
+        return True
+    return bool(WAIT.search(line) or EXCHANGES.search(file))
 
 
 def count_work(thread: int) -> tuple[int, int]:
     """Return counts that grow while a process computes on GPUs, or a thread copies; without GPUs,
     while it computes."""
     if not torch.cuda.is_initialized():
-        return int(time.clock_gettime(time.pthread_getcpuclockid(thread))), 0
+        thread_clock = time.pthread_getcpuclockid(thread)
+        return int(time.clock_gettime(thread_clock)), 0
     # Waits for a GPU take a processor, too. What computes there takes memory there.
-    stats = map(torch.cuda.memory_stats, range(torch.cuda.device_count()))
-    allocated = sum(counts["allocation.all.allocated"] for counts in stats)
+    allocated = 0
+    for device in range(torch.cuda.device_count()):
+        allocated += torch.cuda.memory_stats(device)["allocation.all.allocated"]
     # Source: man 5 proc, from minflt to cmajflt.
-    path = f"/proc/self/task/{threading.main_thread().native_id}/stat"
-    fields = Path(path).read_text().rpartition(")")[2].split()
-    return allocated, sum(map(int, fields[7:11])) // PAGES_PER_PLACE
+    main = threading.main_thread().native_id
+    status = Path(f"/proc/self/task/{main}/stat").read_text()
+    fields = status.rpartition(")")[2].split()
+    pages = sum(map(int, fields[7:11]))
+    return allocated, pages // PAGES_PER_PLACE
 
 
 def locate_thread(thread: int) -> str:
     """Return where a thread is now, as `find_location` does."""
     frames = sys._current_frames()  # noqa: SLF001
-    return find_location(traceback.walk_stack(frames[thread])) if thread in frames else ""
+    if thread not in frames:
+        return ""
+    return find_location(traceback.walk_stack(frames[thread]))
 
 
 def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
@@ -106,11 +120,18 @@ def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
 
     frames: with their lines, innermost first, as `traceback.walk_stack` returns them.
     """
-    codes = [(frame.f_code, line) for frame, line in frames]
-    outside = [place for place in codes if not IS_NOT_USERS.search(place[0].co_filename)]
-    (user, line), (innermost, _) = (outside or codes)[0], codes[0]
-    location = f"{os.path.basename(user.co_filename)}:{line} in {user.co_name}"
-    return location if user is innermost else f"{location} ({innermost.co_name})"
+    calls = list(frames)
+    innermost, _ = calls[0]
+    user, line = calls[0]
+    for frame, frame_line in calls:
+        if not IS_NOT_USERS.search(frame.f_code.co_filename):
+            user, line = frame, frame_line
+            break
+    code = user.f_code
+    location = f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
+    if user is innermost:
+        return location
+    return f"{location} ({innermost.f_code.co_name})"
 
 
 def is_network_failure(failure: BaseException) -> bool:
@@ -121,5 +142,7 @@ def is_network_failure(failure: BaseException) -> bool:
         return False
     if isinstance(failure, DistError | ConnectionError):
         return True
-    is_runtime_error = isinstance(failure, RuntimeError)
-    return is_runtime_error and NETWORK_ERROR.search(str(failure).lower()) is not None
+    if not isinstance(failure, RuntimeError):
+        return False
+    text = str(failure).lower()
+    return NETWORK_ERROR.search(text) is not None

@@ -41,11 +41,15 @@ class Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _sockets.add(connection)
         self.socket = connection
-        self._received = self._unsent = b""
+        self.rank: int | None = None
+        """Whose state has come by it, on rank 0."""
+        self._received = b""
+        self._unsent = b""
 
     def send(self, message: RankState | Verdict) -> None:
         """Send a message, and what is left of earlier ones, if the other side is there."""
-        self._unsent += json.dumps(asdict(message)).encode() + b"\n"
+        line = json.dumps(asdict(message)) + "\n"
+        self._unsent += line.encode()
         with contextlib.suppress(OSError):
             num_sent = self.socket.send(self._unsent)
             self._unsent = self._unsent[num_sent:]
@@ -59,7 +63,8 @@ class Connection:
             return []
         if not received:
             raise ConnectionResetError
-        *lines, self._received = (self._received + received).split(b"\n")
+        self._received += received
+        *lines, self._received = self._received.split(b"\n")
         if len(self._received) > MAX_BYTES:
             raise ValueError("a line without an end")
         return list(map(json.loads, lines))
@@ -71,11 +76,13 @@ class Hub:
     is_answered = True
 
     def __init__(self, judge: Judge, listener: socket.socket, job: str) -> None:
-        self.judge, self.job = judge, job
+        self.judge = judge
+        self.job = job
         self.verdict = Verdict(RankState(0))
         self._states = {0: RankState(0)}
         self._connections: dict[int, Connection] = {}
         self._received_at: dict[int, float] = {}
+        self._listener = listener
         listener.setblocking(False)
         _sockets.add(listener)
         # By poll: an epoll would be shared with processes that are forked.
@@ -92,29 +99,32 @@ class Hub:
         if self._selector.select(seconds):
             time.sleep(GATHERING_SECONDS)
 
-    def receive(self, now: float) -> None:
-        """Receive what has come, and answer. now: in seconds."""
+    def receive(self, clock: float) -> None:
+        """Receive what has come, and answer. clock: in seconds."""
         reported = set[int]()
         for key, _ in self._selector.select(0):
             if key.data is None:
                 with contextlib.suppress(OSError):
-                    accepted, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                    accepted, _ = self._listener.accept()
                     connection = Connection(accepted)
                     self._selector.register(accepted, selectors.EVENT_READ, connection)
             else:
-                reported |= self._receive_from(key.data, now)
+                reported |= self._receive_from(key.data, clock)
         for rank, received_at in self._received_at.items():
-            is_silent = now - received_at > self.judge.silence_seconds
+            silence = clock - received_at
+            is_silent = silence > self.judge.silence_seconds
             if is_silent != self._states[rank].is_silent:
-                self._states[rank] = replace(self._states[rank], is_silent=is_silent)
+                self._change(rank, is_silent=is_silent)
         self._decide(reported)
 
     def close(self) -> None:
         """Close all connections."""
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
+        self._listener.close()
+        for key in self._selector.get_map().values():
+            if key.data is not None:
+                key.data.socket.close()
 
-    def _receive_from(self, connection: Connection, now: float) -> set[int]:
+    def _receive_from(self, connection: Connection, clock: float) -> set[int]:
         """Return which ranks have reported by a connection: one, or none."""
         reported = set[int]()
         try:
@@ -122,44 +132,57 @@ class Hub:
                 state = RankState(**report)
                 if state.job != self.job:
                     raise ValueError("a rank of another job")
-                reported.add(state.rank)
-                self._states[state.rank], self._received_at[state.rank] = state, now
-                self._connections[state.rank] = connection
+                rank = connection.rank = state.rank
+                reported.add(rank)
+                self._states[rank] = state
+                self._received_at[rank] = clock
+                self._connections[rank] = connection
         except (OSError, ValueError, TypeError):
             self._selector.unregister(connection.socket)
             connection.socket.close()
-            reported = {r for r, other in self._connections.items() if other is connection}
-            for rank in reported:
-                del self._received_at[rank], self._connections[rank]
-                self._states[rank] = replace(self._states[rank], is_gone=True)
+            if connection.rank is not None:
+                self._received_at.pop(connection.rank, None)
+                self._connections.pop(connection.rank, None)
+                self._change(connection.rank, is_gone=True)
             return set()
         return reported
 
+    def _change(self, rank: int, **changes: bool) -> None:
+        state = self._states[rank]
+        self._states[rank] = replace(state, **changes)  # type: ignore[arg-type]
+
     def _decide(self, reported: set[int]) -> None:
         """Send the verdict to all where it has changed, otherwise to those that have reported."""
-        earlier, states = self.verdict, [state for _, state in sorted(self._states.items())]
+        earlier = self.verdict
+        states = [self._states[rank] for rank in sorted(self._states)]
         self.verdict = self.judge.judge(states, earlier)
-        for rank in reported if self.verdict == earlier else self._connections:
-            self._connections[rank].send(self.verdict)
+        has_changed = self.verdict != earlier
+        for rank, connection in self._connections.items():
+            if has_changed or rank in reported:
+                connection.send(self.verdict)
 
 
 class Link:
     """The side of another rank: reports to rank 0, and receives the verdict."""
 
     def __init__(self, judge: Judge, address: tuple[str, int], job: str) -> None:
-        self.judge, self.job = judge, job
+        self.judge = judge
+        self.job = job
         self.verdict = Verdict(RankState(0))
         self.is_answered = True
         """Whether rank 0 has answered to the last report."""
-        self._connection = Connection(socket.create_connection(address, CONNECT_SECONDS))
+        connected = socket.create_connection(address, CONNECT_SECONDS)
+        self._connection = Connection(connected)
         self._poll = select.poll()
-        self._poll.register(self._connection.socket, select.POLLIN)
+        self._poll.register(connected, select.POLLIN)
         self._state: RankState | None = None
-        self._received_at, self._is_lost = 0.0, False
+        self._received_at = 0.0
+        self._is_lost = False
 
     def report(self, state: RankState) -> None:
         """Send this rank's state."""
-        self._state, self.is_answered = state, False
+        self._state = state
+        self.is_answered = False
         self._connection.send(state)
 
     def wait(self, seconds: float) -> None:
@@ -169,21 +192,27 @@ class Link:
         else:
             self._poll.poll(1000 * seconds)
 
-    def receive(self, now: float) -> None:
-        """Receive the verdict; where rank 0 is gone or silent, that is one. now: in seconds."""
-        try:
-            messages = [] if self._is_lost else self._connection.receive()
-        except (OSError, ValueError):
-            self._is_lost, messages = True, []
+    def receive(self, clock: float) -> None:
+        """Receive the verdict; where rank 0 is gone or silent, that is one. clock: in seconds."""
+        messages = []
+        if not self._is_lost:
+            try:
+                messages = self._connection.receive()
+            except (OSError, ValueError):
+                self._is_lost = True
         for message in messages:
             rank_0 = RankState(**message.pop("rank_0"))
             self.verdict = Verdict(rank_0, **message)
-            self._received_at, self.is_answered = now, True
-        is_silent = now - self._received_at > self.judge.silence_seconds
-        if self._state is not None and (self._is_lost or is_silent):
-            rank_0 = replace(self.verdict.rank_0, is_gone=self._is_lost, is_silent=is_silent)
+            self._received_at = clock
+            self.is_answered = True
+        silence = clock - self._received_at
+        is_silent = silence > self.judge.silence_seconds
+        is_held_up = self._is_lost or is_silent
+        if is_held_up and self._state is not None:
+            earlier = self.verdict
+            rank_0 = replace(earlier.rank_0, is_gone=self._is_lost, is_silent=is_silent)
             # What rank 0 has reported before comes first: it may be the reason why it is gone.
-            self.verdict = self.judge.judge([rank_0, self._state], self.verdict)
+            self.verdict = self.judge.judge([rank_0, self._state], earlier)
 
     def close(self) -> None:
         """Close the connection."""

@@ -10,6 +10,9 @@ RULE = (
     "trainer.is_global_zero."
 )
 
+MAX_NAMED = 8
+"""Ranks at one place that are named."""
+
 
 @dataclass(frozen=True)
 class RankState:
@@ -46,9 +49,14 @@ class RankState:
         return self.is_gone or self.is_closed
 
     @property
+    def last(self) -> int:
+        """The last run that is over, well or not."""
+        return max(self.ended, self.failed)
+
+    @property
     def is_running(self) -> bool:
         """Whether the rank is in a run, where it may wait for others."""
-        return self.started > max(self.ended, self.failed) and not self.is_over
+        return self.started > self.last and not self.is_over
 
     @property
     def lingers(self) -> bool:
@@ -108,37 +116,40 @@ class Judge:
         # Before failures, which follow from ranks that cannot report.
         for state in watched:
             # A rank that has ended the run may go: only one that others wait for in a run blocks.
-            last = max(state.ended, state.failed)
-            if not any(other.started > last for other in waiting if other is not state):
+            runs = [other.started for other in waiting if other is not state]
+            if max(runs, default=0) <= state.last:
                 continue
             if state.is_gone:
-                name = self._name_ranks(state.rank)
+                name = self._name(state.rank)
                 yield f"{name} has died: its process is gone (killed, or out of memory?)"
             elif state.is_silent:
                 yield self._describe_silence(state.rank)
         missed = [state for state in watched if self._is_missed(state, waiting)]
         for state in missed:
             if state.failure:
-                yield f"{self._name_ranks(state.rank)} failed: {state.failure}"
+                yield f"{self._name(state.rank)} failed: {state.failure}"
         for state in missed:
             if state.is_gone:
-                name = self._name_ranks(state.rank)
+                name = self._name(state.rank)
                 yield f"{name} has ended after a failed collective: its own output says more"
         # Not one that merely takes long: it computes, or waits for a disk, and the others wait for
         # it in one exchange.
-        num_exchanges = len({state.progress for state in waiting})
-        if num_exchanges > 1 and all(state.is_stuck for state in waiting):
-            limit, locations = f"{self.deadlock_seconds:g} s", self._list_locations(states)
+        exchanges = {state.progress for state in waiting}
+        if len(exchanges) > 1 and all(state.is_stuck for state in waiting):
+            limit = f"{self.deadlock_seconds:g} s"
+            locations = self._list_locations(states)
             yield f"ranks wait in different exchanges for {limit}: {locations}. {RULE}"
 
     def _is_missed(self, state: RankState, waiting: list[RankState]) -> bool:
         """Whether a rank has failed in a run that others are still in, or in which it has died."""
-        in_run = [other for other in waiting if other.started == state.failed]
-        return any(other.is_running or state.is_gone for other in in_run)
+        for other in waiting:
+            if other.started == state.failed and (other.is_running or state.is_gone):
+                return True
+        return False
 
     def _describe_silence(self, rank: int) -> str:
         return (
-            f"{self._name_ranks(rank)} has been silent for {self.silence_seconds:g} s: it is "
+            f"{self._name(rank)} has been silent for {self.silence_seconds:g} s: it is "
             "stopped, or in one call that holds the interpreter's lock, or its machine or the "
             "network to it is down"
         )
@@ -154,12 +165,16 @@ class Judge:
             else:
                 location = f"{state.progress}, {state.location}"
             ranks_at.setdefault(location, []).append(state.rank)
-        places = [f"{self._name_ranks(*ranks)}: {place}" for place, ranks in ranks_at.items()]
+        places = []
+        for place, ranks in ranks_at.items():
+            more = " and more" if len(ranks) > MAX_NAMED else ""
+            numbers = ", ".join(map(str, ranks[:MAX_NAMED]))
+            name = f"ranks {numbers}{more}" if len(ranks) > 1 else self._name(ranks[0])
+            places.append(f"{name}: {place}")
         return "; ".join(places)
 
-    def _name_ranks(self, *ranks: int) -> str:
-        """Return one rank by number and node, several by their numbers."""
-        if len(ranks) > 1:
-            more = " and more" if len(ranks) > 8 else ""
-            return f"ranks {', '.join(map(str, ranks[:8]))}{more}"
-        return f"rank {ranks[0]}" + (f" on {self.nodes[ranks[0]]}" if self.nodes else "")
+    def _name(self, rank: int) -> str:
+        """Return a rank by number and node."""
+        if not self.nodes:
+            return f"rank {rank}"
+        return f"rank {rank} on {self.nodes[rank]}"

@@ -185,6 +185,24 @@ def test_why_a_collective_has_failed_is_asked(monkeypatch: pytest.MonkeyPatch) -
     beat.report(is_closed=True)
 
 
+def test_a_rank_lives_whose_progress_cannot_be_read() -> None:
+    peer: Any = _Peer()
+    peer.is_answered = True
+    beat = Heartbeat(1, peer)
+    asked: list[int] = []
+
+    def progress() -> str:
+        asked.append(1)
+        raise AttributeError("a trainer between two states")
+
+    beat.start_run(progress)
+    deadline = time.monotonic() + 10
+    while len(asked) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    beat.report(is_closed=True)
+
+
 class _Peer:
     """Rank 0, which answers nothing."""
 
@@ -219,7 +237,7 @@ def _seconds_until_stuck(
     beat.start_run(str)
     try:
         for seconds in range(round(5 * JUDGE.deadlock_seconds)):
-            beat._beat(seconds)
+            beat.report(**beat._look(seconds))
             if peer.state.is_stuck:
                 return seconds
         return None
