@@ -36,7 +36,7 @@ BUDGETS = {
     "strategies": 5866,
     "strategies/checkpoints": 17528,
     "strategies/data_parallel": 6831,
-    "strategies/estimates": 6152,
+    "strategies/estimates": 6192,
     "strategies/fully_sharded": 7544,
     "strategies/run": 14559,
     "strategies/stages": 13271,

@@ -211,16 +211,13 @@ def _completed(
     """Return the estimate with buffers and activations, or with the reason why its strategy refuses
     the module."""
     # By prefix: a module that torchrec_sharded refuses, it refuses with dense: fsdp as well.
-    refused = next(
-        (
-            reason
-            for strategy, reason in sizes.refused.items()
-            if estimate.strategy.startswith(strategy)
-        ),
-        "",
-    )
-    if refused or estimate.refused:
-        return Estimate(strategy=estimate.strategy, refused=refused or estimate.refused)
+    refused = estimate.refused
+    for strategy, reason in sizes.refused.items():
+        if estimate.strategy.startswith(strategy):
+            refused = reason
+            break
+    if refused:
+        return Estimate(strategy=estimate.strategy, refused=refused)
     memory = _added(estimate.memory, {"parameters": float(sizes.buffer_bytes)})
     if profile.activation_bytes is not None:
         memory["activations"] = float(profile.activation_bytes)

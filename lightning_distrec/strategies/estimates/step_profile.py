@@ -62,11 +62,10 @@ class SavedActivations:
         inputs alone."""
         recomputed_set = set(recomputed)
         # A storage stays if it is saved at least once while no layer that computes again runs.
-        stored = {
-            key: self.bytes_of[key]
-            for key, savers in self.savers.items()
-            if any(recomputed_set.isdisjoint(running) for running in savers)
-        }
+        stored: dict[int, int] = {}
+        for key, savers in self.savers.items():
+            if any(map(recomputed_set.isdisjoint, savers)):
+                stored[key] = self.bytes_of[key]
         for path in recomputed_set:
             # Checkpointing keeps the inputs of a layer in place of what its forward saves.
             stored |= self.inputs.get(path, {})
@@ -75,12 +74,12 @@ class SavedActivations:
     def layer_bytes(self, path: str) -> int:
         """Return the bytes that a layer's forward keeps beside its inputs."""
         inputs = self.inputs.get(path, {})
-        savers = self.savers.items()
-        return sum(
-            self.bytes_of[key]
-            for key, runs in savers
-            if key not in inputs and any(path in running for running in runs)
-        )
+        num_bytes = 0
+        for key, savers in self.savers.items():
+            is_saved = any(path in running for running in savers)
+            if is_saved and key not in inputs:
+                num_bytes += self.bytes_of[key]
+        return num_bytes
 
     def bytes_saved_first_in(self, path: str) -> int:
         """Return the bytes that are saved in a layer before anywhere else."""
@@ -110,11 +109,12 @@ def count_saved(module: nn.Module, watched: Mapping[str, nn.Module]) -> Iterator
     def pack(tensor: Tensor) -> Tensor:
         # Sparse tensors have no storage. What is saved lives as long as the graph, so that
         # addresses differ.
-        if (
-            tensor.layout == torch.strided
-            and (key := tensor.untyped_storage().data_ptr()) not in parameter_storages
-        ):
-            activations.bytes_of[key] = tensor.untyped_storage().nbytes()
+        if tensor.layout != torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        if key not in parameter_storages:
+            activations.bytes_of[key] = storage.nbytes()
             activations.savers.setdefault(key, []).append(frozenset(activations.running))
         return tensor
 
@@ -149,12 +149,12 @@ class BlockProfile:
 
 def numbered_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return path -> block of all nn.Sequentials and nn.ModuleLists in a module."""
-    return {
-        f"{name}.{number}": block
-        for name, container in module.named_modules()
-        if name and isinstance(container, (nn.Sequential, nn.ModuleList))
-        for number, block in enumerate(container)
-    }
+    blocks: dict[str, nn.Module] = {}
+    for name, container in module.named_modules():
+        if name and isinstance(container, (nn.Sequential, nn.ModuleList)):
+            for number, block in enumerate(container):
+                blocks[f"{name}.{number}"] = block
+    return blocks
 
 
 @contextmanager
