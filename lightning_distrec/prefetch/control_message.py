@@ -102,7 +102,7 @@ class ControlMessage:
             self._reduction = None
             half = len(compared) // 2
             weights, *smallest = compared[:half]
-            most_weights, *largest = [-negated for negated in compared[half:]]
+            max_weights, *largest = [-negated for negated in compared[half:]]
             self._agreed = BatchStatus(
                 state=state,
                 ready=bool(ready),
@@ -110,7 +110,7 @@ class ControlMessage:
                 size_ranges=tuple(map(_size_range, smallest, largest)),
                 failure=failure,
                 weights=weights,
-                weights_are_alike=weights == most_weights,
+                weights_are_alike=weights == max_weights,
                 counts=counts,
             )
         return self._agreed

@@ -220,16 +220,12 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        on_gpu = gpu.is_gpu(device)
+        self.on_gpu = on_gpu = gpu.is_gpu(device)
+        """Whether there are streams."""
         self._copies = torch.cuda.Stream(device) if on_gpu else None
         # High priority: its small kernels must not queue behind those of the forward.
         self.ids = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         """On which ids are checked and exchanged; None on a CPU."""
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether there are streams."""
-        return self._copies is not None
 
     def copying(self, drawn: Any) -> AbstractContextManager[Any]:
         """Return the context in which a batch is copied. drawn: as the loader gave it."""
@@ -242,22 +238,25 @@ class Streams:
                 tensor.record_stream(self._copies)
         return torch.cuda.stream(self._copies)
 
-    @contextmanager
-    def preparing(self, reads_written_tensors: Callable[[], bool]) -> Iterator[None]:
-        """Compute and check ids in the context, after `copied` was called with their batch.
+    def preparing(self, reads_written_tensors: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Return the context in which ids are computed and checked, after `copied` was called with
+        their batch.
 
         reads_written_tensors: whether they depend on tensors that the stream of the step writes to.
         """
         if self.ids is None:
-            yield
-            return
-        step, is_ordered = torch.cuda.current_stream(self._device), reads_written_tensors()
+            return nullcontext()
+        return self._preparing_on(self.ids, reads_written_tensors())
+
+    @contextmanager
+    def _preparing_on(self, ids: torch.cuda.Stream, is_ordered: bool) -> Iterator[None]:
+        step = torch.cuda.current_stream(self._device)
         if is_ordered:
-            self.ids.wait_stream(step)
-        with torch.cuda.stream(self.ids):
+            ids.wait_stream(step)
+        with torch.cuda.stream(ids):
             yield
         if is_ordered:  # the step's next write comes after these reads
-            step.wait_stream(self.ids)
+            step.wait_stream(ids)
 
     def copied(self, batch: Any) -> Any:
         """Let the stream of ids use a batch that was copied; returns the event that `hand_over`

@@ -150,7 +150,7 @@ class StepCalls:
 
 @dataclass(frozen=True)
 class ReportedCall:
-    """What ranks tell each other of a call of the first step."""
+    """What ranks send each other of a call of the first step."""
 
     path: str
     text: str

@@ -138,7 +138,7 @@ class Learner:
         self.calls[kind] = calls
         self.max_calls = max(self.max_calls, len(calls.calls))
 
-    # -- what is told
+    # -- what is reported
 
     def _report(self, kind: str, reasons: dict[str, str]) -> None:
         for path, reason in reasons.items():

@@ -99,7 +99,7 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
             )
         if powersgd is not None and static_graph:
             raise ConfigError(
-                "powersgd with static_graph=True: DDP would order gradients anew after the first "
+                "powersgd with static_graph=True: DDP would order gradients again after the first "
                 "step, and lose what the compression has left over. Set one."
             )
         self._powersgd = (

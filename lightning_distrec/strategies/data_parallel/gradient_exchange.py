@@ -183,7 +183,7 @@ class GradientExchange:
             module,
             device_ids=device_ids,
             bucket_cap_mb=self.bucket_cap_mb,
-            # DDP does not order its buckets anew where it looks for unused parameters.
+            # DDP does not order its buckets again where it looks for unused parameters.
             find_unused_parameters=self.find_unused_parameters or compression is not None,
             static_graph=self.static_graph,
             # Gradients are views of the buckets: one copy of them fewer in memory and in each step.

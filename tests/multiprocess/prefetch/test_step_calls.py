@@ -17,7 +17,7 @@ from tests.support.click_model import ClickModel, train_sharded
 from tests.support.ranks import THREADS_HAVE_NAMES, num_socket_threads, run_on_ranks
 
 FEW, MANY = 8, 24
-LIMIT = 379
+LIMIT = 375
 """Of functions of ours in a step with FEW tables; each takes 0.3 to 1 microseconds. Lower it when
 there are fewer.
 

@@ -264,7 +264,7 @@ def test_another_number_of_ranks_drops_what_was_left_over_with_a_warning(
         ),
         (
             {"powersgd": {}, "static_graph": True},
-            "powersgd with static_graph=True: DDP would order gradients anew",
+            "powersgd with static_graph=True: DDP would order gradients again",
         ),
     ],
 )
