@@ -57,7 +57,7 @@ param group; tables of one label share a kernel."""
 
 @dataclass(frozen=True, kw_only=True)
 class TableSharding:
-    """How the tables of a module are to be sharded."""
+    """Shards the tables of a module by a plan."""
 
     root: nn.Module
     tables: list[Table]
@@ -78,38 +78,69 @@ class TableSharding:
     earlier: ShardedTables | None = None
     """The sharding whose mappings of ids go on."""
 
+    def shard(self) -> ShardedTables:
+        """Collective. Shard the tables by the plan, and bring their rows to the shards."""
+        tables, device = self.tables, self.device
+        for table in tables:
+            stop_recording(table.parameter)
+        # torchrec initialises shards, a different number of draws on each rank; the user's
+        # generators must stay alike.
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            sharded = self._sharded_modules()
+        result = ShardedTables(self.root, tables, self.plan, sharded, self.groups)
+        for path, module in sharded.items():
+            kernels = [(kernel, local_shards_of(kernel)) for kernel in fbgemm_kernels(module)]
+            result.kernels += kernels
+            watch_caches(kernel for kernel, _ in kernels)
+            shards = [shard for _, kernel_shards in kernels for shard in kernel_shards]
+            result.shards |= _shards_by_table(module, result.tables_of(path), shards, device)
+            result.proxies[path] = _proxy(result, path)
+        tables_by_name = {table.full_name: table for table in tables}
+        for name, all_shards in result.table_shards().items():
+            _set_offsets(result.shards[name], all_shards)
+            _guard(result, tables_by_name[name], all_shards, name in self.gathered)
+            for shard in result.shards[name]:
+                if not shard.replicated:
+                    refuse_pickling(shard.weight, name)
+        # After the shards have places: a mapping has the rows of its shard, and initial rows are
+        # gathered from shards.
+        hold_mappings(result, self.earlier)
+        for table in tables:
+            free_weights(table.module)  # those built on meta, too
+        result.put_proxies_back()
+        return result
 
-def shard_tables(sharding: TableSharding) -> ShardedTables:
-    """Collective. Shard the tables by the plan, and bring their rows to the shards."""
-    tables, device = sharding.tables, sharding.device
-    for table in tables:
-        stop_recording(table.parameter)
-    # torchrec initialises shards, a different number of draws on each rank; the user's generators
-    # must stay alike.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        sharded = _sharded_modules(sharding)
-    result = ShardedTables(sharding.root, tables, sharding.plan, sharded, sharding.groups)
-    for path, module in sharded.items():
-        kernels = [(kernel, local_shards_of(kernel)) for kernel in fbgemm_kernels(module)]
-        result.kernels += kernels
-        watch_caches(kernel for kernel, _ in kernels)
-        shards = [shard for _, kernel_shards in kernels for shard in kernel_shards]
-        result.shards |= _shards_by_table(module, result.tables_of(path), shards, device)
-        result.proxies[path] = _proxy(result, path)
-    tables_by_name = {table.full_name: table for table in tables}
-    for name, all_shards in result.table_shards().items():
-        _set_offsets(result.shards[name], all_shards)
-        _guard(result, tables_by_name[name], all_shards, name in sharding.gathered)
-        for shard in result.shards[name]:
-            if not shard.replicated:
-                refuse_pickling(shard.weight, name)
-    # After the shards have places: a mapping has the rows of its shard, and initial rows are
-    # gathered from shards.
-    hold_mappings(result, sharding.earlier)
-    for table in tables:
-        free_weights(table.module)  # those built on meta, too
-    result.put_proxies_back()
-    return result
+    def _sharded_modules(self) -> dict[str, ShardedModule]:
+        environment = self.groups.environment()
+        sharded: dict[str, ShardedModule] = {}
+        for path in dict.fromkeys(table.collection for table in self.tables):
+            tables = [table for table in self.tables if table.collection == path]
+            for table in tables:
+                if table.full_name in self.fused:
+                    attach_fused_optimizer(table.parameter, *self.fused[table.full_name])
+            parameter_sharding = {table.name: self.plan[table.full_name] for table in tables}
+            sharder = sharder_of(tables[0], self.comms)
+            # _bring_rows fills all of them
+            with silence_torchrec(), keep_rows_undrawn(release_pages):
+                sharded[path] = sharder.shard(
+                    tables[0].module, parameter_sharding, environment, self.device, path
+                )
+            free_unsharded_tables(sharded[path])
+            for table in tables:
+                detach_fused_optimizer(table.parameter)
+            # Collection by collection: one's rows are freed before the next one's shards are made.
+            self._bring_rows(sharded[path], tables)
+        return sharded
+
+    def _bring_rows(self, sharded: ShardedModule, tables: list[Table]) -> None:
+        weights = sharded_weights(sharded, tables)
+        for table in tables:
+            targets = table_shards(weights[table.full_name], self.groups)
+            sources = self.rows.pop(table.full_name, None)
+            if sources is None:
+                init_rows(table, targets, self.seed)
+            else:
+                redistribute(sources, targets, self.device)
 
 
 @without_guards
@@ -129,39 +160,6 @@ def detach_rows(tables: list[Table], rank: int) -> dict[str, list[TableShard]]:
             # Moving has made a new parameter, which the user's embedding shows from now on.
             table.plain.weight = table.parameter
     return rows
-
-
-def _sharded_modules(sharding: TableSharding) -> dict[str, ShardedModule]:
-    environment = sharding.groups.environment()
-    sharded: dict[str, ShardedModule] = {}
-    for path in dict.fromkeys(table.collection for table in sharding.tables):
-        tables = [table for table in sharding.tables if table.collection == path]
-        for table in tables:
-            if table.full_name in sharding.fused:
-                attach_fused_optimizer(table.parameter, *sharding.fused[table.full_name])
-        parameter_sharding = {table.name: sharding.plan[table.full_name] for table in tables}
-        sharder = sharder_of(tables[0], sharding.comms)
-        with silence_torchrec(), keep_rows_undrawn(release_pages):  # _bring_rows fills all of them
-            sharded[path] = sharder.shard(
-                tables[0].module, parameter_sharding, environment, sharding.device, path
-            )
-        free_unsharded_tables(sharded[path])
-        for table in tables:
-            detach_fused_optimizer(table.parameter)
-        # Collection by collection: one's rows are freed before the next one's shards are made.
-        _bring_rows(sharded[path], tables, sharding)
-    return sharded
-
-
-def _bring_rows(sharded: ShardedModule, tables: list[Table], sharding: TableSharding) -> None:
-    weights = sharded_weights(sharded, tables)
-    for table in tables:
-        targets = table_shards(weights[table.full_name], sharding.groups)
-        sources = sharding.rows.pop(table.full_name, None)
-        if sources is None:
-            init_rows(table, targets, sharding.seed)
-        else:
-            redistribute(sources, targets, sharding.device)
 
 
 def _shards_by_table(

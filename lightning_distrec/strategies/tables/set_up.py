@@ -40,7 +40,7 @@ from lightning_distrec.optimizers.translation import (
 )
 from lightning_distrec.sharding.initial_weights import TableShard
 from lightning_distrec.sharding.meta_weight import written_digest
-from lightning_distrec.sharding.shard_tables import TableSharding, detach_rows, shard_tables
+from lightning_distrec.sharding.shard_tables import TableSharding, detach_rows
 from lightning_distrec.sharding.sharded_tables import (
     ShardedTables,
     refuse_foreign_shards,
@@ -254,7 +254,7 @@ def _shard(
             earlier=earlier,
         )
         with without_in_backward(unsharded.values()):
-            shards = shard_tables(sharding)
+            shards = sharding.shard()
         rows_only, initial_states = {}, {}
         for record in decisions.records:
             update, dtype = record.update, unsharded[record.name].dtype

@@ -17,8 +17,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec import gpu
-from lightning_distrec.sharding.shard_tables import shard_tables
-from lightning_distrec.strategies.tables import set_up
+from lightning_distrec.sharding.shard_tables import TableSharding
 from tests.support.click_model import (
     FEATURES,
     ClickModel,
@@ -353,15 +352,17 @@ def _fit_again() -> list[int]:
     assert states
     alive: list[int] = []
 
-    def look(*args: Any, **options: Any) -> Any:
+    shard = TableSharding.shard
+
+    def look(sharding: TableSharding) -> Any:
         on_gpu.stop()
         alive.extend(
             sum(reference() is not None for reference in references) for references in (old, states)
         )
-        return shard_tables(*args, **options)
+        return shard(sharding)
 
     on_gpu = patch.object(gpu, "is_on_gpu", lambda tensor: True)
-    with patch.object(set_up, "shard_tables", look):
+    with patch.object(TableSharding, "shard", look):
         on_gpu.start()
         trainer.fit_loop.max_epochs = 2
         trainer.fit(model, DataLoader([make_batch(1)], batch_size=None))
