@@ -72,7 +72,8 @@ def ids_by_feature(batch: Any) -> dict[str, Tensor]:
 
 def fingerprint(batch: Any) -> str:
     """Return a digest of a batch's tensors, of their first elements; "" where it has none."""
-    digest, count = hashlib.blake2b(digest_size=16), 0
+    digest = hashlib.blake2b(digest_size=16)
+    count = 0
     for name, leaf in named_leaves(batch):
         tensors = [leaf.values(), leaf.lengths()] if hasattr(leaf, "lengths") else [leaf]
         for tensor in tensors:

@@ -49,10 +49,8 @@ def release_pages(address: int, num_bytes: int) -> bool:
 
     Source: madvise(2), for private memory without a file.
     """
-    first, end = (
-        -(-address // mmap.PAGESIZE) * mmap.PAGESIZE,
-        (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE,
-    )
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end <= first:
         return False
     return (

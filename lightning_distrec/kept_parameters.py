@@ -21,7 +21,9 @@ class KeptParameter:
 
     def __init__(self, module: nn.Module, place: str, container: Any, key: Any) -> None:
         self.module = module
-        self._place, self._container, self._key = place, container, key
+        self._place = place
+        self._container = container
+        self._key = key
 
     @property
     def parameter(self) -> Any:

@@ -65,7 +65,8 @@ def check_types(values: Mapping[str, Any], annotated: Any, prefix: str = "") -> 
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    arguments, origin = get_args(kind), get_origin(kind) or kind
+    arguments = get_args(kind)
+    origin = get_origin(kind) or kind
     if origin in _UNIONS:
         return any(_fits(value, alternative) for alternative in arguments)
     if origin is Literal:
@@ -140,9 +141,11 @@ def parse_timeout(timeout_seconds: float | None, variables: Mapping[str, str]) -
 
     Raises ConfigError: it is no number above 0.
     """
-    name, value = "timeout_seconds", str(timeout_seconds)
+    name = "timeout_seconds"
+    value = str(timeout_seconds)
     if timeout_seconds is None:
-        name, value = TIMEOUT, variables.get(TIMEOUT, "").strip() or str(DEFAULT_TIMEOUT_SECONDS)
+        name = TIMEOUT
+        value = variables.get(TIMEOUT, "").strip() or str(DEFAULT_TIMEOUT_SECONDS)
     try:
         seconds = float(value)
     except ValueError:

@@ -18,15 +18,20 @@ from lightning_distrec._compat.torch import profiler_runs
 WAIT_DATA = "wait for data"
 # A lookup waits for ids from other ranks; user code accesses a lazy output whose rows have not
 # arrived yet; the fetcher waits for the control messages of the other ranks.
-WAIT_INPUT_DIST, WAIT_OUTPUT_DIST = "wait for input dist", "wait for output dist"
+WAIT_INPUT_DIST = "wait for input dist"
+WAIT_OUTPUT_DIST = "wait for output dist"
 WAIT_CONTROL_MESSAGE = "wait for control message"
 # The exchange of a batch's ids is prepared and started.
 START_INPUT_DIST = "start input dist"
 # The user's step up to its loss, with waits inside of it; backward; the optimizers' own steps.
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
 # A stage computes a micro-batch, or the loss; the names are followed by the stage's number and the
 # micro-batch's.
-STAGE_FORWARD, STAGE_BACKWARD, STAGE_LOSS = "stage forward", "stage backward", "stage loss"
+STAGE_FORWARD = "stage forward"
+STAGE_BACKWARD = "stage backward"
+STAGE_LOSS = "stage loss"
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ _NOTHING = nullcontext()
 
 class _Timed:
     def __init__(self, name: str, profiled: AbstractContextManager[Any]) -> None:
-        self._name, self._profiled = name, profiled
+        self._name = name
+        self._profiled = profiled
         self._begin = 0.0
 
     def __enter__(self) -> None:

@@ -173,7 +173,8 @@ def problem_with(installed: Installed, *, on_cuda: bool = False) -> str | None:
         "",
         installed.torch_cuda,
     }:
-        needed, release = installed.fbgemm_links_cuda, (installed.torch or "").partition("+")[0]
+        needed = installed.fbgemm_links_cuda
+        release = (installed.torch or "").partition("+")[0]
         reason = (
             f"fbgemm-gpu needs CUDA {needed} (libcudart.so.{needed}); this torch brings CUDA "
             f"{installed.torch_cuda}"
@@ -214,11 +215,9 @@ def _problem(installed: Installed, reason: str, command: str) -> str:
 
 def find_installed() -> Installed:
     """Read the versions from the packages' metadata, without importing the packages."""
-    torch, fbgemm_cuda, file = (
-        _version_of("torch"),
-        _version_of("fbgemm-gpu"),
-        _torch_version_file(),
-    )
+    torch = _version_of("torch")
+    fbgemm_cuda = _version_of("fbgemm-gpu")
+    file = _torch_version_file()
     return Installed(
         torch=torch,
         torch_build=build_of(torch, file) if torch else "cpu",

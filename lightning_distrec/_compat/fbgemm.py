@@ -76,7 +76,9 @@ class KernelCall:
         num_bags + 1,)."""
         # As torchrec's lookups: an activation checkpoint that recomputes by these must save the
         # same types.
-        kernel, ids, offsets = self._kernel, ids.long(), offsets.long()
+        kernel = self._kernel
+        ids = ids.long()
+        offsets = offsets.long()
         if self._name is None or kernel._forward_hooks or kernel._forward_pre_hooks:
             self._bound_call = None
             rows: Tensor = kernel(indices=ids, offsets=offsets)
@@ -89,7 +91,8 @@ class KernelCall:
             self._state = state
             return self._keep(ids, offsets)
         operator, arguments, at_ids, at_offsets = self._bound_call
-        arguments[at_ids], arguments[at_offsets] = ids, offsets
+        arguments[at_ids] = ids
+        arguments[at_offsets] = offsets
         rows = operator(*arguments)
         # they would keep memory until the next call
         arguments[at_ids] = arguments[at_offsets] = None
@@ -97,7 +100,8 @@ class KernelCall:
 
     def _keep(self, ids: Tensor, offsets: Tensor) -> Tensor:
         """Call the kernel, and keep what it gives its operator."""
-        operators, call_values = torch.ops.fbgemm, {}
+        operators = torch.ops.fbgemm
+        call_values = {}
         packet = getattr(operators, self._name or "")
 
         def watched(**options: Any) -> Any:

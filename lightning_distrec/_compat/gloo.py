@@ -92,7 +92,8 @@ class _Exchange:
         limit has passed."""
         for work in self._works:
             work.wait()
-        self._works, self._sent = [], ()
+        self._works = []
+        self._sent = ()
         return True
 
     def is_completed(self) -> bool:
@@ -104,7 +105,9 @@ class _Group:
     """The all-to-alls of one group."""
 
     def __init__(self, group: Any) -> None:
-        self._group, self._rank, size = group, group.rank(), group.size()
+        self._group = group
+        self._rank = group.rank()
+        size = group.size()
         # Each rank begins with another one, or all would send to rank 0 first.
         self._sources = [(self._rank - distance) % size for distance in range(1, size)]
         self._targets = [(self._rank + distance) % size for distance in range(1, size)]
@@ -117,9 +120,11 @@ class _Group:
         self, output: Tensor, sent: Tensor, output_sizes: list[int], sent_sizes: list[int]
     ) -> _Exchange:
         """Collective. Start to exchange chunks along dim 0."""
-        group, tag = self._group, next(self._tags)
+        group = self._group
+        tag = next(self._tags)
         with torch.no_grad():
-            outputs, chunks = output.split(output_sizes), sent.split(sent_sizes)
+            outputs = output.split(output_sizes)
+            chunks = sent.split(sent_sizes)
             # Both ends know of chunks without elements, and leave them out.
             works = [
                 group.recv([outputs[rank]], rank, tag)

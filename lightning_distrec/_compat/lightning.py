@@ -237,7 +237,8 @@ def stop_between_steps(
     # set a flag and its loop asks the strategy about it.
     # Source: lightning/pytorch/loops/training_epoch_loop.py, `advance`, and signal_connector.py,
     # whose `register_signal_handlers` runs after the strategy's setup.
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    connector = trainer._signal_connector
+    loop = trainer.fit_loop.epoch_loop
     advance = loop.advance
 
     def terminate(signum: int, frame: Any) -> None:
@@ -303,11 +304,9 @@ def show_in_progress_bar(trainer: Any, name: str, value: str) -> None:
 
 
 _MARK = "_calls_hooks_that_are_overridden"
-_callback_hooks, _module_hook, _strategy_hook = (
-    call._call_callback_hooks,
-    call._call_lightning_module_hook,
-    call._call_strategy_hook,
-)
+_callback_hooks = call._call_callback_hooks
+_module_hook = call._call_lightning_module_hook
+_strategy_hook = call._call_strategy_hook
 _OF_CALLBACKS = {name: hook for name, hook in vars(Callback).items() if callable(hook)}
 EMPTY_HOOKS = (
     *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -362,7 +361,9 @@ def _call_callbacks(
             trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs
         )
         return
-    empty, module, caller = _OF_CALLBACKS.get(hook_name), None, None
+    empty = _OF_CALLBACKS.get(hook_name)
+    module = None
+    caller = None
     for callback in trainer.callbacks:
         if getattr(type(callback), hook_name, None) is empty and hook_name not in callback.__dict__:
             continue
@@ -429,7 +430,8 @@ class _KeptSignature:
         # The signature is read again where the user, or a callback, has replaced the step.
         if step is not self._step:
             kwargs = _TrainingEpochLoop._build_kwargs(self._loop, kwargs, batch, batch_idx)
-            self._step, self._takes_index = step, "batch_idx" in kwargs
+            self._step = step
+            self._takes_index = "batch_idx" in kwargs
             return kwargs
         kwargs["batch"] = batch
         if self._takes_index:

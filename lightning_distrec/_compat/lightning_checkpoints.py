@@ -32,7 +32,8 @@ def resume_from(trainer: Any, find: Callable[[Any], str | None]) -> Patches:
     # environment for the checkpoint to resume from.
     # Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py, `_select_ckpt_path`,
     # which fit calls once.
-    patches, connector = Patches(), trainer._checkpoint_connector
+    patches = Patches()
+    connector = trainer._checkpoint_connector
     patches.replace_class(connector, _Resumes)
     patches.replace(connector, "find", find)
     patches.callback(connector.__dict__.pop, "chosen_path", None)
@@ -92,8 +93,10 @@ def continue_steps(trainer: Any, num_stepped: int) -> Patches:
     # it goes on with a validation, or with nothing, in place of a batch. Can go when its
     # checkpoints hold the number.
     # Source: as above, `reset` and `advance`.
-    loop, patches = trainer.fit_loop.epoch_loop, Patches()
-    upstream_reset, upstream_end = loop.reset, loop.on_advance_end
+    loop = trainer.fit_loop.epoch_loop
+    patches = Patches()
+    upstream_reset = loop.reset
+    upstream_end = loop.on_advance_end
 
     def reset() -> None:
         del loop.__dict__["reset"]

@@ -71,7 +71,8 @@ def watch_dataloader_hooks(
         with watch(source.name) if source.is_module() else nullcontext():
             return type(source).dataloader(source)
 
-    patches, loop = Patches(), trainer.fit_loop
+    patches = Patches()
+    loop = trainer.fit_loop
     for source in (loop._data_source, loop.epoch_loop.val_loop._data_source):
         patches.replace(source, "dataloader", partial(watched, source))
     return patches
@@ -119,7 +120,8 @@ def resume_loaders(
 class _ResumingFetcher(fetchers._PrefetchDataFetcher):
     def __init__(self, begins_late: Callable[[], bool], begun: Callable[[], None]) -> None:
         super().__init__()
-        self._begins_late, self._begun = begins_late, begun
+        self._begins_late = begins_late
+        self._begun = begun
 
     def __iter__(self) -> Any:
         if not self._begins_late():
@@ -198,7 +200,8 @@ def replace_predictions(
 
 def predict_again(trainer: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
     """Run the strategy's predict_step as the loop does, without its hooks. Source: as above."""
-    loop, strategy = trainer.predict_loop, trainer.strategy
+    loop = trainer.predict_loop
+    strategy = trainer.strategy
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
     batch = strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)

@@ -20,8 +20,10 @@ from lightning.pytorch.trainer.call import _call_and_handle_interrupt, _call_cal
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-INTERRUPTED_SECONDS, END_SECONDS = 2.0, 30.0
-FAILURE, RESULTS = "failure.pickle", "results.pt"
+INTERRUPTED_SECONDS = 2.0
+END_SECONDS = 30.0
+FAILURE = "failure.pickle"
+RESULTS = "results.pt"
 
 check_cuda_before_fork = _check_bad_cuda_fork
 """Raises RuntimeError: CUDA has begun in this process, and a forked one could not use it."""
@@ -56,8 +58,11 @@ class ForkLauncher(_MultiProcessingLauncher):
         end_rank: Callable[[], None],
     ) -> None:
         super().__init__(strategy, start_method="fork")
-        self._start_rank, self._full_state, self._end_rank = start_rank, full_state, end_rank
-        self._folder, self._results = Path(), None
+        self._start_rank = start_rank
+        self._full_state = full_state
+        self._end_rank = end_rank
+        self._folder = Path()
+        self._results = None
         self._put_back: Callable[[], object] = bool
 
     @property
@@ -90,7 +95,8 @@ class ForkLauncher(_MultiProcessingLauncher):
                 elif file.exists():
                     raise pickle.loads(file.read_bytes()) from failure
                 raise
-        results, self._results = self._results, None
+        results = self._results
+        self._results = None
         return results
 
     def after_failure(self) -> None:
@@ -126,7 +132,8 @@ class ForkLauncher(_MultiProcessingLauncher):
     ) -> None:
         # A fork has the launcher of its parent: without this it would signal its siblings, and fork
         # ranks again.
-        self.is_rank, self.procs = True, []
+        self.is_rank = True
+        self.procs = []
 
         def run(*args: Any, **options: Any) -> Any:
             self._start_rank()

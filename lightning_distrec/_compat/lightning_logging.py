@@ -100,7 +100,8 @@ def log_at_less_python(trainer: Any) -> Patches:
     # Source: LightningModule.log in lightning/pytorch/core/module.py; _ResultCollection and
     # _ResultMetric in lightning/pytorch/trainer/connectors/logger_connector/result.py;
     # Metric._wrap_update in torchmetrics/metric.py. Can go when Lightning does so.
-    patches, fit = Patches(), trainer.fit_loop.epoch_loop
+    patches = Patches()
+    fit = trainer.fit_loop.epoch_loop
     for loop in (
         (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
         if trainer.world_size > 1
@@ -147,7 +148,8 @@ def _log(
     if type(results) is not _Results or enable_graph or (logger and not trainer.loggers):
         _upstream_log(self, name, value, *options)
         return
-    fx, step = self._current_fx_name, self.__dict__.get("training_step") or type(self).training_step
+    fx = self._current_fx_name
+    step = self.__dict__.get("training_step") or type(self).training_step
     call = (fx, step, name, *options[:9], batch_size is None, *options[10:], results.dataloader_idx)
     try:
         key, metric = results.logged_before[call]
@@ -180,7 +182,8 @@ def _remember(results: _Results, call: tuple[Any, ...]) -> None:
 
 def _adds_up(module: Any, trainer: Any, metric: _ResultMetric, value: Any, batch_size: Any) -> bool:
     """Log a value of the usual kinds, or change nothing and return False."""
-    kind, meta = type(value), metric.meta
+    kind = type(value)
+    meta = metric.meta
     if batch_size is not None and type(batch_size) is not int:
         return False
     if metric.is_tensor:
@@ -203,7 +206,8 @@ def _adds_up(module: Any, trainer: Any, metric: _ResultMetric, value: Any, batch
             return False
     elif value is not metric.value or not _is_on_its_device(value):
         return False
-    connector, fx = trainer._logger_connector, module._current_fx_name
+    connector = trainer._logger_connector
+    fx = module._current_fx_name
     results = trainer.fit_loop.epoch_loop._results
     if connector._current_fx != fx and connector._first_loop_iter in (None, True):
         results.reset(metrics=False, fx=fx)
@@ -213,14 +217,16 @@ def _adds_up(module: Any, trainer: Any, metric: _ResultMetric, value: Any, batch
     else:
         metric._forward_cache = value._forward_cache
     attributes = metric.__dict__  # as _ResultMetric.__setattr__ writes
-    attributes["_computed"], attributes["has_reset"] = None, False
+    attributes["_computed"] = None
+    attributes["has_reset"] = False
     attributes["_update_count"] += 1
     connector._current_fx = meta.fx
     return True
 
 
 def _accumulate(results: _Results, metric: Any, value: Tensor, batch_size: int | None) -> None:
-    meta, attributes = metric.meta, metric.__dict__
+    meta = metric.meta
+    attributes = metric.__dict__
     if meta.on_step:
         attributes["_forward_cache"] = value
         if not meta.on_epoch:
@@ -238,7 +244,9 @@ def _accumulate(results: _Results, metric: Any, value: Tensor, batch_size: int |
 
 def _is_on_its_device(metric: Metric) -> bool:
     """Whether moving this metric to its device, as upstream does at each call, changes nothing."""
-    device, kind, attributes = metric.device, type(metric), metric.__dict__
+    device = metric.device
+    kind = type(metric)
+    attributes = metric.__dict__
     if (
         kind.to is not _MOVES
         or kind._apply is not Metric._apply
@@ -279,7 +287,8 @@ def before_values_are_reduced(trainer: Any, call: Callable[[], None]) -> Patches
     """
     # Source: logger_connector.py in lightning/pytorch/trainer/connectors/logger_connector, and the
     # loops that call it.
-    connector, patches = trainer._logger_connector, Patches()
+    connector = trainer._logger_connector
+    patches = Patches()
     for name in ("epoch_end_reached", "update_train_epoch_metrics", "update_eval_epoch_metrics"):
         patches.replace(connector, name, _calling_first(call, getattr(connector, name)))
     return patches

@@ -84,7 +84,8 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, note: Note, check: Callable[..., None] | None) -> None:
         super().__init__()
-        self._note, self._check = note, check
+        self._note = note
+        self._check = check
 
     # What torch.compile has compiled runs without it: a mode that does not ignore compile's
     # internals makes torch give up for good on any function that is first called inside of it.

@@ -95,10 +95,8 @@ def copy_in_backward(source: nn.Parameter, target: nn.Parameter) -> None:
         twin = copy.copy(optimizer)
         # torchrec's classes that only name a kernel have none
         if hasattr(optimizer, "param_groups"):
-            twin.param_groups, twin.state = (
-                [{**optimizer.param_groups[0], "params": [target]}],
-                defaultdict(dict),
-            )
+            twin.param_groups = [{**optimizer.param_groups[0], "params": [target]}]
+            twin.state = defaultdict(dict)
             mark_in_backward(target, twin)
         else:
             target._in_backward_optimizers = [twin]  # type: ignore[attr-defined]
@@ -282,7 +280,8 @@ def reached_leaves(tensors: Iterable[torch.Tensor]) -> set[int]:
     # AccumulateGrad nodes alone have a `variable`. Source:
     # torch/csrc/autograd/functions/accumulate_grad.h.
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, leaves = set(nodes), set()
+    seen = set(nodes)
+    leaves = set()
     while nodes:
         node = nodes.pop()
         variable = getattr(node, "variable", None)

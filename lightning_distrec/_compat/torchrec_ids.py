@@ -123,7 +123,8 @@ class FusedSplits:
         """Collective. Wait for the exchange; return each rank's numbers, or None: there are no ids
         to exchange."""
         if self._exchange is not None:
-            self._received, self._exchange = self._exchange.wait(), None
+            self._received = self._exchange.wait()
+            self._exchange = None
         if self._received is None:
             return None
         numbers = self._received[len(self._received) - self._num_numbers :]
@@ -134,7 +135,8 @@ class FusedSplits:
         lookup."""
         self.wait_for_numbers()
         received = iter(self._received or ())
-        started, ids_sent = [], []
+        started = []
+        ids_sent = []
         for splits, context, is_small, late_weights in self._lookups:
             lookup_tensors: list[Any] = []
             for awaitable in splits.awaitables:
@@ -178,13 +180,15 @@ class _Part:
             tensor = tensor.float()
         numbers = tensor.contiguous().view(torch.int32)
         if tensor.element_size() == 8:
-            sent, received = [2 * size for size in sent], [2 * size for size in received]
+            sent = [2 * size for size in sent]
+            received = [2 * size for size in received]
         return cls(numbers, sent, received, dtype, is_small)
 
     def take(self) -> Tensor:
         """Return the tensor that has arrived, in its own type."""
         assert self.arrived is not None
-        arrived, self.arrived = self.arrived, None
+        arrived = self.arrived
+        self.arrived = None
         if self.dtype in (torch.float16, torch.bfloat16):
             return arrived.view(torch.float32).to(self.dtype)
         return (
@@ -224,17 +228,17 @@ class _Exchange:
 
     def __init__(self, parts: list[_Part], group: Any) -> None:
         self._parts = parts
-        sent, sizes, self._received_sizes = parts[0].numbers, parts[0].sent, parts[0].received
+        sent = parts[0].numbers
+        sizes = parts[0].sent
+        self._received_sizes = parts[0].received
         received_in_all = self._received_sizes
         if len(parts) > 1:  # map and chain: the host's time counts
             chunks = [part.numbers.split(part.sent) for part in parts]
             sent = torch.cat(list(chain.from_iterable(zip(*chunks, strict=True))))
             sizes = list(map(sum, zip(*map(attrgetter("sent"), parts), strict=True)))
             rank_parts = list(zip(*map(attrgetter("received"), parts), strict=True))
-            self._received_sizes, received_in_all = (
-                list(chain.from_iterable(rank_parts)),
-                list(map(sum, rank_parts)),
-            )
+            self._received_sizes = list(chain.from_iterable(rank_parts))
+            received_in_all = list(map(sum, rank_parts))
         self._received = sent.new_empty(sum(received_in_all))
         self._work = tables_dist.all_to_all_single(
             self._received, sent, received_in_all, sizes, group=group, async_op=True
@@ -246,7 +250,8 @@ class _Exchange:
             return
         self._work.wait()
         self._work = None
-        parts, received = self._parts, self._received
+        parts = self._parts
+        received = self._received
         if len(parts) == 1:
             parts[0].arrived = received
             return
@@ -397,7 +402,8 @@ def pooled_sharding(sharded: Any) -> PooledSharding | None:
     # ranks.
     if type(sharded) is not ShardedEmbeddingBagCollection or len(sharded._embedding_shardings) != 1:
         return None
-    (sharding,), (kind,) = sharded._embedding_shardings, sharded._sharding_types
+    (sharding,) = sharded._embedding_shardings
+    (kind,) = sharded._sharding_types
     if kind not in ("table_wise", "row_wise") or sharding.qcomm_codecs_registry:
         return None
     configs_by_rank = sharding._grouped_embedding_configs_per_rank

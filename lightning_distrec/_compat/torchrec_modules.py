@@ -350,7 +350,8 @@ def hash_zch_settings(module: Any) -> dict[str, Any]:
 def hash_zch_difference(module: Any, name: str) -> str:
     """Return the setting by which a HashZchManagedCollisionModule maps ids as `IdMapping` does not;
     "" for none."""
-    rows, buckets = module.output_size(), module.buckets()
+    rows = module.output_size()
+    buckets = module.buckets()
     divides = module.input_mapper._inference_dispatch_div_train_world_size
     reasons = {
         "output_segments of unequal size": module._output_segments
@@ -445,6 +446,8 @@ def update_mch(
     step: the number of this lookup.
     """
     _set_sorted(module, state)
-    module._current_iter, module._history_accumulator, module._history_metadata = step, ids, history
+    module._current_iter = step
+    module._history_accumulator = ids
+    module._history_metadata = history
     module._current_history_buffer_offset = len(ids)
     module._coalesce_history()

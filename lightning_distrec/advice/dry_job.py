@@ -148,7 +148,8 @@ def default_type(precision: str) -> Any:
 
 def locate_error(error: BaseException) -> str:
     """Return which module's code raised, as "Scale.__init__, model.py:12: "; "" if none did."""
-    trace, place = error.__traceback__, ""
+    trace = error.__traceback__
+    place = ""
     while trace is not None:
         # The innermost frame in a module's method that is not torch's or Lightning's: the user's
         # line.
@@ -169,7 +170,9 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
     What a module computes of a batch is seen where it has `sparse_inputs`. Raises ConfigError: no
     data, or it fails.
     """
-    counts, total, batch_size = IdCounts(), 0, None
+    counts = IdCounts()
+    total = 0
+    batch_size = None
     declare = getattr(module, "sparse_inputs", None)
     try:
         for loader in loaders_in(training_loaders(module, data)):
@@ -183,7 +186,8 @@ def count_ids_in_data(module: Any, data: Any, num_batches: int) -> tuple[IdCount
             for batch in batches:
                 parts = [batch] if declare is None else [batch, declare(batch)]
                 counts.look_at(*parts)
-                batch_size, total = batch_size or _num_examples(parts), total + 1
+                batch_size = batch_size or _num_examples(parts)
+                total = total + 1
     except ConfigError:
         raise
     except Exception as error:
@@ -223,7 +227,8 @@ MAX_NAMED = 4
 
 def with_counts(dry: DryModule, counts: IdCounts, batch_size: int | None) -> DryModule:
     """Return the module with ids in batches, for estimates; options that are set stay."""
-    settings, assumed = dry.settings, list(dry.assumed)
+    settings = dry.settings
+    assumed = list(dry.assumed)
     if settings.batch_size_per_rank is None and batch_size:
         settings = replace(
             settings, batch_size_per_rank=batch_size, batch_size_origin="of the first batch"
@@ -295,7 +300,8 @@ def _on_device(constraints: TableConstraints) -> TableConstraints:
 def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
     """Return what planning needs to know of the ranks. Raises PlanError: the reservation leaves
     nothing for tables."""
-    planning, layout = dry.settings.planning, job.layout
+    planning = dry.settings.planning
+    layout = job.layout
     reservation = reservation_of(planning.reserve, os.environ)
     # All ranks, also where sharding_groups divide the tables among fewer.
     shares = job.num_ranks if job.shards_dense else 1
@@ -345,7 +351,8 @@ def bytes_of_tables(dry: DryModule) -> float:
     """Return the bytes of all tables, with the optimizer state and gradients that are kept."""
     total = 0.0
     for record in dry.decisions.records:
-        weight, update = record.table.parameter, record.update
+        weight = record.table.parameter
+        update = record.update
         total += weight.numel() * (weight.element_size() + update.bytes_per_element)
         total += weight.shape[0] * update.bytes_per_row
     return total

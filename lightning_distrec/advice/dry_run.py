@@ -252,8 +252,10 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
     quick: without the searches for limits. Raises ConfigError, PlanError: options contradict each
     other; tables that do not fit are no error.
     """
-    settings, begun = dry.settings, time.perf_counter()
-    decisions, facts = make_decisions(dry, job), make_facts(dry, job)
+    settings = dry.settings
+    begun = time.perf_counter()
+    decisions = make_decisions(dry, job)
+    facts = make_facts(dry, job)
     plan_file = settings.planning.plan_file
     plan = None
     try:
@@ -303,7 +305,8 @@ def dry_run(dry: DryModule, job: DryJob, quick: bool = False) -> DryRun:
 
 
 def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]:
-    planning, assumed = dry.settings.planning, []
+    planning = dry.settings.planning
+    assumed = []
     request = bandwidth_request(planning.bandwidths, os.environ)
     missing = [name for name in request.to_measure if name not in job.bandwidths]
     if missing:
@@ -314,7 +317,8 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
         assumed.append(
             "planning.estimate_pooling: no data is read, so ids per example are not counted"
         )
-    counts, unset = dry.counts or IdCounts(), []
+    counts = dry.counts or IdCounts()
+    unset = []
     for record in dry.decisions.records:
         if record.options.pooling_factor is None and counts.factors(record.table) is None:
             unset.append(record.table)

@@ -121,7 +121,9 @@ def as_json(result: DryRun) -> dict[str, Any]:
 
 def _ranks_as_json(plan: ShardingPlan) -> dict[str, Any]:
     """Return what each rank does, as lists by rank."""
-    memory, traffic, cost = plan.memory, plan.traffic, plan.cost
+    memory = plan.memory
+    traffic = plan.traffic
+    cost = plan.cost
     columns: dict[str, Any] = {
         "memory_bytes": memory.tables.tolist(),
         "memory_bytes_by_part": {

@@ -39,7 +39,9 @@ from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import describe_error, shortened
 
-FSDP, TORCHREC, PIPELINE = "fsdp_tuned", "torchrec_sharded", "pipeline_parallel"
+FSDP = "fsdp_tuned"
+TORCHREC = "torchrec_sharded"
+PIPELINE = "pipeline_parallel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +160,8 @@ def _copy_and_configure(
     module: LightningModule, sizes: ModuleSizes
 ) -> tuple[LightningModule, list[Optimizer]]:
     """Return a copy on the meta device and its optimizers; the module where it has no copy."""
-    copied, problem = module, "the module cannot be copied and configured"
+    copied = module
+    problem = "the module cannot be copied and configured"
     try:
         copied = meta_copy(module)
         problem = "configure_optimizers failed on a copy of the module"

@@ -111,7 +111,9 @@ def advise(
 
 def needs_of(sizes: ModuleSizes, job: Job, activations: int) -> dict[str, Need]:
     """Return name of a strategy -> what it needs of a rank's memory."""
-    every, layers, num_ranks = sizes.parameters, sizes.layers, job.num_ranks
+    every = sizes.parameters
+    layers = sizes.layers
+    num_ranks = job.num_ranks
     # Tables are shared out evenly: `plan` knows which rank gets which.
     tables_share = sizes.updated_tables / num_ranks
     model_and_gathered: dict[str, tuple[float, float]] = {
@@ -169,7 +171,9 @@ def _choose(sizes: ModuleSizes, needs: dict[str, Need], job: Job) -> tuple[str, 
         if reason:
             return _choose_for_tables(needs, job, reason)
     memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
-    ddp, fsdp, stages = needs[DDP], needs[FSDP], needs[PIPELINE]
+    ddp = needs[DDP]
+    fsdp = needs[FSDP]
+    stages = needs[PIPELINE]
     # What fits is replicated: that sends no more than FSDP does, and no layer waits for its
     # parameters.
     replicated = f"the replicated module needs {format_bytes(ddp.total)}"
@@ -206,7 +210,8 @@ def _choose(sizes: ModuleSizes, needs: dict[str, Need], job: Job) -> tuple[str, 
 def _choose_for_tables(needs: dict[str, Need], job: Job, reason: str) -> tuple[str, str]:
     """Return the same where tables decide. reason: why they do."""
     memory = f"{MAX_MEMORY_SHARE:.0%} of a rank's {format_bytes(job.memory_bytes)}"
-    tables, hybrid = needs[TORCHREC], needs[TORCHREC_FSDP]
+    tables = needs[TORCHREC]
+    hybrid = needs[TORCHREC_FSDP]
     if fits(tables, job):
         return TORCHREC, reason
     if fits(hybrid, job):
@@ -262,7 +267,8 @@ def _notes(sizes: ModuleSizes, job: Job, step: MeasuredStep) -> list[str]:
 
 def print_advice(advice: Advice, console: Console) -> None:
     """Print what each strategy needs, what was assumed, and which strategy to take."""
-    job, needs = advice.job, advice.needs.values()
+    job = advice.job
+    needs = advice.needs.values()
     ranks = f"{quantity(job.num_ranks, 'rank')} on {quantity(job.num_nodes, 'node')}"
     memory = f"{format_bytes(job.memory_bytes)} each, precision {job.precision}"
     text = text_table(

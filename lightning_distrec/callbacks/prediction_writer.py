@@ -17,7 +17,9 @@ from typing_extensions import override
 from lightning_distrec.errors import ConfigError, DataError, require
 from lightning_distrec.observe.throughput import value_at
 
-INDEX, LOADER, PREDICTION = "index", "dataloader", "prediction"
+INDEX = "index"
+LOADER = "dataloader"
+PREDICTION = "prediction"
 BUFFERED_ROWS = 65_536
 
 
@@ -43,7 +45,8 @@ class PredictionWriter(BasePredictionWriter):
                 f"predictions are written as Parquet, and '{path}' is not named *.parquet."
             )
         require("pyarrow", f"writing {path}")
-        self._path, self._columns = Path(path), list(columns or [])
+        self._path = Path(path)
+        self._columns = list(columns or [])
         self._tables: list[Any] = []
         self._num_rows = 0
         self._writer: Any = None
@@ -56,7 +59,10 @@ class PredictionWriter(BasePredictionWriter):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Make the folder of the parts."""
-        self._tables, self._num_rows, self._writer, self._counts = [], 0, None, {}
+        self._tables = []
+        self._num_rows = 0
+        self._writer = None
+        self._counts = {}
         if trainer.is_global_zero:
             shutil.rmtree(self._parts, ignore_errors=True)  # of a run that was ended
             self._parts.mkdir(parents=True)
@@ -128,7 +134,8 @@ class PredictionWriter(BasePredictionWriter):
         if self._writer is None:
             self._writer = parquet.ParquetWriter(self._parts / f"{rank}.parquet", table.schema)
         self._writer.write_table(table)
-        self._tables, self._num_rows = [], 0
+        self._tables = []
+        self._num_rows = 0
 
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -46,7 +46,9 @@ class ScaledLearningRate(Stoppable):
                 f"ScaledLearningRate: base_ranks={base_ranks} must be at least 1, and "
                 f"warmup_steps={warmup_steps} at least 0 (no warm-up)."
             )
-        self._rule, self._base_ranks, self._warmup_steps = rule, base_ranks, warmup_steps
+        self._rule = rule
+        self._base_ranks = base_ranks
+        self._warmup_steps = warmup_steps
         self._factor = 1.0
         self._steps: list[int] = []
         self._scaled: list[ScaledSteps] = []
@@ -70,7 +72,8 @@ class ScaledLearningRate(Stoppable):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if any(isinstance(c, LearningRateFinder) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, LearningRateFinder) for callback in callbacks):
             raise ConfigError(
                 "ScaledLearningRate with LearningRateFinder: the finder's rate already suits this "
                 "number of ranks. Run the finder without ScaledLearningRate, then set base_ranks "
@@ -128,7 +131,8 @@ class ScaledLearningRate(Stoppable):
     ) -> None:
         steps = sum(scaled.steps for scaled in self._scaled)
         # False while gradients accumulate
-        stepped, self._steps_seen = steps != self._steps_seen, steps
+        stepped = steps != self._steps_seen
+        self._steps_seen = steps
         if stepped and self._log_times.due(trainer) and trainer.is_global_zero:
             named: dict[str, float] = {}
             for index, groups in enumerate(self.rates):
@@ -165,16 +169,16 @@ class ScaledSteps:
     def __init__(
         self, optimizers: Sequence[Optimizer], factor_at: Callable[[int], float], steps: int
     ) -> None:
-        self._optimizers, self._factor_at, self.steps = optimizers, factor_at, steps
+        self._optimizers = optimizers
+        self._factor_at = factor_at
+        self.steps = steps
         self.used: list[Any] = []
         self.is_stepping = False
         self._groups: list[tuple[dict[str, Any], Any]] = []
         # torch's hooks run before the closure. Lightning's on_before_optimizer_step comes after
         # backward, when fused tables have used the rate.
-        register, register_after = (
-            optimizers[0].register_step_pre_hook,
-            optimizers[0].register_step_post_hook,
-        )
+        register = optimizers[0].register_step_pre_hook
+        register_after = optimizers[0].register_step_post_hook
         self._hooks = [register(self._begin), register_after(self._end)]
 
     def stop(self) -> None:
@@ -220,7 +224,8 @@ class ScaledSteps:
                 group["lr"] = plain
             else:
                 changed = number
-        self._groups, self.is_stepping = [], False
+        self._groups = []
+        self.is_stepping = False
         return changed
 
 

@@ -80,7 +80,8 @@ class PlanLogger(Callback):
             ) from error
         for logger in image_loggers:
             for name, data in pictures.items():
-                pixels, step = _pixels(data), trainer.global_step
+                pixels = _pixels(data)
+                step = trainer.global_step
                 if isinstance(logger, TensorBoardLogger):
                     logger.experiment.add_image(
                         f"plan/{name}", pixels, global_step=step, dataformats="HWC"
@@ -143,7 +144,8 @@ class DynamicIds(Callback):
         if not self._last_numbers or not self._log_times.due(trainer):
             return
         # The mapping counts from its beginning on; an entry is about the time since the one before.
-        numbers, entry = self._numbers(trainer), {}
+        numbers = self._numbers(trainer)
+        entry = {}
         for table, (rows, occupied, looked_up, shared, evicted) in numbers.items():
             _, _, looked_up_before, shared_before, evicted_before = self._last_numbers[table]
             entry[f"dynamic_ids/{table}/occupancy"] = occupied / rows
@@ -177,7 +179,8 @@ class NormalizeRows(Callback):
             )
         if max_norm is not None and max_norm <= 0:
             raise ConfigError(f"NormalizeRows: max_norm={max_norm} must be above 0.")
-        self._names, self._max_norm = parameters, max_norm
+        self._names = parameters
+        self._max_norm = max_norm
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

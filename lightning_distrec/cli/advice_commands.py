@@ -173,15 +173,14 @@ def plan_ahead(options: Namespace) -> DryRun:
         require("matplotlib", "plan --html")
     bandwidths = _parse_bandwidths(options.bandwidth or [])
     check_options(options, "plan", nodes=1, devices=1, batch_size=1, from_data=1)
-    host_bytes, memory = (
-        _parse_memory(options, "host_memory"),
-        _parse_memory(options, "device_memory"),
-    )
+    host_bytes = _parse_memory(options, "host_memory")
+    memory = _parse_memory(options, "device_memory")
     hide_upstream_deprecations()
     recipe = _build_on_meta(
         options.config, PlanRecipeBuilder if options.from_data is None else DataRecipeBuilder
     )
-    trainer, assumed = recipe.settings, []
+    trainer = recipe.settings
+    assumed = []
     trainer.precision = full_precision_name(trainer.precision)
     device = options.accelerator or ("cuda" if is_on_gpu(trainer.accelerator) else "cpu")
     if options.accelerator is None and trainer.accelerator == "auto":

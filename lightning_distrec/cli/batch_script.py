@@ -60,7 +60,8 @@ class BatchJob:
 
 
 # Words in place of shell variables, which `shlex.join` would quote.
-HOST, ATTEMPT = "RENDEZVOUS_HOST", "RENDEZVOUS_ID"
+HOST = "RENDEZVOUS_HOST"
+ATTEMPT = "RENDEZVOUS_ID"
 RENDEZVOUS = (
     "",
     "# The first node's torchrun is where the others meet; set MASTER_ADDR if its name has no "

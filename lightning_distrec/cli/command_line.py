@@ -30,7 +30,9 @@ LIGHTNING_COMMANDS = {
 FOLDER_FORMATS = ("torch.export", "quantized")
 """Formats of `export` that are folders which answer requests."""
 
-EXIT_OK, EXIT_NEGATIVE, EXIT_ERROR = 0, 1, 2
+EXIT_OK = 0
+EXIT_NEGATIVE = 1
+EXIT_ERROR = 2
 """Exit codes as those of `diff`: 0 is a positive answer (fits, equal, ready), 1 a negative one, 2
 no answer."""
 PLAIN_WIDTH = 160
@@ -338,7 +340,8 @@ def _checkpoint(parser: ArgumentParser) -> None:
     commands.add_subcommand(
         "merge", merge, help="Write a difference and its base as one full checkpoint."
     )
-    inspect.prog, merge.prog = f"{parser.prog} inspect", f"{parser.prog} merge"
+    inspect.prog = f"{parser.prog} inspect"
+    merge.prog = f"{parser.prog} merge"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,8 @@ class FitCLI(LightningCLI):
             stored = dict(read_contents(Path(checkpoint)).checkpoint.get("hyper_parameters") or {})
         except CheckpointError:  # the run itself says so, or reads it by other options
             return
-        path, _ = stored.pop("_class_path", None), stored.pop("_instantiator", None)
+        path = stored.pop("_class_path", None)
+        _ = stored.pop("_instantiator", None)
         model: Any = config.get("model")
         if model is None and path is None:
             return

@@ -85,10 +85,8 @@ def bench(options: Namespace, launched: "Launched | None" = None) -> list[Result
         if launched is None
         else (launched.local_num_ranks, launched.num_nodes),
     )
-    strategies, devices = (
-        parse_strategies(options.strategies),
-        parse_devices(options.devices or "1,2"),
-    )
+    strategies = parse_strategies(options.strategies)
+    devices = parse_devices(options.devices or "1,2")
     if launched is not None:
         if launched.launcher != "torchrun" and not launched.is_step:
             raise ConfigError(

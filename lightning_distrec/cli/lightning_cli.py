@@ -59,7 +59,8 @@ class RecipeBuilder(LightningCLI):
         self.settings = SimpleNamespace(**vars(trainer))
         # A logger or a strategy may need packages, GPUs or a launcher that this machine does not
         # have.
-        trainer.logger, trainer.strategy = False, "auto"
+        trainer.logger = False
+        trainer.strategy = "auto"
 
     def instantiate_classes(self) -> None:
         with torch.device("meta") if self.on_meta else nullcontext():

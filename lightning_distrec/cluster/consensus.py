@@ -109,7 +109,8 @@ class Consensus:
         message, or RankError where it was not one of ours. `action` itself must not leave a
         collective half way.
         """
-        result, failure = None, None
+        result = None
+        failure = None
         try:
             result = action()
         except Exception as error:
@@ -165,7 +166,8 @@ def all_gather_values(value: Any, group: Any = None, activity: str = "") -> list
     # Ranks do not know how long the others' values are. All send messages of one size first, and
     # rests where one needs that: the lengths that decide it are known to all by then.
     message = len(data).to_bytes(LENGTH_BYTES, "little") + data
-    num_ranks, size = dist.get_world_size(group), FIRST_BYTES
+    num_ranks = dist.get_world_size(group)
+    size = FIRST_BYTES
     messages = _all_gather_bytes(message[:size], size, num_ranks, group)
     lengths = [LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little") for first in messages]
     if max(lengths) > size:
@@ -250,8 +252,11 @@ class RankFlags:
         requested."""
         self.requested = self.requested if self.agreed == CONTINUE else CONTINUE
         self.agreed = CONTINUE
-        self.was_seen, self.num_unseen, self._look = False, 0, None
-        self.compared, self.differs = 0, False
+        self.was_seen = False
+        self.num_unseen = 0
+        self._look = None
+        self.compared = 0
+        self.differs = False
 
     def to_send(self) -> tuple[int, int, int, int, int]:
         """Return this rank's flags now, as numbers of which the smallest counts."""

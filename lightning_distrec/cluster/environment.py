@@ -166,7 +166,8 @@ def check_numbers(launched: Launched, num_devices: int, num_available: int, num_
 
     num_available: what devices="auto" means. num_nodes: 1 is the Trainer's default, and ignored.
     """
-    num_ranks, launcher = launched.local_num_ranks, launched.launcher
+    num_ranks = launched.local_num_ranks
+    launcher = launched.launcher
     if num_nodes not in (1, launched.num_nodes):
         raise ConfigError(
             f"Trainer(num_nodes={num_nodes}), but {launcher} started ranks on {launched.num_nodes} "
@@ -193,7 +194,8 @@ def check_variables(environ: Mapping[str, str], num_devices: int, num_nodes: int
     environ: the environment. Lightning then counts by the Trainer's numbers alone, and would train
     other ranks.
     """
-    num_ranks, local_rank = num_nodes * num_devices, parse_number(environ, "LOCAL_RANK")
+    num_ranks = num_nodes * num_devices
+    local_rank = parse_number(environ, "LOCAL_RANK")
     if environ.get("WORLD_SIZE", str(num_ranks)) != str(num_ranks) or local_rank >= num_devices:
         size = f" and WORLD_SIZE={environ['WORLD_SIZE']}" if "WORLD_SIZE" in environ else ""
         raise ConfigError(

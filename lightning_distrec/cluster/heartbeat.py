@@ -33,7 +33,8 @@ from lightning_distrec.cluster.reports import Hub, Link
 from lightning_distrec.cluster.verdicts import RULE, Judge, RankState, Verdict
 from lightning_distrec.errors import RankError, RendezvousError
 
-TICK_SECONDS, MAX_STEP_SECONDS = 0.2, 1.0
+TICK_SECONDS = 0.2
+MAX_STEP_SECONDS = 1.0
 BEAT_SECONDS = 1.0
 """How often a rank reports that it lives, once its last report was answered."""
 LOOK_SECONDS = 5.0

@@ -81,7 +81,8 @@ other groups."""
 PROCESS_BYTES = 300 << 20
 """Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA
 takes more."""
-STORE_REQUESTS, STORE_REQUESTS_PER_RANK = 25, 14
+STORE_REQUESTS = 25
+STORE_REQUESTS_PER_RANK = 14
 """To rank 0's store until training begins, measured over gloo on 2 to 64 ranks: of any rank, and
 more for each rank of the job. These are gloo's, which exchanges the addresses of all ranks for each
 mesh."""
@@ -185,7 +186,8 @@ def reserve_open_files(num_ranks: int, backend: str) -> None:
         )
 
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+GLOO = "GLOO_SOCKET_IFNAME"
+NCCL = "NCCL_SOCKET_IFNAME"
 KEY = "address"
 # The discard service's; nothing is sent to it.
 ANY_PORT = 9

@@ -107,7 +107,8 @@ def read_torchrun(environ: Mapping[str, str]) -> Launched | None:
     """
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
-    attempt, run = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ["TORCHELASTIC_RUN_ID"]
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = environ["TORCHELASTIC_RUN_ID"]
     is_hosted = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
     return Launched(
         launcher="torchrun",
@@ -153,10 +154,8 @@ def read_open_mpi(environ: Mapping[str, str]) -> Launched | None:
     """
     if "OMPI_COMM_WORLD_SIZE" not in environ:
         return None
-    num_ranks, rank = (
-        parse_number(environ, "OMPI_COMM_WORLD_SIZE"),
-        parse_number(environ, "OMPI_COMM_WORLD_RANK"),
-    )
+    num_ranks = parse_number(environ, "OMPI_COMM_WORLD_SIZE")
+    rank = parse_number(environ, "OMPI_COMM_WORLD_RANK")
     num_local_ranks = parse_number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
     # Ranks that are all on this machine need no address.
     host = environ.get("MASTER_ADDR", "127.0.0.1" if num_local_ranks == num_ranks else "")
@@ -212,11 +211,9 @@ def read_variables(environ: Mapping[str, str]) -> Launched | None:
         for name in names
         if name in environ and name != "MASTER_ADDR"
     }
-    rank, num_ranks, node = (
-        numbers["RANK"],
-        numbers["WORLD_SIZE"],
-        numbers.get("NODE_RANK", numbers.get("GROUP_RANK")),
-    )
+    rank = numbers["RANK"]
+    num_ranks = numbers["WORLD_SIZE"]
+    node = numbers.get("NODE_RANK", numbers.get("GROUP_RANK"))
     if not 0 <= rank < num_ranks:
         raise ConfigError(
             f"RANK={rank} and WORLD_SIZE={num_ranks}: ranks are numbered from 0 to WORLD_SIZE - 1."
@@ -226,11 +223,9 @@ def read_variables(environ: Mapping[str, str]) -> Launched | None:
             f"NODE_RANK={node} and GROUP_RANK={numbers['GROUP_RANK']} of rank {rank}: unset one of "
             "them."
         )
-    host, port, boot = (
-        environ["MASTER_ADDR"],
-        numbers["MASTER_PORT"],
-        Path("/proc/sys/kernel/random/boot_id"),
-    )
+    host = environ["MASTER_ADDR"]
+    port = numbers["MASTER_PORT"]
+    boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.is_file() else ""
     return Launched(
         launcher="the variables RANK and WORLD_SIZE",
@@ -290,7 +285,8 @@ def find_nodes(places: Sequence[Place]) -> list[int]:
                 f"{name} is not set for rank {format_ranks(absent)}, but for others: set it for "
                 "all."
             )
-    has_node, has_local_rank = places[0].node is not None, places[0].local_rank is not None
+    has_node = places[0].node is not None
+    has_local_rank = places[0].local_rank is not None
     keys: list[Any] = columns["NODE_RANK"] if has_node else list(ranks)
     if has_local_rank and not has_node:
         # Not by name alone: cloned machines may share one.

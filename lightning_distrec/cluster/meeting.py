@@ -25,14 +25,22 @@ TRY_SECONDS = 2.0
 """How long a rank waits for an answer at one port."""
 LOG_AFTER_SECONDS = 30.0
 """What a rank waits for is logged after this time, and again each time that it has doubled."""
-PAUSE_SECONDS, PAUSE_SHARE, MAX_PAUSE_SECONDS = 0.02, 0.1, 1.0
+PAUSE_SECONDS = 0.02
+PAUSE_SHARE = 0.1
+MAX_PAUSE_SECONDS = 1.0
 """The first pause between two looks at the store; later ones are a share of the time waited."""
 FAREWELL_SECONDS = 2.0
 """How long rank 0 stays after it has written why the ranks do not meet: late ones read it, too."""
 MAX_ANSWER_BYTES = 1 << 12
-LOOPBACK, WILDCARDS = "127.0.0.1", ("0.0.0.0", "::")
-LATEST, WATCH, RANK, ARRIVALS = "latest", "watch", "rank", "arrivals"
-MISSING, COMPLETE, FAILED = "missing", "complete", "failed: "
+LOOPBACK = "127.0.0.1"
+WILDCARDS = ("0.0.0.0", "::")
+LATEST = "latest"
+WATCH = "watch"
+RANK = "rank"
+ARRIVALS = "arrivals"
+MISSING = "missing"
+COMPLETE = "complete"
+FAILED = "failed: "
 
 
 Watch = Callable[[str, int], int]

@@ -30,7 +30,8 @@ IS_NOT_USERS = re.compile("|".join(map(re.escape, OTHERS)))
 # Files in which a thread waits for other ranks, or starts what does: `backward`. Not those of
 # checkpoints, where it waits for a disk.
 EXCHANGES = re.compile(
-    r"/(torch/(distributed/(?!checkpoint)|nn/parallel/dist|autograd/(?!prof))|torchrec/distributed/)"
+    r"/(torch/(distributed/(?!checkpoint)|nn/parallel/dist|autograd/(?!prof))"
+    r"|torchrec/distributed/)"
 )
 # Waits known by what lines end with: those for a GPU take a whole processor, as work does.
 ARGUMENTS = r"\(([^()]|\([^()]*\))*\)[])}:,]*$"
@@ -125,7 +126,8 @@ def find_location(frames: Iterable[tuple[FrameType, int]]) -> str:
     user, line = calls[0]
     for frame, frame_line in calls:
         if not IS_NOT_USERS.search(frame.f_code.co_filename):
-            user, line = frame, frame_line
+            user = frame
+            line = frame_line
             break
     code = user.f_code
     location = f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"

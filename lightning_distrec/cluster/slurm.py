@@ -24,7 +24,9 @@ AS_THE_STEP = {
 }
 """Variable of a process -> variable of its step: equal in the tasks of a step. Seen in Slurm
 22.05."""
-FIRST_PORT, NUM_PORTS, NUM_TRIES = 20_000, 10_000, 8
+FIRST_PORT = 20_000
+NUM_PORTS = 10_000
+NUM_TRIES = 8
 """Ports to listen at: below those that systems use for outgoing connections."""
 SCONTROL_SECONDS = 30.0
 
@@ -89,8 +91,10 @@ def in_step(environ: Mapping[str, str]) -> bool:
     if environ["SLURM_STEP_NUM_TASKS"] == "1" and "SLURM_PTY_PORT" in environ:
         return False  # probably srun --pty bash; for a single rank it makes no difference
     # A batch script has GTIDS of its own node's task alone, whatever it has inherited.
-    tasks, nodelist = environ["SLURM_STEP_TASKS_PER_NODE"], environ["SLURM_STEP_NODELIST"]
-    per_node, node = expand_counts(tasks), parse_number(environ, "SLURM_NODEID")
+    tasks = environ["SLURM_STEP_TASKS_PER_NODE"]
+    nodelist = environ["SLURM_STEP_NODELIST"]
+    per_node = expand_counts(tasks)
+    node = parse_number(environ, "SLURM_NODEID")
     if not node < len(per_node) == len(expand_hosts(nodelist)):
         raise ConfigError(
             f"SLURM_STEP_NODELIST={nodelist}, SLURM_STEP_TASKS_PER_NODE={tasks} and "
@@ -138,7 +142,8 @@ def expand_counts(tasks_per_node: str) -> list[int]:
 
 def requeue() -> str:
     """Let Slurm requeue this job, which stops it; returns why that failed, or ""."""
-    array, job = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return "it is not a Slurm job"
     if array is not None:

@@ -6,7 +6,15 @@ require("pyarrow", "lightning_distrec.data")  # before the imports below fail wi
 
 from lightning_distrec.data.columns import Columns, FeatureTable  # noqa: E402
 from lightning_distrec.data.data_module import ColumnData  # noqa: E402
-from lightning_distrec.data.features import Age, Bucketize, Cross, Hash, Number, Time, Vocabulary  # noqa: E402
+from lightning_distrec.data.features import (  # noqa: E402
+    Age,
+    Bucketize,
+    Cross,
+    Hash,
+    Number,
+    Time,
+    Vocabulary,
+)
 
 __all__ = [
     "Age",

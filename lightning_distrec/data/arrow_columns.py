@@ -221,9 +221,14 @@ class Numbers:
     quantiles."""
 
     def __init__(self, feature: Feature) -> None:
-        self._feature, self._plain = feature, feature.plain("")
-        self._count, self._mean, self._squares = 0, 0.0, 0.0
-        self._sample, self._step, self._place = np.zeros(0), 1, 0
+        self._feature = feature
+        self._plain = feature.plain("")
+        self._count = 0
+        self._mean = 0.0
+        self._squares = 0.0
+        self._sample = np.zeros(0)
+        self._step = 1
+        self._place = 0
 
     def add(self, values: pa.Array) -> None:
         """Add numbers, all but the missing ones."""
@@ -236,7 +241,8 @@ class Numbers:
             return
         # Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample
         # variances, 1979.
-        count, mean = self._count + len(numbers), float(numbers.mean())
+        count = self._count + len(numbers)
+        mean = float(numbers.mean())
         difference = mean - self._mean
         self._squares += (
             float(((numbers - mean) ** 2).sum())
@@ -250,7 +256,8 @@ class Numbers:
         ])
         self._place += len(numbers)
         while len(self._sample) > MAX_SAMPLE:
-            self._sample, self._step = self._sample[::2], 2 * self._step
+            self._sample = self._sample[::2]
+            self._step = 2 * self._step
 
     def moments(self) -> list[float]:
         """Return mean and standard deviation; 0 and 1 where there is nothing to divide by."""

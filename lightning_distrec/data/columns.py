@@ -179,7 +179,9 @@ class Columns:
                         statistics[keys[name]].add(flat_values(table[column], feature)[0])
         if schema is None:
             raise DataError("there is no data to fit features on.")
-        vocabularies, boundaries, moments = {}, {}, {}
+        vocabularies = {}
+        boundaries = {}
+        moments = {}
         for name, feature in self.features.items():
             statistic: Any = statistics.get(keys[name])
             if isinstance(feature, Vocabulary) and feature.table not in vocabularies:
@@ -253,7 +255,8 @@ class Columns:
                 raise DataError(
                     f"{place}: several columns have the name '{column}'. Rename all but one."
                 )
-            kind, feature = schema.field(column).type, self._readers.get(column)
+            kind = schema.field(column).type
+            feature = self._readers.get(column)
             problem = type_problem(kind, feature) if feature else None
             if problem is None and column in self.labels and not is_number(kind):
                 problem = "a label is a number"
@@ -304,7 +307,8 @@ class Columns:
 
         batch: dict[str, Any] = {}
         for group, keys in self.encoder.groups.items():
-            values, lengths = tensors.pop(f"{group}.values"), tensors.pop(f"{group}.lengths")
+            values = tensors.pop(f"{group}.values")
+            lengths = tensors.pop(f"{group}.lengths")
             batch[group] = KeyedJaggedTensor(keys=keys, values=values, lengths=lengths)
         return {**batch, **tensors}
 

@@ -100,15 +100,16 @@ class ColumnData(pl.LightningDataModule):
             raise ConfigError(f"keep={keep}: its columns are those of predict. Set predict.")
         self.columns = Columns(features or {}, label, form)
         self.sources = {"train": train, "val": val, "test": test, "predict": predict}
-        self.batch_size, self.buffer_rows, self.seed, self.num_workers = (
-            batch_size,
-            buffer_rows,
-            seed,
-            num_workers,
-        )
+        self.batch_size = batch_size
+        self.buffer_rows = buffer_rows
+        self.seed = seed
+        self.num_workers = num_workers
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self.cache_dir, self.delimiter, self.column_names = Path(cache_dir), delimiter, column_names
-        self.label_range, self.keep = label_range, list(keep or [])
+        self.cache_dir = Path(cache_dir)
+        self.delimiter = delimiter
+        self.column_names = column_names
+        self.label_range = label_range
+        self.keep = list(keep or [])
         shares = [share for share in (val, test) if isinstance(share, float)]
         if (
             any(not 0 < share < 1 for share in shares)
@@ -227,7 +228,8 @@ class ColumnData(pl.LightningDataModule):
     def _find_groups(self, stage: str) -> list[RowGroup]:
         """Return the row groups of a source. Raises DataError: none, or a column is missing or does
         not fit."""
-        source, groups = self.sources[stage], []
+        source = self.sources[stage]
+        groups = []
         keep = self.keep if stage == "predict" else []
         columns = Columns(self.columns.features, None if stage == "predict" else self.columns.label)
         if not _is_paths(source):
@@ -409,7 +411,8 @@ def _table_of(source: Any) -> pa.Table:
 def _split(groups: list[RowGroup], num_rows: int) -> tuple[list[RowGroup], list[RowGroup]]:
     """Return the first `num_rows` rows, and the others; a row group on the border is in both
     lists."""
-    first, second = [], []
+    first = []
+    second = []
     for group in groups:
         size = min(group.num_rows, num_rows)
         num_rows -= size

@@ -28,13 +28,11 @@ class EncodedRows(Dataset):
         names: list[str],
     ) -> None:
         """names: the columns to read."""
-        self.reader, self.groups, self.columns, self.order, self.names = (
-            reader,
-            groups,
-            columns,
-            order,
-            names,
-        )
+        self.reader = reader
+        self.groups = groups
+        self.columns = columns
+        self.order = order
+        self.names = names
         self.keep: list[str] = []
         """Columns that are written beside predictions."""
         self._window: tuple[tuple[int, int], dict[str, Encoded]] | None = None
@@ -42,7 +40,8 @@ class EncodedRows(Dataset):
     def __getitem__(self, request: Request) -> Any:
         epoch, spans = request
         self.order.begin(epoch)
-        parts, num_rows = [], 0
+        parts = []
+        num_rows = 0
         for first, stop in spans:
             while first < stop:
                 window, (begin, end) = self.order.window_at(first)
@@ -52,7 +51,8 @@ class EncodedRows(Dataset):
                     name: rows_between(feature, first - begin, until - begin)
                     for name, feature in encoded.items()
                 })
-                num_rows, first = num_rows + until - first, until
+                num_rows = num_rows + until - first
+                first = until
         joined = parts[0] if len(parts) == 1 else _join_by_name(parts)
         tensors = self.columns.tensors(joined, num_rows)
         return pack(tensors) if get_worker_info() else self.columns.batch(tensors)
@@ -93,7 +93,8 @@ def take(encoded: Encoded, rows: np.ndarray) -> Encoded:
     """Return the given rows, in their order."""
     if encoded.offsets is None:
         return Encoded(np.take(encoded.values, rows, axis=0), None)
-    starts, lengths = encoded.offsets[rows], encoded.lengths()[rows]
+    starts = encoded.offsets[rows]
+    lengths = encoded.lengths()[rows]
     offsets = offsets_of(lengths)
     values = np.empty(offsets[-1], dtype=encoded.values.dtype)
     # In blocks whose indices fit into a processor's cache.

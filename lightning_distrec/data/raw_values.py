@@ -124,7 +124,8 @@ def hash_texts(texts: Texts, seed: int = 0) -> np.ndarray:
 
 
 def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
-    starts, ends = texts.starts[block], texts.ends[block]
+    starts = texts.starts[block]
+    ends = texts.ends[block]
     data = texts.data[starts[0] : ends[-1]]
     # As words, with zeros after the last text.
     words = np.zeros(len(data) // WORD + 2, dtype="<u8")
@@ -137,7 +138,8 @@ def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
     for done in range(0, max(1, longest), WORD):
         # Every text has a first word, an empty one a zero.
         rows: Any = np.flatnonzero(lengths > done) if done else slice(None)
-        first, remaining = starts[rows] + done, lengths[rows] - done
+        first = starts[rows] + done
+        remaining = lengths[rows] - done
         odd_bytes = first & (WORD - 1)
         first = first >> 3
         word = words[first]
@@ -249,11 +251,13 @@ class Encoder:
     def _ids_of_texts(self, feature: dict[str, Any], columns: list[Texts]) -> np.ndarray:
         if feature["kind"] == "vocabulary":
             return _by_value(columns[0], self._vocabularies[feature["table"]].ids_of(columns[0]))
-        seed, num_rows = feature["seed"], feature["rows"]
+        seed = feature["seed"]
+        num_rows = feature["rows"]
         if len(columns) == 1:
             hashes = hash_texts(columns[0], seed)
             return _by_value(columns[0], rows_of(hashes, num_rows))
-        crossed, is_null = np.uint64(0), np.zeros(1, dtype=bool)
+        crossed = np.uint64(0)
+        is_null = np.zeros(1, dtype=bool)
         for texts in columns:
             hashes = _by_value(texts, hash_texts(texts, seed))
             crossed = mix(crossed ^ hashes)
@@ -316,7 +320,8 @@ class Encoder:
         return self.arrays(self.encode(cells), len(rows))
 
     def _cells(self, feature: dict[str, Any], values: list[Any]) -> Cells:
-        kind, separator = feature["kind"], feature["separator"]
+        kind = feature["kind"]
+        separator = feature["separator"]
         lengths = None
         if feature["max_length"] is not None:
             sequences = [_sequence(value, separator) for value in values]
@@ -374,7 +379,8 @@ def check_finite(
     NaN: missing."""
     places = np.flatnonzero(~np.isfinite(values) & ~np.isnan(numbers))
     if len(places):
-        number, row = numbers[places[0]], row_of(places[0], lengths)
+        number = numbers[places[0]]
+        row = row_of(places[0], lengths)
         raise ValueError(
             f"{number:g} in row {row} is no finite number in 32 bits; write it as missing, or "
             "bound it"

@@ -37,9 +37,14 @@ class RowOrder:
     """The order of all rows in each epoch. counts: rows of each row group."""
 
     def __init__(self, counts: list[int], *, shuffle: bool, seed: int, buffer_rows: int) -> None:
-        self.counts, self.shuffle, self.seed, self.buffer_rows = counts, shuffle, seed, buffer_rows
+        self.counts = counts
+        self.shuffle = shuffle
+        self.seed = seed
+        self.buffer_rows = buffer_rows
         self.num_rows = sum(counts)
-        self._epoch, self._windows, self._starts = -1, [[0]], [0]
+        self._epoch = -1
+        self._windows = [[0]]
+        self._starts = [0]
 
     def begin(self, epoch: int) -> None:
         """Order the row groups for this epoch."""
@@ -56,7 +61,9 @@ class RowOrder:
                 sizes.append(0)
             windows[-1].append(group)
             sizes[-1] += self.counts[group]
-        self._epoch, self._windows, self._starts = epoch, windows, [0, *accumulate(sizes)]
+        self._epoch = epoch
+        self._windows = windows
+        self._starts = [0, *accumulate(sizes)]
 
     def window_at(self, place: int) -> tuple[int, Span]:
         """Return the window that a place of the order is in, and the window's own places."""
@@ -84,8 +91,10 @@ class Shares:
     def __init__(
         self, spans: list[Span], num_ranks: int, num_workers: int, batch_size: int
     ) -> None:
-        self.spans, self.batch_size = spans, batch_size
-        self.num_ranks, self.num_workers = num_ranks, num_workers
+        self.spans = spans
+        self.batch_size = batch_size
+        self.num_ranks = num_ranks
+        self.num_workers = num_workers
         self._starts = [0, *accumulate(stop - first for first, stop in spans)]
         self.num_rows = self._starts[-1]
         self.num_batches = _ceil(_ceil(self.num_rows, num_ranks), batch_size)
@@ -113,7 +122,8 @@ class Shares:
     def batch(self, rank: int, number: int) -> list[Span]:
         """Return the places of the batch that a rank gets as its `number`-th: workers take
         turns."""
-        worker, turn = number % self.num_workers, number // self.num_workers
+        worker = number % self.num_workers
+        turn = number // self.num_workers
         position = self._block(worker)[0] + turn
         return self._places(self._edge(rank, position), self._edge(rank, position + 1))
 
@@ -131,7 +141,8 @@ class Shares:
         for first, stop in sorted(spans):
             if merged and first <= merged[-1][1]:
                 before, end = merged.pop()
-                first, stop = before, max(stop, end)
+                first = before
+                stop = max(stop, end)
             merged.append((first, stop))
         return merged
 
@@ -143,7 +154,8 @@ class Shares:
             begin = self.spans[number][0] + first - self._starts[number]
             size = min(stop, self._starts[number + 1]) - first
             places.append((begin, begin + size))
-            first, number = first + size, number + 1
+            first = first + size
+            number = number + 1
         return places
 
 
@@ -173,7 +185,8 @@ class RowSampler(DistributedSampler):
         return self.full.num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        shares, self.shares = self.shares, self.full
+        shares = self.shares
+        self.shares = self.full
         for number in range(shares.num_batches):
             yield Request(self.epoch, shares.batch(self.rank, number))
 
@@ -224,7 +237,8 @@ class RowLoader(DataLoader[Any]):
 
     def _beginning(self) -> dict[str, Any]:
         sampler: Any = self.sampler
-        order, shares = sampler.order, sampler.full
+        order = sampler.order
+        shares = sampler.full
         return {
             **{"batches": 0, "samples": 0, "rank": sampler.rank, "num_ranks": shares.num_ranks},
             **{
@@ -257,7 +271,8 @@ class RowLoader(DataLoader[Any]):
         """Let the next iterator begin at `state`; warn, and begin an epoch, where it is of other
         rows."""
         beginning = self._beginning()
-        self.state, self.next_state = beginning, None
+        self.state = beginning
+        self.next_state = None
         if any(state.get(name) != beginning[name] for name in ("length", "order")) or (
             list(state["of_epoch"][1:]) != beginning["of_epoch"][1:]
         ):
@@ -292,7 +307,8 @@ class RowLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator: it begins with its first batch, when Lightning has set the sampler's epoch.
         sampler: Any = self.sampler
-        state, self.next_state = self.next_state, None
+        state = self.next_state
+        self.next_state = None
         if state is None or state["of_epoch"][0] != sampler.epoch:
             state = self._beginning()
         full = sampler.full

@@ -62,7 +62,9 @@ def pairs_by_group(groups: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tens
     """
     order = torch.argsort(scores, stable=True)
     order = order[torch.argsort(groups[order], stable=True)]
-    groups, scores, positive = groups[order], scores[order], labels[order].double()
+    groups = groups[order]
+    scores = scores[order]
+    positive = labels[order].double()
     negative = 1 - positive
     group = _changes(groups).cumsum(0) - 1
     run = (_changes(groups) | _changes(scores)).cumsum(0) - 1  # equal scores of one group
@@ -70,7 +72,8 @@ def pairs_by_group(groups: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tens
     def sums(values: Tensor, places: Tensor) -> Tensor:
         return torch.zeros_like(values).index_add_(0, places, values)
 
-    run_negatives, negatives = sums(negative, run), sums(negative, group)
+    run_negatives = sums(negative, run)
+    negatives = sums(negative, group)
     before_run = running_sums(run_negatives) - run_negatives
     before_group = running_sums(negatives) - negatives
     below = before_run[run] - before_group[group] + run_negatives[run] / 2
@@ -221,7 +224,9 @@ class DecayedAUC(Metric):
             raise ConfigError(
                 f"DecayedAUC: half_life={half_life} must be above 0, and bins={bins} at least 1."
             )
-        self.half_life, self.bins, self.from_logits = half_life, bins, from_logits
+        self.half_life = half_life
+        self.bins = bins
+        self.from_logits = from_logits
         # A MetricCollection would share counts of different half lives, which are equal after the
         # first batch.
         self._counts = re.sub(r"\W", "_", f"counts_of_{half_life}_{from_logits}")
@@ -285,7 +290,8 @@ class WindowedAUC(Metric):
     @override
     def update(self, preds: Tensor, labels: Tensor) -> None:
         preds, labels = flat_examples(self, preds, labels)
-        preds, labels = preds[-self.window :], labels[-self.window :]
+        preds = preds[-self.window :]
+        labels = labels[-self.window :]
         numbers = self.seen + torch.arange(len(preds), device=preds.device)
         places = numbers % self.window
         is_positive = (labels > 0.5).to(torch.int8)
@@ -297,7 +303,8 @@ class WindowedAUC(Metric):
     def compute(self) -> Tensor:
         """Return the share of pairs in order, float32."""
         # a row for each rank, where they are joined
-        preds, labels = self.preds.flatten(), self.labels.flatten()
+        preds = self.preds.flatten()
+        labels = self.labels.flatten()
         filled = labels != EMPTY
         # What is empty is a group of its own.
         in_order, pairs, _ = pairs_by_group((~filled).long(), preds, labels.clamp_min(0))
@@ -350,12 +357,10 @@ class GAUC(Metric):
             )
         check_choice("GAUC: weighting", weighting, ("examples", "users"))
         super().__init__(**({"dist_sync_fn": sum_over_ranks, **options} if bins else options))
-        self.bins, self.num_users, self.from_logits, self.weighting = (
-            bins,
-            num_users,
-            from_logits,
-            weighting,
-        )
+        self.bins = bins
+        self.num_users = num_users
+        self.from_logits = from_logits
+        self.weighting = weighting
         if bins and num_users:
             counts = torch.zeros(num_users * bins * 2, dtype=torch.int32)
             self.add_state("counts", counts, dist_reduce_fx="sum")

@@ -86,7 +86,8 @@ class CandidateBlock:
     ) -> None:
         if ids is None:
             ids = torch.arange(first_id, first_id + len(vectors), device=vectors.device)
-        self._vectors, self._rows = vectors, rows_per_block
+        self._vectors = vectors
+        self._rows = rows_per_block
         self._sorted, self._order = torch.sort(ids)
         self._latest_scores: Tensor | None = None
         """Scores of the latest queries, where one block holds all candidates."""
@@ -110,7 +111,8 @@ class CandidateBlock:
     ) -> Tensor:
         """Return how many candidates here stand before each target, int64; after
         `scores_of_targets` of the same."""
-        columns, left_out = self._columns(targets), self._columns(excluded)
+        columns = self._columns(targets)
+        left_out = self._columns(excluded)
         counts = torch.zeros_like(targets)
         for first, values in self._blocks(queries):
             target_columns = _relative(columns, first, values.shape[1])
@@ -213,7 +215,10 @@ class Rounds:
                     f"target_ranks: {name} differs between ranks: {values}. It must be the same."
                 )
         if set(held) == {num_candidates}:
-            num_queries, held, rank, first_id = num_queries[rank : rank + 1], held[:1], 0, 0
+            num_queries = num_queries[rank : rank + 1]
+            held = held[:1]
+            rank = 0
+            first_id = 0
         elif sum(held) == num_candidates:
             first_id = sum(held[:rank])
         else:
@@ -372,10 +377,8 @@ def target_ranks(
             filled(queries[round_queries].to(rounds.dtype), rounds.queries, 0)
         )
         gathered_ids = rounds.all_gather(filled(local_ids[round_queries], rounds.queries, -1))
-        all_targets, all_excluded = (
-            gathered_ids[:, : rounds.targets],
-            gathered_ids[:, rounds.targets :],
-        )
+        all_targets = gathered_ids[:, : rounds.targets]
+        all_excluded = gathered_ids[:, rounds.targets :]
         scores, num_holders = rounds.all_reduce(
             torch.stack(block.scores_of_targets(vectors, all_targets))
         )

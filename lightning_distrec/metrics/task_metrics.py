@@ -63,7 +63,8 @@ class TaskMetrics(nn.Module):
             }
             if self.ignore_index is not None:
                 counts = its_labels != self.ignore_index
-                its_preds, its_labels = its_preds[counts], its_labels[counts]
+                its_preds = its_preds[counts]
+                its_labels = its_labels[counts]
                 task_columns = {name: other[counts] for name, other in task_columns.items()}
             collection.update(its_preds, its_labels, **task_columns)
 

@@ -21,9 +21,14 @@ from lightning_distrec._compat.torchrec_modules import ddp_of_data_parallel_tabl
 from lightning_distrec.observe.steps import LogTimes, Stoppable, all_gather, end_progress_bar, log
 from lightning_distrec.units import format_bytes, format_ranks, print_wide, text_table
 
-IDS, ROWS, ROW_GRADIENTS, DENSE_GRADIENTS = "ids", "rows", "row gradients", "dense gradients"
-GATHERED, REPLICAS = "gathered parameters", "replicas of tables"
-STAGE_OUTPUTS, STAGE_GRADIENTS = "stage outputs", "stage gradients"
+IDS = "ids"
+ROWS = "rows"
+ROW_GRADIENTS = "row gradients"
+DENSE_GRADIENTS = "dense gradients"
+GATHERED = "gathered parameters"
+REPLICAS = "replicas of tables"
+STAGE_OUTPUTS = "stage outputs"
+STAGE_GRADIENTS = "stage gradients"
 OTHER = "control messages and other"
 # Shown only where something of them is sent: most jobs have none.
 RARE_KINDS = (GATHERED, REPLICAS, STAGE_OUTPUTS, STAGE_GRADIENTS)
@@ -51,7 +56,8 @@ HOOKS = (
 """The modules that exchange DDP's gradients in Python."""
 # The modules that gather parameters and scatter their gradients, and the one that averages those of
 # stages' replicas.
-FSDP, STAGE_REPLICAS = "torch.distributed.fsdp.", "lightning_distrec.pipeline.staged_chain"
+FSDP = "torch.distributed.fsdp."
+STAGE_REPLICAS = "lightning_distrec.pipeline.staged_chain"
 
 _OF_ROWS = ("torchrec.distributed.comm_ops", "lightning_distrec.sharding.lookup.short_path")
 """Modules that send rows and their gradients by other collectives too."""
@@ -209,7 +215,9 @@ def print_table(
     title = f"Bytes and calls per rank and step ({len(per_step)} ranks, {steps} steps)"
     text = text_table(headings, ["kind", "source"], title=title, caption="\n".join(lines))
     for kind, numbers in by_kind.items():
-        sent, away, calls = numbers[0], numbers[1], numbers[2:]
+        sent = numbers[0]
+        away = numbers[1]
+        calls = numbers[2:]
         if kind in RARE_KINDS and not sent.any():
             continue
         # DDP's own reduction makes no call that is seen; those of hooks and of replicas of stages
@@ -303,7 +311,9 @@ class Communication(Stoppable):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.stop()
-        self._fit, self._since_log, self._evaluating = SentTotals(), SentTotals(), False
+        self._fit = SentTotals()
+        self._since_log = SentTotals()
+        self._evaluating = False
         self._gathered = None
         self._log_times.start()
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -371,7 +381,8 @@ class Communication(Stoppable):
     def stop(self) -> None:
         if self._unwatch is not None:
             self._unwatch()
-        self._unwatch, self._reductions = None, []
+        self._unwatch = None
+        self._reductions = []
 
     def _count_call(self, name: str, arguments: dict[str, Any], caller: str) -> None:
         group = arguments.get("group")
@@ -403,7 +414,8 @@ class Communication(Stoppable):
                 numbers[MEASURES.index(collective)] += 1
 
     def _numbers(self, traffic: SentTotals) -> dict[str, float]:
-        per_step, numbers = traffic.per_step(), {}
+        per_step = traffic.per_step()
+        numbers = {}
         for kind, (sent, _, *calls) in zip(KINDS, per_step.tolist(), strict=True):
             name = f"communication/{kind.replace(' ', '_')}"
             # A kind that the fit has sent stays, so that loggers get it at all times.

@@ -35,7 +35,8 @@ class DataReport(Callback):
         super().__init__()
         if num_batches < 1:
             raise ConfigError(f"DataReport: num_batches={num_batches} must be at least 1.")
-        self._num_batches, self._counter = num_batches, SampleCounter(samples_from, "DataReport")
+        self._num_batches = num_batches
+        self._counter = SampleCounter(samples_from, "DataReport")
         self._reports: RankReports | None = None
         self._ranges: dict[str, list[int]] = {}
         self._samples: list[int | None] = []
@@ -45,8 +46,12 @@ class DataReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._counter.start(trainer.train_dataloader, trainer.datamodule)  # type: ignore[attr-defined]
-        self._reports, self._ranges, self._samples, self.rows = RankReports(), {}, [], []
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        self._counter.start(trainer.train_dataloader, datamodule)
+        self._reports = RankReports()
+        self._ranges = {}
+        self._samples = []
+        self.rows = []
 
     @override
     def on_train_batch_start(
@@ -78,7 +83,8 @@ class DataReport(Callback):
         self._samples.append(self._counter.count(batch))
         for name, ids in ids_by_feature(batch).items():
             if ids.numel():
-                low, high = int(ids.min()), int(ids.max())
+                low = int(ids.min())
+                high = int(ids.max())
                 earlier = self._ranges.get(name, [low, high])
                 self._ranges[name] = [min(low, earlier[0]), max(high, earlier[1])]
 
@@ -97,7 +103,8 @@ class DataReport(Callback):
         rows = self._reports.take()
         if rows is None:
             return
-        self.rows, self._reports = rows, None
+        self.rows = rows
+        self._reports = None
         for row in rows:
             numbers = {
                 name: row[name] for name in ("batch_size", "samples") if row[name] is not None

@@ -31,7 +31,9 @@ from lightning_distrec.versions import find_installed, problem_with
 
 MIB = 1 << 20
 SHARED_MEMORY = "/dev/shm"
-PINGS, TRANSFERS, TRANSFER_BYTES = 20, 3, 16 * MIB
+PINGS = 20
+TRANSFERS = 3
+TRANSFER_BYTES = 16 * MIB
 MAX_LINKS = 32
 
 
@@ -197,7 +199,8 @@ def _measure_link(first: int, second: int, launched: Launched, ranks: tuple[Rank
 
 def _round_trip(peer: int, begins: bool, num_bytes: int) -> float:
     """Return the seconds to send bytes to a peer, and 8 bytes back."""
-    sent, received = torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    sent = torch.zeros(num_bytes, dtype=torch.uint8)
+    received = torch.zeros(8, dtype=torch.uint8)
     began = time.perf_counter()
     if begins:
         dist.send(sent, peer)
@@ -265,11 +268,10 @@ def _folder_problems(findings: Findings) -> Iterable[Problem]:
 def _machine_problems(findings: Findings) -> Iterable[Problem]:
     ranks = findings.ranks
     for node_ranks in _by_node(ranks):
-        devices, cpus = (
-            max(len(rank.devices) for rank in node_ranks),
-            max(rank.cpus for rank in node_ranks),
-        )
-        num_ranks, host = len(node_ranks), node_ranks[0].host
+        devices = max(len(rank.devices) for rank in node_ranks)
+        cpus = max(rank.cpus for rank in node_ranks)
+        num_ranks = len(node_ranks)
+        host = node_ranks[0].host
         # A rank that was bound to one GPU or CPU sees only this one: ranks that see the same ones
         # share them.
         if devices and num_ranks > sum(len(rank.devices) for rank in node_ranks):
@@ -310,7 +312,8 @@ def _machine_problems(findings: Findings) -> Iterable[Problem]:
 def _link_problems(findings: Findings) -> Iterable[Problem]:
     for link in findings.links:
         if link.across_nodes and link.bytes_per_second < MIN_CROSS_NODE_SPEED:
-            first_rank, second_rank = findings.ranks[link.first], findings.ranks[link.second]
+            first_rank = findings.ranks[link.first]
+            second_rank = findings.ranks[link.second]
             description = (
                 f"{_format_speed(link)} between {first_rank.host} and {second_rank.host}, less "
                 "than a gigabit link."

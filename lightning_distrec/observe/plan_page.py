@@ -126,7 +126,8 @@ def _assumptions(plan: ShardingPlan) -> str:
 
 def _ranks(plan: ShardingPlan) -> str:
     """Return memory, time and traffic of each rank; of many ranks, percentiles."""
-    columns, num_ranks = rank_columns(plan), plan.num_ranks
+    columns = rank_columns(plan)
+    num_ranks = plan.num_ranks
     headings = [name for name, _, _ in columns]
     rows = []
     if num_ranks <= MAX_ROWS:

@@ -161,7 +161,8 @@ def _draw_tables(plan: ShardingPlan) -> Any:
     kinds = sorted({table.sharding_type for table in largest})
     labels = dict(zip(kinds, kinds, strict=True))
     for row, table in enumerate(largest):
-        width, kind = table.num_bytes / scale, table.sharding_type
+        width = table.num_bytes / scale
+        kind = table.sharding_type
         color = f"C{kinds.index(kind)}"
         axes.barh(row, width, color=color, label=labels.pop(kind, ""))  # each once in the legend
         ranks = quantity(len(np.unique(table.ranks)), "rank")

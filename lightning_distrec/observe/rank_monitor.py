@@ -67,8 +67,10 @@ class RankMonitor(Clocked):
         if straggler_share <= 0:
             raise ConfigError(f"RankMonitor: straggler_share={straggler_share} must be above 0.")
         self._log_times = LogTimes()
-        self._share, self._counter = straggler_share, SampleCounter(samples_from, "RankMonitor")
-        self._latest, self._fit = Totals(), Totals()
+        self._share = straggler_share
+        self._counter = SampleCounter(samples_from, "RankMonitor")
+        self._latest = Totals()
+        self._fit = Totals()
         self._device_times: DeviceTimes | None = None
         self._stop_timing: Callable[[], None] | None = None
         self._board: RecordBoard
@@ -81,10 +83,14 @@ class RankMonitor(Clocked):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Agree on the folder, and begin to measure."""
-        self._latest, self._fit, self._named, self.summary = Totals(), Totals(), set(), {}
+        self._latest = Totals()
+        self._fit = Totals()
+        self._named = set()
+        self.summary = {}
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=trainer.strategy.root_device)
         self._log_times.start()
-        self._counter.start(trainer.train_dataloader, trainer.datamodule)  # type: ignore[attr-defined]
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        self._counter.start(trainer.train_dataloader, datamodule)
         self._board = RecordBoard(f"lightning_distrec/ranks/{next(_fits)}/", trainer.global_rank)
         # Every rank asks for it, although rank 0 alone writes there: the property is a collective.
         self._folder = trainer.log_dir  # Lightning broadcasts it
@@ -158,7 +164,8 @@ class RankMonitor(Clocked):
             return
         # Communication has gathered in on_train_end, which is over for all callbacks, in whatever
         # order they are.
-        counts = [callback for callback in trainer.callbacks if isinstance(callback, Communication)]  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        counts = [callback for callback in callbacks if isinstance(callback, Communication)]
         self.summary["bytes_sent_per_step"] = counts[0].mean_bytes_per_step if counts else {}
         self.summary["exchanges_per_step"] = counts[0].mean_exchanges_per_step if counts else {}
         end_progress_bar(trainer, pl_module)

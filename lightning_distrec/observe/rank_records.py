@@ -156,7 +156,8 @@ class RecordBoard:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._num_ranks = dist.get_world_size() if several else 1
         self._store = default_store() if several else dist.HashStore()
-        self._name, self._rank = name, rank
+        self._name = name
+        self._rank = rank
 
     def put(self, record: RankRecord, kind: str) -> None:
         """Leave a record of a kind, in place of the one before."""
@@ -294,7 +295,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     """Print the summary; of more than MAX_SHOWN_RANKS ranks, those with the largest own time."""
     span_texts = ", ".join(f"{name} {ms:.1f}" for name, ms in summary["ms_per_step"].items())
     sent = sum(summary["bytes_sent_per_step"].values())
-    loss, share = summary["mean_loss"], summary["data_wait_share"]
+    loss = summary["mean_loss"]
+    share = summary["data_wait_share"]
     lines = [
         f"{summary['samples_per_second']:,.0f} samples/s, {summary['step_ms']:.1f} ms per step"
     ]

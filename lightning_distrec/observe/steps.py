@@ -51,12 +51,16 @@ class StepClock:
         """Begin a step now; the time since the end of the last one belongs to no step."""
         # process_time counts CPU time of all threads: also those of autograd, gloo and data loading
         # in this process.
-        self._begin, self._cpu_begin = time.perf_counter(), time.process_time()
-        self._paused_seconds, self._paused_at, self._spans = 0.0, None, []
+        self._begin = time.perf_counter()
+        self._cpu_begin = time.process_time()
+        self._paused_seconds = 0.0
+        self._paused_at = None
+        self._spans = []
 
     def pause(self) -> None:
         """Stop the clock: the time until `resume`, and the spans in it, belong to no step."""
-        self._paused_at, self._cpu_paused = time.perf_counter(), time.process_time()
+        self._paused_at = time.perf_counter()
+        self._cpu_paused = time.process_time()
 
     def resume(self) -> None:
         """Continue after `pause`."""
@@ -71,7 +75,10 @@ class StepClock:
         """End the step and begin the next."""
         # One reading of the clock ends a step and begins the next, so that no time is lost between
         # them.
-        begin, paused, spans, cpu = self._begin, self._paused_seconds, self._spans, self._cpu_begin
+        begin = self._begin
+        paused = self._paused_seconds
+        spans = self._spans
+        cpu = self._cpu_begin
         self.begin()
         return Step(begin, self._begin, self._begin - begin - paused, spans, self._cpu_begin - cpu)
 

@@ -24,7 +24,8 @@ class SampleCounter:
     """
 
     def __init__(self, path: str | None = None, source: str = "") -> None:
-        self._path, self._source = path, source
+        self._path = path
+        self._source = source
         self._batch_sizes: set[int] = set()
         self._place: int | None = None
         self.problem = ""
@@ -37,7 +38,8 @@ class SampleCounter:
         sources += [getattr(source, "batch_sampler", None) for source in sources]
         sizes = {getattr(source, "batch_size", None) for source in sources}
         self._batch_sizes = {size for size in sizes if isinstance(size, int)}
-        self._place, self.problem = None, ""
+        self._place = None
+        self.problem = ""
 
     def count(self, batch: Any) -> int | None:
         """Return the number of samples, or None if it is unknown; the first time a warning says so.
@@ -179,7 +181,8 @@ class Throughput(Clocked):
         self._steps.clear()
         self._log_times.start()
         self._counted = False
-        self._counter.start(trainer.train_dataloader, trainer.datamodule)  # type: ignore[attr-defined]
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        self._counter.start(trainer.train_dataloader, datamodule)
         # Ranks with batches of their own: those of one pipeline (pipeline_parallel) have the same.
         self._num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         # No exchange follows from this, so that one rank may measure alone.
@@ -192,7 +195,8 @@ class Throughput(Clocked):
     ) -> None:
         # Every rank counts the samples of its first batch: a wrong samples_from must fail on all of
         # them.
-        first, self._counted = not self._counted, True
+        first = not self._counted
+        self._counted = True
         samples = self._counter.count(batch) if first or self.clock.running else None
         if not self.clock.running:
             return

@@ -26,7 +26,8 @@ class CalledLayers(nn.Module):
     def __init__(self, chain: Chain, numbers: range) -> None:
         super().__init__()
         self.layers = nn.ModuleList(chain.blocks[number] for number in numbers)
-        self._path, self._is_first = chain.paths[numbers.start], not numbers.start
+        self._path = chain.paths[numbers.start]
+        self._is_first = not numbers.start
         # In a tuple: as attributes they would be submodules, with the weights of other stages.
         self._others: tuple[Any, ...] = chain.caller, *chain.blocks[numbers.stop : numbers.stop + 1]
 

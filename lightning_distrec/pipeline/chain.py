@@ -266,7 +266,8 @@ def find_chain(module: nn.Module, path: str) -> Chain:
             raise ConfigError(f"pipeline_parallel: the module has no chain of blocks. {HINT}")
         path = max(containers, key=lambda name: num_parameters(containers[name]))
     if path in containers:
-        caller, blocks = None, list(containers[path])
+        caller = None
+        blocks = list(containers[path])
         paths = [f"{path}.{number}" for number in range(len(blocks))]
     else:
         caller = dict(module.named_modules()).get(path, nn.Identity())
@@ -313,7 +314,8 @@ def balance_stages(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
 def _greedy_begins(costs: Sequence[int], limit: int) -> list[int]:
     """Return the first block of each stage when each takes as many blocks as cost no more than
     `limit` together."""
-    begins, stage_cost = [0], 0
+    begins = [0]
+    stage_cost = 0
     for number, cost in enumerate(costs):
         if stage_cost + cost > limit and number > begins[-1]:
             begins.append(number)

@@ -165,7 +165,9 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @override
     def setup(self, trainer: Trainer) -> None:
         run = self.begin_run(trainer, PipelineRun)
-        module, ranks, consensus = run.module, self.ranks, run.session.consensus
+        module = run.module
+        ranks = self.ranks
+        consensus = run.session.consensus
         trainer.accelerator.setup(trainer)
         # Refused before anything is sharded: a failed set-up leaves the module as it was.
         refuse_sharded(module, self.strategy_name)
@@ -206,7 +208,8 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
     @override
     def evaluate(self, step: str, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         with self.run.evaluation_step():
-            return self.run.steps.evaluation_step(self._step_call(step, *args))  # type: ignore[no-any-return]
+            output: STEP_OUTPUT = self.run.steps.evaluation_step(self._step_call(step, *args))
+            return output
 
     def _step_call(self, name: str, batch: Any, *indices: Any) -> StepCall:
         def step(*args: Any) -> Any:
@@ -257,7 +260,8 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         if layout is None:
             return parameter
         state = chunked_state({name: parameter}, layout, self.ranks)
-        return self.session.checkpoints.full_state(state, everywhere=True)[name]  # type: ignore[no-any-return]
+        weight: Tensor = self.session.checkpoints.full_state(state, everywhere=True)[name]
+        return weight
 
     @override
     def put_weights_back(self, full: dict[str, Tensor]) -> None:

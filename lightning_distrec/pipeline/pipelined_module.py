@@ -82,13 +82,12 @@ class PipelinedModule:
         options: StageOptions,
         consensus: Consensus,
     ) -> None:
-        self._module, self._staged, self._options, self._consensus = (
-            module,
-            chain,
-            options,
-            consensus,
-        )
-        self._chain, self._ranks = chain.layout.chain, chain.ranks
+        self._module = module
+        self._staged = chain
+        self._options = options
+        self._consensus = consensus
+        self._chain = chain.layout.chain
+        self._ranks = chain.ranks
         self._parameters = present_parameters(module)
         self._log = LoggedValues(module)
         self._arguments = BlockArguments()
@@ -232,7 +231,8 @@ class PipelinedModule:
         pairs = [("training_step's loss", loss, message["loss"])]
         means = {log_call["name"]: log_call.get("value") for log_call in message["log_calls"]}
         for log_call in log_calls:
-            value, mean = log_call["value"], means.get(log_call["name"])
+            value = log_call["value"]
+            mean = means.get(log_call["name"])
             if mean is not None and isinstance(value, (Tensor, int, float)):
                 pairs.append((
                     f"self.log({log_call['name']!r})",

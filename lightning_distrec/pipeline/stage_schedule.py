@@ -56,8 +56,10 @@ class StageSchedule(Stoppable):
                 f"StageSchedule: path={path!r} must end in one of {', '.join(PICTURES)}, and "
                 f"step={step} be at least 0."
             )
-        self._path, self._step = Path(path), step
-        self._seen, self._zero = 0, 0.0
+        self._path = Path(path)
+        self._step = step
+        self._seen = 0
+        self._zero = 0.0
         self._spans: list[Span] = []
         self._unsubscribe: Callable[[], None] | None = None
         self.bubble: float | None = None
@@ -74,7 +76,8 @@ class StageSchedule(Stoppable):
                 "StageSchedule draws stages of strategy='pipeline_parallel' only. Use "
                 "PyTorchProfiler."
             )
-        self._seen, self._zero = 0, align_clocks(trainer.strategy.root_device)
+        self._seen = 0
+        self._zero = align_clocks(trainer.strategy.root_device)
 
     @override
     def on_train_batch_start(
@@ -104,7 +107,8 @@ class StageSchedule(Stoppable):
         ]
         microbatches = 1 + max(item.microbatch for item in work)
         self.bubble = idle_share(work, ranks.num_ranks)
-        self.ideal_bubble = trainer.strategy.ideal_idle_share(microbatches)  # type: ignore[attr-defined]
+        strategy: Any = trainer.strategy
+        self.ideal_bubble = strategy.ideal_idle_share(microbatches)
         if trainer.is_global_zero:
             title = (
                 f"Step {self._step}: {ranks.num_stages} stages on {ranks.num_ranks} ranks, "
@@ -179,14 +183,16 @@ def draw_schedule(work: list[Work], title: str) -> Any:
     """Return a figure: a row for each rank, from left to right what it computes."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
-    begin, end = min(item.begin for item in work), max(item.end for item in work)
+    begin = min(item.begin for item in work)
+    end = max(item.end for item in work)
     num_ranks = 1 + max(item.rank for item in work)
     num_stages = 1 + max(item.stage for item in work)
     figure = Figure(figsize=(10, 1.6 + 0.4 * num_ranks), layout="constrained")
     axes = figure.subplots()
     labels = dict(enumerate(KIND_NAMES))
     for item in work:
-        start_ms, width_ms = 1000 * (item.begin - begin), 1000 * (item.end - item.begin)
+        start_ms = 1000 * (item.begin - begin)
+        width_ms = 1000 * (item.end - item.begin)
         # A rank with several stages draws its later ones paler: stage s is on rank s modulo ranks.
         paler = 0.5 * (item.stage // num_ranks) / max(1, num_stages // num_ranks)
         axes.barh(

@@ -110,7 +110,8 @@ class SpannedStage(IsolatedStage):
                     operations = self._make(is_gradient, number)
                     operations = self._tagged(operations, self.stage_index, is_gradient, number)
                     for operation in operations:
-                        group, peer = operation.group, operation.group_peer
+                        group = operation.group
+                        peer = operation.group_peer
                         work = operation.op(
                             operation.tensor, group=group, tag=operation.tag, group_src=peer
                         )
@@ -181,8 +182,10 @@ class Blocks(nn.Module):
         numbers = layout.block_numbers(stage)
         blocks = [layout.chain.blocks[number] for number in numbers]
         if layout.chain.caller is not None:
-            blocks, numbers = [CalledLayers(layout.chain, numbers)], numbers[:1]
-        self.blocks, self._numbers = nn.ModuleList(blocks), numbers
+            blocks = [CalledLayers(layout.chain, numbers)]
+            numbers = numbers[:1]
+        self.blocks = nn.ModuleList(blocks)
+        self._numbers = numbers
         self._context = context
         self.arguments: Sequence[Arguments] = []
         """Of each micro-batch."""
@@ -212,7 +215,9 @@ class StagedChain:
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """context: around the forward of a stage, as the Trainer's precision has it."""
-        self.layout, self.ranks, self.device = layout, ranks, device
+        self.layout = layout
+        self.ranks = ranks
+        self.device = device
         self._schedule = schedule
         self.blocks = [Blocks(layout, stage, context) for stage in ranks.stages]
         self._schedules: dict[Any, tuple[Any, list[SpannedStage]]] = {}
@@ -368,7 +373,8 @@ class ProxyLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, gradients: list[Tensor], number: int) -> Tensor:
         # The list is read in backward: in the first micro-batches' forwards it is still empty.
-        ctx.gradients, ctx.number = gradients, number
+        ctx.gradients = gradients
+        ctx.number = number
         # Autograd needs a result that depends on the output; its value is never used.
         return output.new_zeros((), dtype=torch.float32)
 

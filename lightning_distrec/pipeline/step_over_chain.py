@@ -87,7 +87,8 @@ class _BlockCalls:
     ends there."""
 
     def __init__(self, chain: Chain, output: Tensor | None = None) -> None:
-        self._chain, self._output = chain, output
+        self._chain = chain
+        self._output = output
         self._called = chain.blocks if chain.caller is None else [chain.caller]
         self._hidden: Any = None
         self.entry = Entry()

@@ -100,7 +100,8 @@ class Server:
         """Raise ValueError where an input has another type or shape, or lengths do not divide their
         values."""
         about = self.about["inputs"][name]
-        dtype, sizes = about["dtype"], about["shape"]
+        dtype = about["dtype"]
+        sizes = about["shape"]
         actual = getattr(tensor, "dtype", type(tensor).__name__)
         if str(actual) != f"torch.{dtype}":
             raise ValueError(f"'{name}' must be a tensor of {dtype}, not {actual}")
@@ -176,7 +177,8 @@ class Server:
             )
         inputs = {}
         for name, values in request.items():
-            shape, dtype = inputs_by_name[name]["shape"], inputs_by_name[name]["dtype"]
+            shape = inputs_by_name[name]["shape"]
+            dtype = inputs_by_name[name]["dtype"]
             kind = dtype.rstrip("0123456789")
             # torch would make 1 of 1.7 and of true.
             allowed = KINDS.get(kind, (int, float))
@@ -316,11 +318,14 @@ def http_server(server: Server, port: int) -> ThreadingHTTPServer:
                     )
                 request = json.loads(self.rfile.read(length))
                 with turn:
-                    status, answer = 200, server.answer_plain(request)
+                    status = 200
+                    answer = server.answer_plain(request)
             except (ValueError, RecursionError) as error:
-                status, answer = 400, {"error": str(error)}
+                status = 400
+                answer = {"error": str(error)}
             except Exception as error:
-                status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+                status = 500
+                answer = {"error": f"{type(error).__name__}: {error}"}
             self.send_json(status, answer)
 
         def send_json(self, status: int, answer: Any) -> None:

@@ -42,8 +42,13 @@ from lightning_distrec.serving.program import (
     tensors_of,
 )
 
-TABLES, PROGRAM, ABOUT, SCRIPT = "tables.safetensors", "program.pt2", "serving.json", "serve.py"
-EXAMPLES, REQUEST, COLUMNS = "examples.safetensors", "request.json", "columns.json"
+TABLES = "tables.safetensors"
+PROGRAM = "program.pt2"
+ABOUT = "serving.json"
+SCRIPT = "serve.py"
+EXAMPLES = "examples.safetensors"
+REQUEST = "request.json"
+COLUMNS = "columns.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +220,14 @@ def _write(
     # The files on disk answer, by the code that will serve them.
     server = answer.Server(folder)
     answers = answer.leaves(server.answer(inputs))
-    request, fixed = tensors_of(batch if first_request is None else first_request), False
+    request = tensors_of(batch if first_request is None else first_request)
+    fixed = False
     try:
         server.answer(request)
     # torch.export's guards on a size that predict_step has made a number
     except (RuntimeError, ValueError):
-        request, fixed = inputs, True
+        request = inputs
+        fixed = True
     if raw is None:
         _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
     else:

@@ -104,7 +104,8 @@ def dequantized(packed: Tensor, dim: int, bits: int) -> Tensor:
     """Return rows in float32, (num_rows, dim), by operators of torch alone. packed: as `quantized`
     returns them."""
     width = dim if bits == 8 else dim // 2
-    numbers, scale_bytes = packed[:, :width], packed[:, width:]
+    numbers = packed[:, :width]
+    scale_bytes = packed[:, width:]
     # A view as floats needs bytes that follow each other; a slice of columns has gaps.
     scales = scale_bytes.contiguous().view(torch.float32 if bits == 8 else torch.float16).float()
     if bits == 4:
@@ -117,11 +118,9 @@ class _Quantized(nn.Module):
 
     def __init__(self, original: nn.Embedding | nn.EmbeddingBag, bits: int) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.bits = (
-            original.num_embeddings,
-            original.embedding_dim,
-            bits,
-        )
+        self.num_embeddings = original.num_embeddings
+        self.embedding_dim = original.embedding_dim
+        self.bits = bits
         width = packed_width(self.embedding_dim, bits)
         # Without rows: the program gets them as an input, in the buffer's place.
         self.register_buffer("rows", torch.empty(0, width, dtype=torch.uint8), persistent=False)
@@ -148,7 +147,8 @@ class QuantizedBag(_Quantized):
 
     def __init__(self, original: nn.EmbeddingBag, bits: int) -> None:
         super().__init__(original, bits)
-        self.mode, self.include_last_offset = original.mode, original.include_last_offset
+        self.mode = original.mode
+        self.include_last_offset = original.include_last_offset
 
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
@@ -160,11 +160,9 @@ class QuantizedBag(_Quantized):
         rows = dequantized(self.rows.index_select(0, ids), self.embedding_dim, self.bits)
         # The rows that were looked up become a table themselves, of which each row is read once.
         places = torch.arange(ids.shape[0], device=ids.device).reshape(input.shape)
-        offsets, mode, has_last = (
-            None if offsets is None else offsets.long(),
-            self.mode,
-            self.include_last_offset,
-        )
+        offsets = None if offsets is None else offsets.long()
+        mode = self.mode
+        has_last = self.include_last_offset
         return functional.embedding_bag(
             places,
             rows,
@@ -181,7 +179,8 @@ class QuantizedTensor(LazyTensor):
     dtype = torch.uint8
 
     def __init__(self, source: LazyTensor, bits: int) -> None:
-        self._source, self._bits = source, bits
+        self._source = source
+        self._bits = bits
         self.shape = (source.shape[0], packed_width(source.shape[1], bits))
 
     @override
@@ -284,7 +283,8 @@ class Program(nn.Module):
         """module: unsharded; its own tables are not read. batch: gives the containers, and what is
         no tensor."""
         super().__init__()
-        self.predictor, self._batch = _Predictor(module), batch
+        self.predictor = _Predictor(module)
+        self._batch = batch
 
     def forward(self, tables: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
         """Return what predict_step returns. tables: by their names in `module`. inputs: as

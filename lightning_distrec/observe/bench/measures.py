@@ -37,7 +37,8 @@ class Measures(Clocked):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # On every rank, because a step takes as long as on its slowest one.
-        self._counter.start(trainer.train_dataloader, trainer.datamodule)  # type: ignore[attr-defined]
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        self._counter.start(trainer.train_dataloader, datamodule)
         self.clock.start()
 
     @override

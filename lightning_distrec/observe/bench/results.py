@@ -342,7 +342,8 @@ def print_results(results: Sequence[Result], steps: int, console: Console) -> No
         "process, with libraries.",
     )
     for result in results:
-        name, devices = result.case.strategy, str(result.case.devices)
+        name = result.case.strategy
+        devices = str(result.case.devices)
         if result.failure:
             text.add_row(name, devices, "not measured", "", "", "")
             continue

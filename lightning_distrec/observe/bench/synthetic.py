@@ -32,7 +32,8 @@ class SyntheticIds(pl.LightningDataModule):
 
     def __init__(self, batch_size: int, ids_per_feature: int = 1) -> None:
         super().__init__()
-        self.batch_size, self._num_ids = batch_size, ids_per_feature
+        self.batch_size = batch_size
+        self._num_ids = ids_per_feature
         self._tables: dict[str, list[Table]] = {}
 
     @override
@@ -106,4 +107,5 @@ def _mean(output: Any) -> Tensor:
         return _mean(output[0])
     if isinstance(output, Mapping):
         return torch.cat([jagged.values() for jagged in output.values()]).mean()
-    return output.mean() if isinstance(output, Tensor) else output.values().mean()  # type: ignore[no-any-return]
+    values: Tensor = output if isinstance(output, Tensor) else output.values()
+    return values.mean()
