@@ -110,7 +110,7 @@ def test_each_recipe_has_what_a_reader_expects(name: str) -> None:
         for file in (ROOT / "recipes" / part).rglob("*.py")
     ]
     shown = re.findall(
-        r'self\.log\(f?"([^"]+)".*prog_bar=True', "".join(file.read_text() for file in files)
+        r'self\.log\(\s*f?"([^"]+)"[^)]*prog_bar=True', "".join(file.read_text() for file in files)
     )
     assert shown
     for metric in shown:  # the bar cuts longer names, on 80 columns
