@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.cluster.heartbeat import GRACE_SECONDS
 from lightning_distrec.strategies.run import process_runs
 from tests.support.launched_script import Clicks, Numbered
 
@@ -39,17 +38,20 @@ def _kill() -> None:
 
 def _kill_but_a_worker() -> None:
     """Be killed, while a fork lives on, as workers of dataloaders do: with copies of all sockets."""
-    if os.fork() == 0:
+    worker = os.fork()
+    if worker == 0:
         for name in os.listdir("/proc/self/fd"):
             # What tells the test that this process is gone is a pipe.
             with contextlib.suppress(OSError):
                 if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                     os.close(int(name))
-        time.sleep(STOPPED_SECONDS + GRACE_SECONDS)
+        time.sleep(WORKER_SECONDS)
         os._exit(0)
+    Path(os.environ["FAULTY_FOLDER"], "worker").write_text(f"{worker} {time.time()}")
     _kill()
 
 
+WORKER_SECONDS = 60
 STOPPED_SECONDS = 12
 """How long a rank is stopped: the others have ended by then."""
 
