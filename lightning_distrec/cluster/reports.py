@@ -132,7 +132,8 @@ class Hub:
                 state = RankState(**report)
                 if state.job != self.job:
                     raise ValueError("a rank of another job")
-                rank = connection.rank = state.rank
+                rank = state.rank
+                connection.rank = rank
                 reported.add(rank)
                 self._states[rank] = state
                 self._received_at[rank] = clock
@@ -154,7 +155,8 @@ class Hub:
     def _decide(self, reported: set[int]) -> None:
         """Send the verdict to all where it has changed, otherwise to those that have reported."""
         earlier = self.verdict
-        states = [self._states[rank] for rank in sorted(self._states)]
+        ranks = sorted(self._states)
+        states = [self._states[rank] for rank in ranks]
         self.verdict = self.judge.judge(states, earlier)
         has_changed = self.verdict != earlier
         for rank, connection in self._connections.items():
@@ -190,7 +192,8 @@ class Link:
         if self._is_lost:
             time.sleep(seconds)
         else:
-            self._poll.poll(1000 * seconds)
+            milliseconds = 1000 * seconds
+            self._poll.poll(milliseconds)
 
     def receive(self, clock: float) -> None:
         """Receive the verdict; where rank 0 is gone or silent, that is one. clock: in seconds."""
