@@ -116,6 +116,7 @@ MAY_IMPORT = {
     },  # for any strategy: they read its attributes and its spans
     "metrics": {"errors", "option_values"},  # for any strategy, and for none
     "data": {"errors", "atomic_files"},  # for any strategy, and for none
+    "retrieval": GROUND | {"sharding/weights", "metrics"},
     "advice": BELOW_STRATEGIES | STRATEGIES,
     "serving": BELOW_STRATEGIES | {"data"},
     "bench": BELOW_STRATEGIES | {"callbacks"},  # strategies are names to it: it starts processes

@@ -27,6 +27,7 @@ BUDGETS = {
     "metrics": 7359,
     "optimizers": 12257,
     "prefetch": 27265,
+    "retrieval": 6000,
     "serving": 7554,
     "sharding": 27412,
     "sharding/lookup": 17097,
