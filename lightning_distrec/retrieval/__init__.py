@@ -2,5 +2,26 @@
 module."""
 
 from lightning_distrec.retrieval.full_softmax import softmax_loss
+from lightning_distrec.retrieval.in_batch import SampledFrequency, contrastive_loss, in_batch_loss
+from lightning_distrec.retrieval.nearest import target_ranks_in_table, top_k
+from lightning_distrec.retrieval.sampled_softmax import (
+    ByFrequency,
+    LogUniform,
+    Sampler,
+    Uniform,
+    sampled_softmax_loss,
+)
 
-__all__ = ["softmax_loss"]
+__all__ = [
+    "ByFrequency",
+    "LogUniform",
+    "SampledFrequency",
+    "Sampler",
+    "Uniform",
+    "contrastive_loss",
+    "in_batch_loss",
+    "sampled_softmax_loss",
+    "softmax_loss",
+    "target_ranks_in_table",
+    "top_k",
+]

@@ -46,10 +46,10 @@ class TableRows:
             self._offsets = [(weight.place.row, weight.place.column) for weight in weights]
 
     def blocks(self, weights: Weights, rows_per_block: int) -> Iterator[Block]:
-        """Yield the blocks of this rank."""
+        """Yield the blocks of this rank; an empty one where it has no rows."""
         for number, weight in enumerate(weights):
             row, _ = self._offsets[number]
-            for first in range(0, len(weight), rows_per_block):
+            for first in range(0, max(1, len(weight)), rows_per_block):
                 yield Block(row + first, min(rows_per_block, len(weight) - first), number)
 
     def read(self, block: Block, weights: Weights) -> Tensor:

@@ -98,6 +98,15 @@ def seeded(*args: Any) -> Retrieving:
     return Retrieving(*args)
 
 
+def strategy_of(kind: str, sharding_type: str, prefix: str = "", **options: Any) -> dict[str, Any]:
+    """Return options of a strategy that shards the item table so. prefix: of the model's path."""
+    table: dict[str, Any] = {"sharding_types": [sharding_type]}
+    if sharding_type == "column_wise":
+        table["min_partition"] = 4
+    name = "items" if kind == "embedding" else "items.item"
+    return {"tables": {prefix + name: table}, "convert_embeddings": "all"} | options
+
+
 def train(
     model: Retrieving, batches: list[list[Batch]], strategy: dict[str, Any], **options: Any
 ) -> dict[str, Any]:

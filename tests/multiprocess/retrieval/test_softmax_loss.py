@@ -14,6 +14,7 @@ from tests.support.retrieval_models import (
     differences,
     make_batch,
     seeded,
+    strategy_of,
     train,
     train_plain,
 )
@@ -79,18 +80,14 @@ def _batches(sizes: tuple[int, ...], ignored: bool) -> list[list[Batch]]:
 def _train(
     kind: str, sharding_type: str, optimizer: str, loss: str, sizes: tuple[int, ...], **options: Any
 ) -> dict[str, Any]:
-    tables = {"sharding_types": [sharding_type]}
-    if sharding_type == "column_wise":
-        tables["min_partition"] = 4
     is_dense = optimizer == "Adam" or sharding_type == "data_parallel"
-    name = "items" if kind == "embedding" else "items.item"
-    strategy = {
-        "tables": {name: tables},
-        "embedding_update": "dense" if is_dense else "sparse",
-        "loss_reduction": "rank_mean" if loss == "all" else "mean",
-        "convert_embeddings": "all",
-        "find_unused_parameters": loss == "default",
-    }
+    strategy = strategy_of(
+        kind,
+        sharding_type,
+        embedding_update="dense" if is_dense else "sparse",
+        loss_reduction="rank_mean" if loss == "all" else "mean",
+        find_unused_parameters=loss == "default",
+    )
     model = seeded(kind, LOSSES[loss][0], optimizer)
     return train(model, _batches(sizes, loss == "all"), strategy, **options)
 
