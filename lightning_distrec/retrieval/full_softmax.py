@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_distrec.errors import ConfigError, DistRecError, IdsError
-from lightning_distrec.retrieval.rank_group import with_gradient
+from lightning_distrec.retrieval.rank_group import ranks_of, with_gradient
 from lightning_distrec.retrieval.table_rows import Block, Table, TableRows, block_rows, rows_of
 from lightning_distrec.sharding.weights.shard_access import without_guards, write_back
 
@@ -89,10 +89,15 @@ def softmax_loss(
 
 
 def reduced(losses: Tensor, reduction: Reduction, counts: list[int]) -> Tensor:
-    """Return what is asked for of this rank's losses, (). counts: how many each rank has."""
+    """Collective for "global_mean". Return what is asked for of this rank's losses, ().
+
+    counts: how many there are on each rank of the call.
+    """
     divisor = 1.0
     if reduction == "global_mean":
-        divisor = sum(counts) / len(counts)
+        # Of all ranks, also where each has the whole table.
+        all_counts = ranks_of(None).agree("global_mean", None, {}, len(losses))
+        divisor = sum(all_counts) / len(all_counts)
     elif reduction == "mean":
         # A rank without targets adds nothing to the others' mean. None at all are NaN, as in torch.
         divisor = max(len(losses), min(1, sum(counts)))
