@@ -5,19 +5,15 @@ from lightning_distrec.retrieval.full_softmax import softmax_loss
 from lightning_distrec.retrieval.in_batch import SampledFrequency, contrastive_loss, in_batch_loss
 from lightning_distrec.retrieval.nearest import target_ranks_in_table, top_k
 from lightning_distrec.retrieval.sampled_softmax import (
-    ByFrequency,
-    LogUniform,
     Sampler,
-    Uniform,
+    by_frequency,
     sampled_softmax_loss,
 )
 
 __all__ = [
-    "ByFrequency",
-    "LogUniform",
     "SampledFrequency",
     "Sampler",
-    "Uniform",
+    "by_frequency",
     "contrastive_loss",
     "in_batch_loss",
     "sampled_softmax_loss",

@@ -51,7 +51,7 @@ def softmax_loss(
     """
     rows = rows_of("softmax_loss", table)
     is_counted = targets.reshape(-1) != ignore_index
-    problem = problem_of_call(queries, rows, targets, is_counted, max_bytes)
+    problem = problem_of_call(queries, rows, max_bytes, targets, is_counted)
     if problem is None and bias is not None and bias.shape != (rows.num_rows,):
         problem = ConfigError(f"bias {tuple(bias.shape)} must be ({rows.num_rows},), of each row.")
     if problem is None and not (0 <= label_smoothing <= 1 and reduction in REDUCTIONS):
@@ -82,17 +82,17 @@ def softmax_loss(
     losses: Tensor = _SoftmaxLosses.apply(
         scoring, with_gradient(counted_queries, is_needed), counted_targets, bias, *rows.weights
     )
+    return reduced(losses, reduction, counts, is_counted.view(targets.shape))
+
+
+def reduced(losses: Tensor, reduction: Reduction, counts: list[int], is_counted: Tensor) -> Tensor:
+    """Collective for "global_mean". Return what is asked for of this rank's losses.
+
+    counts: how many there are on each rank of the call. is_counted: which queries have one.
+    """
     if reduction == "none":
         zeros = losses.new_zeros(is_counted.shape)
-        return zeros.masked_scatter(is_counted, losses).view(targets.shape)
-    return reduced(losses, reduction, counts)
-
-
-def reduced(losses: Tensor, reduction: Reduction, counts: list[int]) -> Tensor:
-    """Collective for "global_mean". Return what is asked for of this rank's losses, ().
-
-    counts: how many there are on each rank of the call.
-    """
+        return zeros.masked_scatter(is_counted, losses)
     divisor = 1.0
     if reduction == "global_mean":
         # Of all ranks, also where each has the whole table.
@@ -113,7 +113,7 @@ def score_dtype(queries: Tensor, rows: TableRows) -> torch.dtype:
 
 
 def problem_of_call(
-    queries: Tensor, rows: TableRows, targets: Tensor, is_row: Tensor, max_bytes: int
+    queries: Tensor, rows: TableRows, max_bytes: int, targets: Tensor | None, is_row: Tensor | None
 ) -> DistRecError | None:
     """Return what is wrong with arguments of this rank. is_row: (all targets,), where they are to
     be rows."""
@@ -122,6 +122,8 @@ def problem_of_call(
             f"queries {tuple(queries.shape)} of {queries.dtype} must be floats, (..., {rows.dim}), "
             f"as rows of '{rows.name}' are; max_bytes={max_bytes} must be at least 1."
         )
+    if targets is None or is_row is None:
+        return None
     shape = queries.shape[:-1]
     if targets.dtype not in (torch.int64, torch.int32) or targets.shape != shape:
         return ConfigError(
@@ -232,7 +234,9 @@ class _SoftmaxLosses(torch.autograd.Function):
                 # The mean of the ranks' gradients, as lookups have it and DDP.
                 row_gradients = (scores.T @ all_queries).div_(ranks.num_ranks)
                 rows.write(block, row_gradients, weight_gradients)
-        own = ranks.sum_rows(query_gradients, scoring.counts) if needs_queries else None
+        own = None
+        if needs_queries:
+            own = ranks.send_rows(query_gradients, scoring.counts).sum(0)
         learned = [
             values if needed else None
             for values, needed in zip(weight_gradients, needs_weights, strict=True)

@@ -43,7 +43,7 @@ def in_batch_loss(
     num_keys = is_other.shape[1]
     batch.scores[:, :num_keys].masked_fill_(is_other, -torch.inf)
     losses = functional.cross_entropy(batch.scores, batch.own, reduction="none")
-    return losses if reduction == "none" else reduced(losses, reduction, batch.counts)
+    return reduced(losses, reduction, batch.counts, batch.own >= 0)
 
 
 def contrastive_loss(
@@ -68,7 +68,7 @@ def contrastive_loss(
     positives = torch.where(batch.is_same, batch.scores[:, :num_keys], 0)
     means = positives.sum(1) / batch.is_same.sum(1)
     losses = batch.scores.logsumexp(1) - means
-    return losses if reduction == "none" else reduced(losses, reduction, batch.counts)
+    return reduced(losses, reduction, batch.counts, batch.own >= 0)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_distrec.errors import ConfigError, DistRecError
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.metrics.target_ranks import target_ranks
-from lightning_distrec.retrieval.full_softmax import MAX_BYTES, score_dtype
-from lightning_distrec.retrieval.table_rows import Block, Table, TableRows, block_rows, rows_of
+from lightning_distrec.retrieval.full_softmax import MAX_BYTES, problem_of_call, score_dtype
+from lightning_distrec.retrieval.table_rows import Block, Table, block_rows, rows_of
 from lightning_distrec.sharding.weights.shard_access import without_guards, write_back
 
 
@@ -35,9 +35,15 @@ def top_k(
     """
     rows = rows_of("top_k", table)
     ranks = rows.ranks
-    problem = _problem_of(queries, rows, k, exclude, max_bytes)
+    problem = problem_of_call(queries, rows, max_bytes, None, None)
     if exclude is None:
-        exclude = queries.new_empty(len(queries), 0, dtype=torch.long)
+        exclude = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
+    fits = queries.ndim == exclude.ndim == 2 and len(exclude) == len(queries)
+    if not (fits and 1 <= k <= rows.num_rows):
+        problem = problem or ConfigError(
+            f"k={k} must be 1 to {rows.num_rows}, queries {tuple(queries.shape)} (queries, dim), "
+            f"and exclude {tuple(exclude.shape)} (queries, any number)."
+        )
     dtype = torch.promote_types(score_dtype(queries, rows), torch.float32)
     equal = {"k": k, "max_bytes": max_bytes, "dtype": dtype}
     headers = ranks.agree("top_k", problem, equal, (len(queries), exclude.shape[-1]))
@@ -79,26 +85,6 @@ def _without(scores: Tensor, excluded: Tensor, block: Block) -> Tensor:
     # What is not in the block changes nothing in the first column.
     limits = torch.where(is_here, -torch.inf, torch.inf).to(scores.dtype)
     return scores.scatter_reduce_(1, torch.where(is_here, columns, 0), limits, "amin")
-
-
-def _problem_of(
-    queries: Tensor, rows: TableRows, k: int, exclude: Tensor | None, max_bytes: int
-) -> DistRecError | None:
-    if queries.ndim != 2 or queries.shape[1] != rows.dim or not queries.is_floating_point():
-        return ConfigError(
-            f"queries {tuple(queries.shape)} of {queries.dtype} must be floats, (queries, "
-            f"{rows.dim}), as rows of '{rows.name}' are."
-        )
-    if not 1 <= k <= rows.num_rows or max_bytes < 1:
-        return ConfigError(
-            f"k={k} must be 1 to {rows.num_rows}, the rows of '{rows.name}'; "
-            f"max_bytes={max_bytes} at least 1."
-        )
-    if exclude is not None and (exclude.ndim != 2 or len(exclude) != len(queries)):
-        return ConfigError(
-            f"exclude {tuple(exclude.shape)} must be ({len(queries)}, any number), -1 pads."
-        )
-    return None
 
 
 @torch.no_grad()

@@ -52,24 +52,15 @@ class RankGroup:
         parts = gathered.split(longest) if longest else [gathered] * self.num_ranks
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def sum_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Collective. Return the sums over ranks of this rank's rows among those of all ranks."""
-        if self.num_ranks == 1:
-            return rows
-        padded = _padded_by_rank(rows, counts)
-        summed = rows.new_empty(max(counts), *rows.shape[1:])
-        dist.reduce_scatter_tensor(summed, padded, group=self.group)
-        return summed[: counts[self.rank]]
-
     def send_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Collective. Send each rank its rows; return (ranks, rows of this rank, ...)."""
         if self.num_ranks == 1:
             return rows[None]
-        padded = _padded_by_rank(rows, counts)
+        longest = max(counts)
+        padded = torch.cat([_padded(part, longest) for part in rows.split(counts)])
         received = torch.empty_like(padded)
         dist.all_to_all_single(received, padded, group=self.group)
-        by_rank = received.view(self.num_ranks, max(counts), *rows.shape[1:])
-        return by_rank[:, : counts[self.rank]]
+        return received.view(self.num_ranks, longest, *rows.shape[1:])[:, : counts[self.rank]]
 
     def all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Collective. Return values reduced over the ranks, in place."""
@@ -90,11 +81,6 @@ def _padded(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, padding])
 
 
-def _padded_by_rank(rows: Tensor, counts: list[int]) -> Tensor:
-    longest = max(counts)
-    return torch.cat([_padded(part, longest) for part in rows.split(counts)])
-
-
 class _GatheredRows(torch.autograd.Function):
     """Returns all ranks' rows. Gradients go back to their ranks, summed over those that used
     them."""
@@ -107,7 +93,7 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.ranks.sum_rows(gradient, ctx.counts), None, None
+        return ctx.ranks.send_rows(gradient, ctx.counts).sum(0), None, None
 
 
 def gathered_rows(rows: Tensor, ranks: RankGroup, counts: list[int]) -> Tensor:

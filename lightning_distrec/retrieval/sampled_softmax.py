@@ -1,7 +1,9 @@
 """A softmax over sampled rows of a table, the same rows on every rank."""
 
 import math
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,68 +17,51 @@ from lightning_distrec.retrieval.full_softmax import (
     problem_of_call,
     reduced,
 )
-from lightning_distrec.retrieval.table_rows import Table, embedding_of, rows_of
+from lightning_distrec.retrieval.table_rows import Table, rows_of
 
 
-class Sampler(Protocol):
-    """Draws numbers of rows, with replacement."""
+@dataclass(frozen=True)
+class Sampler:
+    """A distribution of rows, by how much of it lies before a row."""
 
-    def draw(self, num: int, num_rows: int, generator: torch.Generator) -> Tensor:
-        """Return (num,) numbers of rows, int64, on the CPU."""
-
-    def log_probabilities(self, ids: Tensor, num_rows: int) -> Tensor:
-        """Return the logarithm of the probability of each row, in the shape of `ids`."""
-
-
-class Uniform:
-    """Draws all rows alike."""
+    before: Callable[[Tensor], Tensor]
+    """Takes numbers of rows as float64, the number of all of them included."""
+    inverse: Callable[[Tensor], Tensor]
+    """Takes what `before` returns, and returns the row that it falls into, rounded or not."""
 
     def draw(self, num: int, num_rows: int, generator: torch.Generator) -> Tensor:
-        """Return (num,) numbers of rows."""
-        return torch.randint(num_rows, (num,), generator=generator)
-
-    def log_probabilities(self, ids: Tensor, num_rows: int) -> Tensor:
-        """Return the logarithm of one share each."""
-        return torch.full(ids.shape, -math.log(num_rows), device=ids.device)
-
-
-class LogUniform:
-    """Draws by Zipf's law, for rows that are sorted by frequency, the most frequent first."""
-
-    def draw(self, num: int, num_rows: int, generator: torch.Generator) -> Tensor:
-        """Return (num,) numbers of rows."""
+        """Return (num,) numbers of rows, int64, drawn with replacement."""
         draws = torch.rand(num, dtype=torch.float64, generator=generator)
-        ids = (draws * math.log(num_rows + 1)).exp().long() - 1
+        ids = self.inverse(draws * self._total(num_rows)).long()
         return ids.clamp(0, num_rows - 1)
 
     def log_probabilities(self, ids: Tensor, num_rows: int) -> Tensor:
-        """Return log(log((row + 2) / (row + 1)) / log(num_rows + 1))."""
-        shares = (1 / (ids.double() + 1)).log1p() / math.log(num_rows + 1)
-        return shares.log().float()
+        """Return the logarithm of the probability of each row, in the shape of `ids`."""
+        rows = ids.double().cpu()
+        shares = (self.before(rows + 1) - self.before(rows)) / self._total(num_rows)
+        return shares.log().float().to(ids.device)
+
+    def _total(self, num_rows: int) -> Tensor:
+        return self.before(torch.tensor(float(num_rows), dtype=torch.float64))
 
 
-class ByFrequency:
-    """Draws by counts of rows, (num_rows,), to the given power. The counts are the same on every
-    rank."""
+def by_frequency(counts: Tensor, power: float = 1.0) -> Sampler:
+    """Return a sampler by counts of rows, (num_rows,), to the given power.
 
-    def __init__(self, counts: Tensor, power: float = 1.0) -> None:
-        weights = counts.double().cpu() ** power
-        self._ends = weights.cumsum(0)
-        self._logs = (weights / self._ends[-1]).log().float()
-
-    def draw(self, num: int, num_rows: int, generator: torch.Generator) -> Tensor:
-        """Return (num,) numbers of rows."""
-        draws = torch.rand(num, dtype=torch.float64, generator=generator)
-        ids = torch.searchsorted(self._ends, draws * self._ends[-1], right=True)
-        return ids.clamp(max=num_rows - 1)
-
-    def log_probabilities(self, ids: Tensor, num_rows: int) -> Tensor:
-        """Return the logarithms of the rows' shares; -inf for rows that are never drawn."""
-        self._logs = self._logs.to(ids.device)
-        return self._logs[ids]
+    The counts are the same on every rank. A row without a count is never drawn.
+    """
+    ends = functional.pad((counts.double().cpu() ** power).cumsum(0), (1, 0))
+    return Sampler(
+        before=lambda rows: ends[rows.long()],
+        inverse=lambda values: torch.searchsorted(ends, values, right=True) - 1,
+    )
 
 
-SAMPLERS: dict[str, Sampler] = {"uniform": Uniform(), "log_uniform": LogUniform()}
+SAMPLERS = {
+    "uniform": Sampler(before=torch.clone, inverse=torch.clone),
+    # Zipf's law, for rows that are sorted by frequency.
+    "log_uniform": Sampler(before=torch.log1p, inverse=torch.expm1),
+}
 
 
 def sampled_softmax_loss(
@@ -101,14 +86,15 @@ def sampled_softmax_loss(
     queries: (..., dim). table: an nn.Embedding, or an EmbeddingCollection and a table's name.
     targets: (...), numbers of rows; `ignore_index`: this query does not count.
     step: negatives are drawn from `seed` and it alone, the same on all ranks: the number of the
-    batch, for example. sampler: by name, ByFrequency, or an object of your own.
+    batch, for example. sampler: "uniform", "log_uniform" for rows that are sorted by frequency, the
+    most frequent first, or `by_frequency(counts)`.
     log_q: subtract the logarithm of how often a row is expected among the negatives; without it the
     loss is of another distribution than the full softmax. A negative that is the target is masked.
     reduction: as of `softmax_loss`. Raises on every rank: ConfigError, IdsError.
     """
     rows = rows_of("sampled_softmax_loss", table)
     is_counted = targets.reshape(-1) != ignore_index
-    problem = problem_of_call(queries, rows, targets, is_counted, MAX_BYTES)
+    problem = problem_of_call(queries, rows, MAX_BYTES, targets, is_counted)
     if num_negatives < 1 or isinstance(sampler, str) and sampler not in SAMPLERS:
         problem = ConfigError(
             f"num_negatives={num_negatives} must be at least 1, and sampler={sampler!r} one of "
@@ -136,35 +122,29 @@ def sampled_softmax_loss(
     is_hit = functional.pad(negatives == ids[:, None], (1, 0))
     scores = scores.masked_fill(is_hit, -torch.inf)
     losses = functional.cross_entropy(scores, torch.zeros_like(ids), reduction="none")
-    if reduction == "none":
-        zeros = losses.new_zeros(is_counted.shape)
-        return zeros.masked_scatter(is_counted, losses).view(targets.shape)
-    return reduced(losses, reduction, counts)
+    return reduced(losses, reduction, counts, is_counted.view(targets.shape))
 
 
 def _looked_up(table: Table, targets: Tensor, negatives: Tensor) -> Tensor:
     """Return the rows of targets, and then of negatives where there are targets."""
-    if not isinstance(table, tuple):
-        if not isinstance(table, nn.Embedding):
-            raise ConfigError("sampled_softmax_loss: pass an nn.Embedding, or (collection, name).")
-        return table(torch.cat([targets, negatives[: len(targets) * len(negatives)]]))  # type: ignore[no-any-return]
-    collection: Any = table[0]
-    embedding_of("sampled_softmax_loss", table)
+    bags = len(targets)
+    negatives = negatives[: bags * len(negatives)]
+    if isinstance(table, nn.Embedding):
+        return table(torch.cat([targets, negatives]))  # type: ignore[no-any-return]
+    collection, name = table if isinstance(table, tuple) else (table, "")
     if not isinstance(collection, EmbeddingCollection):
         raise ConfigError(
-            "sampled_softmax_loss looks up rows: the table must be an nn.Embedding or of an "
-            "EmbeddingCollection."
+            "sampled_softmax_loss looks up rows: pass an nn.Embedding, or an EmbeddingCollection "
+            "and the name of its table."
         )
-    configs = collection.embedding_configs()
-    feature = next(config.feature_names[0] for config in configs if config.name == table[1])
+    configs: list[Any] = collection.embedding_configs()
+    feature = next(config.feature_names[0] for config in configs if config.name == name)
     keys = list(dict.fromkeys(key for config in configs for key in config.feature_names))
     # One bag for each query, as in other lookups of the step: by their number losses are weighted.
-    # The first bag has the negatives, too.
-    bags = len(targets)
-    ids = torch.cat([targets[:1], negatives, targets[1:]]) if bags else targets
-    lengths = torch.zeros(len(keys), bags, dtype=torch.long, device=ids.device)
+    # The last bag has the negatives, too.
+    lengths = torch.zeros(len(keys), bags, dtype=torch.long, device=targets.device)
     lengths[keys.index(feature)] = 1
-    lengths[keys.index(feature), :1] += len(negatives)
-    vectors = collection(KeyedJaggedTensor(keys, ids, lengths=lengths.flatten()))[feature].values()
-    first, middle, rest = vectors.tensor_split([min(1, bags), len(vectors) - max(bags - 1, 0)])
-    return torch.cat([first, rest, middle])
+    lengths[keys.index(feature), -1:] += len(negatives)
+    ids = torch.cat([targets, negatives])
+    looked_up = collection(KeyedJaggedTensor(keys, ids, lengths=lengths.flatten()))
+    return looked_up[feature].values()  # type: ignore[no-any-return]

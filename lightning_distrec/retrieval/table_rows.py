@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_distrec.errors import ConfigError, did_you_mean
@@ -87,25 +86,20 @@ class ExchangedRows(TableRows):
                 in_rows = rows[top - begin : bottom - begin, column : column + weight.shape[1]]
                 yield [weight[top - row : bottom - row], in_rows]
 
-    def _round(self, block: Block, weights: Weights) -> Tensor:
-        return weights[0].new_zeros(self.ranks.num_ranks * block.part, self.dim)
-
     def read(self, block: Block, weights: Weights) -> Tensor:
         """Collective. Return the rows of a block, (num_rows, dim)."""
-        rows = self._round(block, weights)
+        rows = weights[0].new_zeros(self.ranks.num_ranks * block.part, self.dim)
         for shard, in_rows in self._overlaps(block, weights, rows):
             in_rows.copy_(shard)
-        own = rows.new_empty(block.part, self.dim)
         # Each value is of one rank, and 0 on the others.
-        dist.reduce_scatter_tensor(own, rows, group=self.ranks.group)
+        own = self.ranks.send_rows(rows, [block.part] * self.ranks.num_ranks).sum(0)
         return own[: block.num_rows]
 
     def write(self, block: Block, rows: Tensor, weights: Weights) -> None:
         """Collective. Write each rank's block of rows to the shards that it lies in."""
         own = weights[0].new_zeros(block.part, self.dim)
         own[: block.num_rows] = rows
-        all_rows = self._round(block, weights)
-        dist.all_gather_into_tensor(all_rows, own, group=self.ranks.group)
+        all_rows = self.ranks.gather_rows(own, [block.part] * self.ranks.num_ranks)
         for shard, in_rows in self._overlaps(block, weights, all_rows):
             shard.copy_(in_rows)
 

@@ -18,7 +18,7 @@ from lightning_distrec.retrieval import (
     target_ranks_in_table,
     top_k,
 )
-from lightning_distrec.retrieval.sampled_softmax import LogUniform
+from lightning_distrec.retrieval.sampled_softmax import SAMPLERS
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.retrieval_models import (
     DIM,
@@ -127,8 +127,7 @@ def sampled(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
 
 def sampled_plain(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
     draw = torch.Generator().manual_seed(len(model.losses))
-    source = LogUniform()
-    negatives = source.draw(6, ROWS, draw)
+    negatives = SAMPLERS["log_uniform"].draw(6, ROWS, draw)
     is_counted = batch["targets"] >= 0
     targets, queries = batch["targets"][is_counted], queries[is_counted]
     ids = torch.cat([targets[:, None], negatives.expand(len(targets), -1)], 1)

@@ -104,7 +104,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     ),
     "exclude": (
         lambda m, q, t: top_k(q, m.table, 2, exclude=_on(1, t, None)),
-        "ConfigError: top_k: rank 1: exclude .* must be .*, any number",
+        "ConfigError: top_k: rank 1: k=2 must be .* exclude .*queries, any number",
     ),
     "keys": (
         lambda m, q, t: in_batch_loss(q, q[:, : _on(1, 3, None)]),

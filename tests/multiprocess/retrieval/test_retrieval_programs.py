@@ -103,7 +103,8 @@ def _plain(program: Program, model: Retrieving, queries: Tensor, batch: Batch) -
     is_counted = targets >= 0
     queries, targets = queries[is_counted], targets[is_counted]
     draw = torch.Generator().manual_seed(len(model.losses))
-    negatives = torch.randint(len(model.weight), (7,), generator=draw)
+    draws = torch.rand(7, dtype=torch.float64, generator=draw)
+    negatives = (draws * len(model.weight)).long()
     wanted = (queries * model.weight[targets]).sum(1, keepdim=True)
     logits = torch.cat([wanted, queries @ model.weight[negatives].T], 1) / model.temperature
     # log_q of uniform draws is the same number for all.
