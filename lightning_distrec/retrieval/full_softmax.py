@@ -95,7 +95,7 @@ def reduced(losses: Tensor, reduction: Reduction, counts: list[int], is_counted:
         return zeros.masked_scatter(is_counted, losses)
     divisor = 1.0
     if reduction == "global_mean":
-        # Of all ranks, also where each has the whole table.
+        # Of all ranks, also where the table is on each of them.
         all_counts = ranks_of(None).agree("global_mean", None, {}, len(losses))
         divisor = sum(all_counts) / len(all_counts)
     elif reduction == "mean":

@@ -88,8 +88,8 @@ def sampled_softmax_loss(
     step: negatives are drawn from `seed` and it alone, the same on all ranks: the number of the
     batch, for example. sampler: "uniform", "log_uniform" for rows that are sorted by frequency, the
     most frequent first, or `by_frequency(counts)`.
-    log_q: subtract the logarithm of how often a row is expected among the negatives; without it the
-    loss is of another distribution than the full softmax. A negative that is the target is masked.
+    log_q: subtract from a negative's score the logarithm of how often it is expected, so that more
+    negatives bring the loss closer to `softmax_loss`. A negative that is the target is masked.
     reduction: as of `softmax_loss`. Raises on every rank: ConfigError, IdsError.
     """
     rows = rows_of("sampled_softmax_loss", table)
@@ -115,10 +115,9 @@ def sampled_softmax_loss(
     scores = torch.cat([(counted * wanted).sum(1, keepdim=True), negative_scores], 1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
     if log_q:
-        expected = math.log(num_negatives)
-        target_logs = source.log_probabilities(ids, rows.num_rows)[:, None] + expected
-        negative_logs = source.log_probabilities(negatives, rows.num_rows) + expected
-        scores = scores - torch.cat([target_logs, negative_logs.expand(len(ids), -1)], 1)
+        # How often each is expected among the negatives. The target is there once, not drawn.
+        expected = source.log_probabilities(negatives, rows.num_rows) + math.log(num_negatives)
+        scores = scores - functional.pad(expected, (1, 0))
     is_hit = functional.pad(negatives == ids[:, None], (1, 0))
     scores = scores.masked_fill(is_hit, -torch.inf)
     losses = functional.cross_entropy(scores, torch.zeros_like(ids), reduction="none")

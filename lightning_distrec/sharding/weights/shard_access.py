@@ -50,7 +50,7 @@ WAYS = {
 }
 
 PRODUCTS = frozenset({"T", "mT", "t", "transpose", "matmul", "__rmatmul__", "mm", "linear"})
-"""Operations that score rows, as far as their names tell."""
+"""Operations that score rows, by their names."""
 
 
 @dataclass(eq=False)

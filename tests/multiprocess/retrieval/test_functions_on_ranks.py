@@ -132,7 +132,8 @@ def sampled_plain(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
     targets, queries = batch["targets"][is_counted], queries[is_counted]
     ids = torch.cat([targets[:, None], negatives.expand(len(targets), -1)], 1)
     shares = ((ids + 2.0) / (ids + 1.0)).log() / torch.tensor(ROWS + 1.0).log()
-    logits = (model.weight[ids] * queries[:, None]).sum(2) - (6 * shares).log()
+    logits = (model.weight[ids] * queries[:, None]).sum(2)
+    logits[:, 1:] -= (6 * shares[:, 1:]).log()
     logits[:, 1:][ids[:, 1:] == targets[:, None]] = -torch.inf
     return functional.cross_entropy(logits, torch.zeros_like(targets))
 

@@ -1,5 +1,6 @@
 """Programs with losses over an item table, drawn from a seed, have the numbers of one process."""
 
+import math
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +108,8 @@ def _plain(program: Program, model: Retrieving, queries: Tensor, batch: Batch) -
     negatives = (draws * len(model.weight)).long()
     wanted = (queries * model.weight[targets]).sum(1, keepdim=True)
     logits = torch.cat([wanted, queries @ model.weight[negatives].T], 1) / model.temperature
-    # log_q of uniform draws is the same number for all.
+    # Each is expected as often.
+    logits[:, 1:] += math.log(len(model.weight) / 7)
     logits[:, 1:][negatives == targets[:, None]] = -torch.inf
     return functional.cross_entropy(logits, torch.zeros_like(targets))
 
