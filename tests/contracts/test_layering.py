@@ -59,6 +59,7 @@ ANNEXES = {
     "observe/bench",
     "callbacks",
     "metrics",
+    "retrieval",
     "data",
     "advice",
     "serving",
@@ -110,6 +111,7 @@ MAY_IMPORT = {
     "callbacks": GROUND | {"observe"},  # for any strategy, too
     "metrics": {"errors", "option_values"},  # for any strategy, and for none
     "data": {"errors", "atomic_files"},  # for any strategy, and for none
+    "retrieval": GROUND | {"sharding/weights", "metrics"},
     "advice": BELOW_STRATEGIES | STRATEGIES | {"pipeline"},
     "serving": BELOW_STRATEGIES | {"data"},
     "cli": BELOW_STRATEGIES | STRATEGIES | ANNEXES | {"__init__", "registration"},

@@ -10,6 +10,7 @@ import pytest
 
 import lightning_distrec.data
 import lightning_distrec.metrics
+import lightning_distrec.retrieval
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,8 @@ def test_the_api_page_has_every_public_name_once():
     page = (DOCS / "reference" / "api.md").read_text("utf-8")
     names = re.findall(r"^::: lightning_distrec\.(\S+)$", page, re.MULTILINE)
     methods = ("exchange", "full_parameter", "full_state_dict", "gradient_norms", "unshard")
-    modules = (lightning_distrec, lightning_distrec.data, lightning_distrec.metrics)
+    annexes = (lightning_distrec.data, lightning_distrec.metrics, lightning_distrec.retrieval)
+    modules = (lightning_distrec, *annexes)
     public = [name for module in modules for name in module.__all__]
     assert sorted(name.rpartition(".")[2] for name in names) == sorted([
         *public,

@@ -40,9 +40,17 @@ WAYS = {
         "'replicated': True. To export the module, call trainer.strategy.unshard() on every rank "
         "after the run."
     ),
+    "product": (
+        "For the cross entropy over all rows write softmax_loss(queries, self.{table}, targets), "
+        "of lightning_distrec.retrieval, which gathers nothing; (collection, name) stands for a "
+        "collection's table, and top_k(queries, table, k) finds the best rows. "
+    ),
     "gradient": "trainer.strategy.gradient_norms(), called on every rank, returns the norms of "
     "all gradients.",
 }
+
+PRODUCTS = frozenset({"T", "mT", "t", "transpose", "matmul", "__rmatmul__", "mm", "linear"})
+"""Operations that score rows, by their names."""
 
 
 @dataclass(eq=False)
@@ -200,10 +208,12 @@ class ShardPlace:
 
 def refusal(table: str, kind: str, operation: str) -> ShardedWeightError:
     """Return the error for what needs a full table. kind: "weight" or "gradient"."""
+    ways = WAYS[kind]
+    if kind == "weight" and operation in PRODUCTS:
+        ways = WAYS["product"] + ways
     return ShardedWeightError(
         f"the {kind} of the sharded table '{table}' was read ({operation}), but it is on several "
-        "ranks. "
-        f"{WAYS[kind].format(table=table)}"
+        f"ranks. {ways.format(table=table)}"
     )
 
 

@@ -148,8 +148,8 @@ def _refuse_direct_gradient(
     weight.grad = None
     raise OptimizerError(
         f"the loss uses the weight of '{name}' itself, not only rows that were looked up (for "
-        "example an L2 term), which an update inside of backward does not follow. Set "
-        "embedding_update='sparse' ('dense' for RowWiseAdagrad), and use "
+        "example an L2 term or softmax_loss), which an update inside of backward does not follow. "
+        "Set embedding_update='sparse' ('dense' for RowWiseAdagrad), and use "
         "lightning_distrec.sharded_l2(table) for sums of squares and norms; other terms of the "
         "weight are of this rank's shards only. Or build the term from the looked up vectors."
     )

@@ -1,0 +1,150 @@
+"""A softmax over sampled rows of a table, the same rows on every rank."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchrec import EmbeddingCollection, KeyedJaggedTensor
+
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.retrieval.full_softmax import (
+    MAX_BYTES,
+    Reduction,
+    problem_of_call,
+    reduced,
+)
+from lightning_distrec.retrieval.table_rows import Table, rows_of
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A distribution of rows, by how much of it lies before a row."""
+
+    before: Callable[[Tensor], Tensor]
+    """Takes numbers of rows as float64, the number of all of them included."""
+    inverse: Callable[[Tensor], Tensor]
+    """Takes what `before` returns, and returns the row that it falls into, rounded or not."""
+
+    def draw(self, num: int, num_rows: int, generator: torch.Generator) -> Tensor:
+        """Return (num,) numbers of rows, int64, drawn with replacement."""
+        draws = torch.rand(num, dtype=torch.float64, generator=generator)
+        ids = self.inverse(draws * self._total(num_rows)).long()
+        return ids.clamp(0, num_rows - 1)
+
+    def log_probabilities(self, ids: Tensor, num_rows: int) -> Tensor:
+        """Return the logarithm of the probability of each row, in the shape of `ids`."""
+        rows = ids.double().cpu()
+        shares = (self.before(rows + 1) - self.before(rows)) / self._total(num_rows)
+        return shares.log().float().to(ids.device)
+
+    def _total(self, num_rows: int) -> Tensor:
+        return self.before(torch.tensor(float(num_rows), dtype=torch.float64))
+
+
+def by_frequency(counts: Tensor, power: float = 1.0) -> Sampler:
+    """Return a sampler by counts of rows, (num_rows,), to the given power.
+
+    The counts are the same on every rank. A row without a count is never drawn.
+    """
+    ends = functional.pad((counts.double().cpu() ** power).cumsum(0), (1, 0))
+    return Sampler(
+        before=lambda rows: ends[rows.long()],
+        inverse=lambda values: torch.searchsorted(ends, values, right=True) - 1,
+    )
+
+
+SAMPLERS = {
+    "uniform": Sampler(before=torch.clone, inverse=torch.clone),
+    # Zipf's law, for rows that are sorted by frequency.
+    "log_uniform": Sampler(before=torch.log1p, inverse=torch.expm1),
+}
+
+
+def sampled_softmax_loss(
+    queries: Tensor,
+    table: Table,
+    targets: Tensor,
+    *,
+    num_negatives: int,
+    step: int,
+    sampler: Literal["uniform", "log_uniform"] | Sampler = "uniform",
+    log_q: bool = True,
+    seed: int = 0,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Collective where the table is sharded, and so is its backward. Return the cross entropy of
+    each target among itself and `num_negatives` rows, which all queries of all ranks share.
+
+    The rows are looked up as any ids are, so that every update of tables is possible.
+
+    queries: (..., dim). table: an nn.Embedding, or an EmbeddingCollection and a table's name.
+    targets: (...), numbers of rows; `ignore_index`: this query does not count.
+    step: negatives are drawn from `seed` and it alone, the same on all ranks: the number of the
+    batch, for example. sampler: "uniform", "log_uniform" for rows that are sorted by frequency, the
+    most frequent first, or `by_frequency(counts)`.
+    log_q: subtract from a negative's score the logarithm of how often it is expected, so that more
+    negatives bring the loss closer to `softmax_loss`. A negative that is the target is masked.
+    reduction: as of `softmax_loss`. Raises on every rank: ConfigError, IdsError.
+    """
+    rows = rows_of("sampled_softmax_loss", table)
+    is_counted = targets.reshape(-1) != ignore_index
+    problem = problem_of_call(queries, rows, MAX_BYTES, targets, is_counted)
+    if num_negatives < 1 or isinstance(sampler, str) and sampler not in SAMPLERS:
+        problem = ConfigError(
+            f"num_negatives={num_negatives} must be at least 1, and sampler={sampler!r} one of "
+            f"{list(SAMPLERS)} or an object."
+        )
+    equal = {"step": step, "seed": seed, "num_negatives": num_negatives}
+    ids = targets.reshape(-1)[is_counted].long()
+    counts = rows.ranks.agree("sampled_softmax_loss", problem, equal, len(ids))
+    source = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
+    # One number of both; neighbouring seeds give unrelated draws.
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    negatives = source.draw(num_negatives, rows.num_rows, generator).to(ids.device)
+    vectors = _looked_up(table, ids, negatives)
+    wanted = vectors[: len(ids)]
+    others = vectors[len(ids) :]
+    counted = queries.reshape(-1, rows.dim)[is_counted]
+    # Without targets no negatives were looked up.
+    negative_scores = (counted @ others.T).view(len(ids), num_negatives)
+    scores = torch.cat([(counted * wanted).sum(1, keepdim=True), negative_scores], 1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
+    if log_q:
+        # How often each is expected among the negatives. The target is there once, not drawn.
+        expected = source.log_probabilities(negatives, rows.num_rows) + math.log(num_negatives)
+        scores = scores - functional.pad(expected, (1, 0))
+    is_hit = functional.pad(negatives == ids[:, None], (1, 0))
+    scores = scores.masked_fill(is_hit, -torch.inf)
+    losses = functional.cross_entropy(scores, torch.zeros_like(ids), reduction="none")
+    return reduced(losses, reduction, counts, is_counted.view(targets.shape))
+
+
+def _looked_up(table: Table, targets: Tensor, negatives: Tensor) -> Tensor:
+    """Return the rows of targets, and then of negatives where there are targets."""
+    bags = len(targets)
+    negatives = negatives[: bags * len(negatives)]
+    if isinstance(table, nn.Embedding):
+        return table(torch.cat([targets, negatives]))  # type: ignore[no-any-return]
+    collection, name = table if isinstance(table, tuple) else (table, "")
+    if not isinstance(collection, EmbeddingCollection):
+        raise ConfigError(
+            "sampled_softmax_loss looks up rows: pass an nn.Embedding, or an EmbeddingCollection "
+            "and the name of its table."
+        )
+    configs: list[Any] = collection.embedding_configs()
+    feature = next(config.feature_names[0] for config in configs if config.name == name)
+    keys = list(dict.fromkeys(key for config in configs for key in config.feature_names))
+    # One bag for each query, as in other lookups of the step: by their number losses are weighted.
+    # The last bag has the negatives, too.
+    lengths = torch.zeros(len(keys), bags, dtype=torch.long, device=targets.device)
+    lengths[keys.index(feature)] = 1
+    lengths[keys.index(feature), -1:] += len(negatives)
+    ids = torch.cat([targets, negatives])
+    looked_up = collection(KeyedJaggedTensor(keys, ids, lengths=lengths.flatten()))
+    return looked_up[feature].values()  # type: ignore[no-any-return]

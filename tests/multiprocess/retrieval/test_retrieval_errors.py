@@ -1,0 +1,182 @@
+"""What does not fit is one error on all ranks, before anything else is exchanged."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_distrec.errors import DistRecError
+from lightning_distrec.retrieval import (
+    contrastive_loss,
+    in_batch_loss,
+    sampled_softmax_loss,
+    softmax_loss,
+    top_k,
+)
+from tests.support.ranks import (
+    RankFailed,
+    rank_and_num_ranks,
+    run_each_on_ranks,
+    run_on_warm_ranks,
+    words_of_ranks,
+)
+from tests.support.retrieval_models import (
+    DIM,
+    ROWS,
+    Batch,
+    Retrieving,
+    make_batch,
+    seeded,
+    strategy_of,
+    train,
+)
+
+
+def _on(rank: int, bad: Any, good: Any) -> Any:
+    return bad if rank_and_num_ranks()[0] == rank else good
+
+
+def _softmax(model: Retrieving, queries: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return softmax_loss(queries, model.table, targets, **options)
+
+
+def _sampled(model: Retrieving, queries: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return sampled_softmax_loss(
+        queries, model.table, targets, **({"num_negatives": 3, "step": 0} | options)
+    )
+
+
+CALLS: dict[str, tuple[Any, str]] = {
+    "target beyond": (
+        lambda m, q, t: _softmax(m, q, t + _on(1, ROWS, 0)),
+        f"IdsError: softmax_loss: rank 1: the target .* is no row of 'items', .* to {ROWS - 1}",
+    ),
+    "target below": (
+        lambda m, q, t: _softmax(m, q, t - _on(0, 2 * ROWS, 0)),
+        "IdsError: softmax_loss: rank 0: the target -.* is no row",
+    ),
+    "types": (
+        lambda m, q, t: _softmax(m, q, t.to(_on(1, torch.float32, torch.int64))),
+        "ConfigError: softmax_loss: rank 1: targets .* of torch.float32 must be int64",
+    ),
+    "widths": (
+        lambda m, q, t: _softmax(m, q[:, : _on(1, 5, DIM)], t),
+        "ConfigError: softmax_loss: rank 1: queries .*5.* must be floats, .*, 8",
+    ),
+    "numbers of targets": (
+        lambda m, q, t: _softmax(m, q, t[: _on(0, 1, None)]),
+        "ConfigError: softmax_loss: rank 0: targets .* one for each query",
+    ),
+    "bias": (
+        lambda m, q, t: _softmax(m, q, t, bias=torch.zeros(_on(1, 3, ROWS))),
+        "ConfigError: softmax_loss: rank 1: bias .*3.* must be .*37",
+    ),
+    "smoothing": (
+        lambda m, q, t: _softmax(m, q, t, label_smoothing=_on(1, 2.0, 0.5)),
+        "ConfigError: softmax_loss: rank 1: label_smoothing=2.0 must be in 0 to 1",
+    ),
+    "unequal smoothing": (
+        lambda m, q, t: _softmax(m, q, t, label_smoothing=_on(1, 0.1, 0.2)),
+        r"ConfigError: softmax_loss: label_smoothing differs between ranks: \[0.2, 0.1\]",
+    ),
+    "no table": (
+        lambda m, q, t: softmax_loss(q, (m, "itm"), t),
+        "ConfigError: softmax_loss: there is no table 'itm'",
+    ),
+    "no embedding": (
+        lambda m, q, t: softmax_loss(q, m.tower, t),
+        "ConfigError: softmax_loss: the table is a Linear. Pass an nn.Embedding",
+    ),
+    "step": (
+        lambda m, q, t: _sampled(m, q, t, step=_on(1, 4, 5)),
+        r"ConfigError: sampled_softmax_loss: step differs between ranks: \[5, 4\]",
+    ),
+    "sampler": (
+        lambda m, q, t: _sampled(m, q, t, sampler="zipf"),
+        "ConfigError: sampled_softmax_loss: rank 0: num_negatives=3 .* sampler='zipf' one of",
+    ),
+    "k": (
+        lambda m, q, t: top_k(q, m.table, _on(1, ROWS + 1, 2)),
+        "ConfigError: top_k: rank 1: k=38 must be 1 to 37",
+    ),
+    "exclude": (
+        lambda m, q, t: top_k(q, m.table, 2, exclude=_on(1, t, None)),
+        "ConfigError: top_k: rank 1: k=2 must be .* exclude .*queries, any number",
+    ),
+    "keys": (
+        lambda m, q, t: in_batch_loss(q, q[:, : _on(1, 3, None)]),
+        "ConfigError: in_batch_loss: rank 1: queries .* must be .queries, dim.",
+    ),
+    "labels": (
+        lambda m, q, t: contrastive_loss(q, q, _on(1, t[:1], t)),
+        "ConfigError: contrastive_loss: rank 1: queries .* labels",
+    ),
+}
+
+
+def _messages() -> dict[str, str]:
+    messages = {}
+
+    def step(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+        for name, (call, _) in CALLS.items():
+            try:
+                call(model, queries, batch["targets"])
+            except DistRecError as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+        # All ranks still agree about what comes next.
+        dist.barrier()
+        return softmax_loss(queries, model.table, batch["targets"])
+
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
+    strategy["embedding_update"] = "dense"
+    rank = rank_and_num_ranks()[0]
+    train(seeded("embedding", step, "SGD"), [[make_batch(rank, 4)] * 2], strategy)
+    return messages
+
+
+def test_bad_input_is_one_error_on_all_ranks() -> None:
+    first, second = (rank["messages"] for rank in run_each_on_ranks({"messages": (_messages,)}, 2))
+    assert first == second
+    for name, (_, pattern) in CALLS.items():
+        assert name in first, f"{name} was not refused"
+        pytest.raises(AssertionError, _raise, first[name]).match(pattern)
+
+
+def _raise(message: str) -> None:
+    raise AssertionError(message)
+
+
+def fused(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    return softmax_loss(queries, model.table, batch["targets"])
+
+
+def multiplied(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    return functional.cross_entropy(queries @ model.items.weight.T, batch["targets"])
+
+
+def linear(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    return functional.cross_entropy(
+        functional.linear(queries, model.items.weight), batch["targets"]
+    )
+
+
+def _refused(loss: Any) -> None:
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
+    train(seeded("embedding", loss, "SGD"), [[make_batch(0, 4)] * 2], strategy)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (fused, "the loss uses the weight of 'items' itself.*embedding_update='sparse'"),
+        (multiplied, r"write softmax_loss\(queries, self.items, targets\).*gathered_weight"),
+        (linear, r"write softmax_loss\(queries, self.items, targets\).*gathered_weight"),
+    ],
+)
+def test_what_a_table_cannot_do_is_refused_with_the_line_to_write(loss: Any, message: str) -> None:
+    with pytest.raises(RankFailed, match=message) as caught:
+        run_on_warm_ranks(_refused, 2, loss)
+    assert len(words_of_ranks(caught.value)) == 2
