@@ -195,55 +195,47 @@ def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) ->
     """Return why torchrec cannot hold a table in these shards; "" where it can."""
     kind, rows, dim = table.sharding_type, table.num_rows, table.dim
     if kind == "data_parallel":
-        if any((shard.offsets, shard.sizes) != ((0, 0), (rows, dim)) for shard in table.shards):
-            return (
-                "data_parallel: each rank holds all of the table, and a shard has only some of it"
-            )
-        once = [shard.rank for shard in table.shards] == list(range(num_ranks))
-        return "" if once else f"data_parallel: each of {num_ranks} ranks must hold the table once"
+        replicas = tuple(PlannedShard(rank, (0, 0), (rows, dim)) for rank in range(num_ranks))
+        if table.shards == replicas:
+            return ""
+        return f"data_parallel: each of {num_ranks} ranks must hold all of the table once"
     strips: dict[tuple[int, int], list[PlannedShard]] = {}
-    for shard in sorted(
-        table.shards, key=lambda shard: (shard.offsets[1], shard.sizes[1], shard.offsets[0])
-    ):
+    for shard in table.shards:
         strips.setdefault((shard.offsets[1], shard.sizes[1]), []).append(shard)
-    reason = _gap_or_overlap(list(strips), dim, "columns", "")
+    reason = _gap_or_overlap(sorted(strips), dim, "columns")
+    for strip in strips.values():
+        blocks = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
+        reason = reason or _gap_or_overlap(blocks, rows, "rows")
     if reason:
         return reason
-    for (first, width), strip in strips.items():
-        blocks = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
-        strip_text = "" if len(strips) == 1 else f" of columns {first} to {first + width - 1}"
-        reason = _gap_or_overlap(blocks, rows, "rows", strip_text)
-        if reason:
-            return reason
     if kind not in COLUMN_TYPES and len(strips) > 1:
         return f"{kind} does not shard columns, and these shards do"
-    if kind not in ROW_TYPES and any(len(strip) > 1 for strip in strips.values()):
-        return f"{kind} does not shard rows, and these shards do"
-    narrow = next((width for _, width in strips if width % 4), 0)
-    if narrow:
-        return f"a shard has {narrow} columns, and FBGEMM's rows come in multiples of 4"
-    if kind in ROW_TYPES:
-        for strip in strips.values():
+    for (_, width), strip in strips.items():
+        if width % 4:
+            return f"a shard has {width} columns, and FBGEMM's rows come in multiples of 4"
+        if kind in ROW_TYPES:
             reason = _row_block_error(strip, table, num_ranks, ranks_per_node)
             if reason:
                 return reason
-    nodes = {shard.rank // ranks_per_node for shard in table.shards}
-    if kind in ONE_NODE_TYPES and len(nodes) > 1:
-        return f"{kind} keeps a table on one node, and the shards are on {len(nodes)}"
+        elif len(strip) > 1:
+            return f"{kind} does not shard rows, and these shards do"
+    num_nodes = len({shard.rank // ranks_per_node for shard in table.shards})
+    if kind in ONE_NODE_TYPES and num_nodes > 1:
+        return f"{kind} keeps a table on one node, and the shards are on {num_nodes}"
     return ""
 
 
-def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str, strip_text: str) -> str:
+def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str) -> str:
     """Return why blocks (first, size), sorted, do not cover 0 to `end` exactly once; "" if they
     do."""
     position = 0
     # The empty block at the end shows a gap before it.
     for first, size in [*blocks, (end, 0)]:
         if first > position:
-            return f"{axis} {position} to {first - 1}{strip_text} are in no shard"
+            return f"{axis} {position} to {first - 1} are in no shard"
         if first < position:
-            return f"{axis} {first} to {position - 1}{strip_text} are in shards that overlap"
-        position = first + size
+            return f"{axis} {first} to {position - 1} are in shards that overlap"
+        position += size
     return ""
 
 
@@ -252,24 +244,21 @@ def _row_block_error(
 ) -> str:
     """Return why the shards of some columns, by their first row, are not the blocks of rows that
     torchrec has."""
-    kind = table.sharding_type
-    is_row_wise = kind == "row_wise"
-    first = 0 if is_row_wise else strip[0].rank // ranks_per_node * ranks_per_node
-    num_blocks = num_ranks if is_row_wise else ranks_per_node
-    if [shard.rank for shard in strip] != list(range(first, first + num_blocks)):
-        return (
-            f"{kind} gives each of the ranks {first} to {first + num_blocks - 1} one block of "
-            "rows, in the order of the ranks"
-        )
+    first, num_blocks = 0, num_ranks
+    if table.sharding_type != "row_wise":
+        first = strip[0].rank // ranks_per_node * ranks_per_node
+        num_blocks = ranks_per_node
     # torchrec finds a row's rank by dividing by this number, so that blocks of other sizes would be
     # looked up wrongly.
     block = -(-table.num_rows // num_blocks)
-    if any(shard.sizes[0] != block for shard in strip[:-1]):
-        return (
-            f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of {block}; "
-            "the last is smaller"
-        )
-    return ""
+    has_ranks = [shard.rank for shard in strip] == list(range(first, first + num_blocks))
+    if has_ranks and all(shard.sizes[0] == block for shard in strip[:-1]):
+        return ""
+    return (
+        f"{table.sharding_type} gives each of the ranks {first} to {first + num_blocks - 1} one "
+        f"block of rows, in the order of the ranks: {block} of {table.num_rows} rows, the last has "
+        "fewer"
+    )
 
 
 def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> str:
