@@ -65,10 +65,8 @@ def plan_for_run(
         wrong.append(f"it is for {quantity(plan.num_ranks, 'rank')}, and there {are}")
     sizes = {}
     for table in tables:
-        config = table.config
-        sizes[table.full_name] = (
-            f"{config.num_embeddings:,} x {config.embedding_dim:,} {config.data_type.value}"
-        )
+        rows, dim = table.config.num_embeddings, table.config.embedding_dim
+        sizes[table.full_name] = f"{rows:,} x {dim:,} {table.config.data_type.value}"
     wrong += _size_differences({name: table.size for name, table in plan.tables.items()}, sizes)
     # Tables can be compared one by one only where the plan has the same tables, for the same number
     # of ranks.
@@ -95,15 +93,15 @@ def _size_differences(planned: Mapping[str, str], actual: Mapping[str, str]) -> 
     """Return which tables are on one side only, with near matches on the other, and which differ in
     size."""
     lines = []
-    for sizes, other_sizes, side in (
-        (planned, actual, "the plan"),
-        (actual, planned, "the module"),
-    ):
+    sides = ((planned, actual, "the plan"), (actual, planned, "the module"))
+    for sizes, other_sizes, side in sides:
         # Near matches come from names that only the other side has: a table that both have was not
         # renamed.
         new = [name for name in other_sizes if name not in sizes]
-        for name in (name for name in sizes if name not in other_sizes):
-            lines.append(f"table '{name}' is in {side} only{did_you_mean(name, new).rstrip('.')}")
+        for name in sizes:
+            if name not in other_sizes:
+                near = did_you_mean(name, new).rstrip(".")
+                lines.append(f"table '{name}' is in {side} only{near}")
     for name, size in planned.items():
         if actual.get(name, size) != size:
             lines.append(f"table '{name}' is {size} in the plan, {actual[name]} in the module")
@@ -151,19 +149,16 @@ def _table_misfit(
 
 def _unreplicated(plan: ShardingPlan, constraints: Mapping[str, TableConstraints]) -> ShardingPlan:
     """Return the plan with data_parallel tables that nothing updates table_wise, on the ranks with
-    the fewest elements."""
-    elements = [0] * plan.num_ranks
-    for table in plan.tables.values():
-        for shard in table.shards:
-            elements[shard.rank] += shard.sizes[0] * shard.sizes[1]
+    the fewest bytes of rows."""
+    loads = plan.table_bytes(updates=False)
     tables = dict(plan.tables)
     for name, table in plan.tables.items():
         may_move = "table_wise" in constraints[name].sharding_types
         is_frozen = constraints[name].update == "frozen"
         if table.sharding_type == "data_parallel" and is_frozen and may_move:
-            rank = min(range(plan.num_ranks), key=elements.__getitem__)
+            rank = int(loads.argmin())
             # So that several such tables are not all put on the same rank.
-            elements[rank] += table.num_rows * table.dim
+            loads[rank] += table.num_bytes
             shard = PlannedShard(rank, (0, 0), (table.num_rows, table.dim))
             # dense is the kernel of data_parallel alone. Of a frozen table no kernel updates
             # anything.
