@@ -64,7 +64,8 @@ class Traffic:
 
     def sent(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks,), what leaves each rank."""
-        return self.within_node(kind) + self.across_nodes(kind)
+        sent: Vector = self._to_groups(kind, self._node_of_rank).sum(axis=1)
+        return sent
 
     def within_node(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks,), what each rank sends to others of its node."""
@@ -108,13 +109,16 @@ class Traffic:
         next_group = groups[np.roll(ranks, -1)]
         next_on_node = next_group if self.layout.num_nodes == 1 else groups
         total = np.zeros(is_own.shape)
-        for flow in self.flows.values() if kind is None else [self.flows[kind]]:
-            total += np.bincount(groups, flow.to_rank) - is_own * flow.to_rank[:, None]
-            total += flow.from_rank[:, None] * (sizes - is_own)
+        flows = self.flows.values() if kind is None else [self.flows[kind]]
+        for flow in flows:
+            total += np.bincount(groups, flow.to_rank)
+            total -= is_own * flow.to_rank[:, None]
+            total += (sizes - is_own) * flow.from_rank[:, None]
             total[ranks, next_group] += flow.ring
             total[ranks, next_on_node] += flow.ring_on_node[node]
             if self.layout.num_nodes > 1:
-                total += ~is_own * (flow.to_node + flow.from_node[node, None])
+                to_same_local_rank = flow.to_node + flow.from_node[node, None]
+                total += ~is_own * to_same_local_rank
         return total
 
 
