@@ -65,10 +65,8 @@ def plan_for_run(
         wrong.append(f"it is for {quantity(plan.num_ranks, 'rank')}, and there {are}")
     sizes = {}
     for table in tables:
-        config = table.config
-        sizes[table.full_name] = (
-            f"{config.num_embeddings:,} x {config.embedding_dim:,} {config.data_type.value}"
-        )
+        rows, dim = table.config.num_embeddings, table.config.embedding_dim
+        sizes[table.full_name] = f"{rows:,} x {dim:,} {table.config.data_type.value}"
     wrong += _size_differences({name: table.size for name, table in plan.tables.items()}, sizes)
     # Tables can be compared one by one only where the plan has the same tables, for the same number
     # of ranks.
@@ -95,15 +93,15 @@ def _size_differences(planned: Mapping[str, str], actual: Mapping[str, str]) -> 
     """Return which tables are on one side only, with near matches on the other, and which differ in
     size."""
     lines = []
-    for sizes, other_sizes, side in (
-        (planned, actual, "the plan"),
-        (actual, planned, "the module"),
-    ):
+    sides = ((planned, actual, "the plan"), (actual, planned, "the module"))
+    for sizes, other_sizes, side in sides:
         # Near matches come from names that only the other side has: a table that both have was not
         # renamed.
         new = [name for name in other_sizes if name not in sizes]
-        for name in (name for name in sizes if name not in other_sizes):
-            lines.append(f"table '{name}' is in {side} only{did_you_mean(name, new).rstrip('.')}")
+        for name in sizes:
+            if name not in other_sizes:
+                near = did_you_mean(name, new).rstrip(".")
+                lines.append(f"table '{name}' is in {side} only{near}")
     for name, size in planned.items():
         if actual.get(name, size) != size:
             lines.append(f"table '{name}' is {size} in the plan, {actual[name]} in the module")
@@ -151,19 +149,16 @@ def _table_misfit(
 
 def _unreplicated(plan: ShardingPlan, constraints: Mapping[str, TableConstraints]) -> ShardingPlan:
     """Return the plan with data_parallel tables that nothing updates table_wise, on the ranks with
-    the fewest elements."""
-    elements = [0] * plan.num_ranks
-    for table in plan.tables.values():
-        for shard in table.shards:
-            elements[shard.rank] += shard.sizes[0] * shard.sizes[1]
+    the fewest bytes of rows."""
+    loads = plan.table_bytes(updates=False)
     tables = dict(plan.tables)
     for name, table in plan.tables.items():
         may_move = "table_wise" in constraints[name].sharding_types
         is_frozen = constraints[name].update == "frozen"
         if table.sharding_type == "data_parallel" and is_frozen and may_move:
-            rank = min(range(plan.num_ranks), key=elements.__getitem__)
+            rank = int(loads.argmin())
             # So that several such tables are not all put on the same rank.
-            elements[rank] += table.num_rows * table.dim
+            loads[rank] += table.num_bytes
             shard = PlannedShard(rank, (0, 0), (table.num_rows, table.dim))
             # dense is the kernel of data_parallel alone. Of a frozen table no kernel updates
             # anything.
@@ -195,55 +190,47 @@ def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) ->
     """Return why torchrec cannot hold a table in these shards; "" where it can."""
     kind, rows, dim = table.sharding_type, table.num_rows, table.dim
     if kind == "data_parallel":
-        if any((shard.offsets, shard.sizes) != ((0, 0), (rows, dim)) for shard in table.shards):
-            return (
-                "data_parallel: each rank holds all of the table, and a shard has only some of it"
-            )
-        once = [shard.rank for shard in table.shards] == list(range(num_ranks))
-        return "" if once else f"data_parallel: each of {num_ranks} ranks must hold the table once"
+        replicas = tuple(PlannedShard(rank, (0, 0), (rows, dim)) for rank in range(num_ranks))
+        if table.shards == replicas:
+            return ""
+        return f"data_parallel: each of {num_ranks} ranks must hold all of the table once"
     strips: dict[tuple[int, int], list[PlannedShard]] = {}
-    for shard in sorted(
-        table.shards, key=lambda shard: (shard.offsets[1], shard.sizes[1], shard.offsets[0])
-    ):
+    for shard in table.shards:
         strips.setdefault((shard.offsets[1], shard.sizes[1]), []).append(shard)
-    reason = _gap_or_overlap(list(strips), dim, "columns", "")
+    reason = _gap_or_overlap(sorted(strips), dim, "columns")
+    for strip in strips.values():
+        blocks = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
+        reason = reason or _gap_or_overlap(blocks, rows, "rows")
     if reason:
         return reason
-    for (first, width), strip in strips.items():
-        blocks = [(shard.offsets[0], shard.sizes[0]) for shard in strip]
-        strip_text = "" if len(strips) == 1 else f" of columns {first} to {first + width - 1}"
-        reason = _gap_or_overlap(blocks, rows, "rows", strip_text)
-        if reason:
-            return reason
     if kind not in COLUMN_TYPES and len(strips) > 1:
         return f"{kind} does not shard columns, and these shards do"
-    if kind not in ROW_TYPES and any(len(strip) > 1 for strip in strips.values()):
-        return f"{kind} does not shard rows, and these shards do"
-    narrow = next((width for _, width in strips if width % 4), 0)
-    if narrow:
-        return f"a shard has {narrow} columns, and FBGEMM's rows come in multiples of 4"
-    if kind in ROW_TYPES:
-        for strip in strips.values():
+    for (_, width), strip in strips.items():
+        if width % 4:
+            return f"a shard has {width} columns, and FBGEMM's rows come in multiples of 4"
+        if kind in ROW_TYPES:
             reason = _row_block_error(strip, table, num_ranks, ranks_per_node)
             if reason:
                 return reason
-    nodes = {shard.rank // ranks_per_node for shard in table.shards}
-    if kind in ONE_NODE_TYPES and len(nodes) > 1:
-        return f"{kind} keeps a table on one node, and the shards are on {len(nodes)}"
+        elif len(strip) > 1:
+            return f"{kind} does not shard rows, and these shards do"
+    num_nodes = len({shard.rank // ranks_per_node for shard in table.shards})
+    if kind in ONE_NODE_TYPES and num_nodes > 1:
+        return f"{kind} keeps a table on one node, and the shards are on {num_nodes}"
     return ""
 
 
-def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str, strip_text: str) -> str:
+def _gap_or_overlap(blocks: list[tuple[int, int]], end: int, axis: str) -> str:
     """Return why blocks (first, size), sorted, do not cover 0 to `end` exactly once; "" if they
     do."""
     position = 0
     # The empty block at the end shows a gap before it.
     for first, size in [*blocks, (end, 0)]:
         if first > position:
-            return f"{axis} {position} to {first - 1}{strip_text} are in no shard"
+            return f"{axis} {position} to {first - 1} are in no shard"
         if first < position:
-            return f"{axis} {first} to {position - 1}{strip_text} are in shards that overlap"
-        position = first + size
+            return f"{axis} {first} to {position - 1} are in shards that overlap"
+        position += size
     return ""
 
 
@@ -252,24 +239,21 @@ def _row_block_error(
 ) -> str:
     """Return why the shards of some columns, by their first row, are not the blocks of rows that
     torchrec has."""
-    kind = table.sharding_type
-    is_row_wise = kind == "row_wise"
-    first = 0 if is_row_wise else strip[0].rank // ranks_per_node * ranks_per_node
-    num_blocks = num_ranks if is_row_wise else ranks_per_node
-    if [shard.rank for shard in strip] != list(range(first, first + num_blocks)):
-        return (
-            f"{kind} gives each of the ranks {first} to {first + num_blocks - 1} one block of "
-            "rows, in the order of the ranks"
-        )
+    first, num_blocks = 0, num_ranks
+    if table.sharding_type != "row_wise":
+        first = strip[0].rank // ranks_per_node * ranks_per_node
+        num_blocks = ranks_per_node
     # torchrec finds a row's rank by dividing by this number, so that blocks of other sizes would be
     # looked up wrongly.
     block = -(-table.num_rows // num_blocks)
-    if any(shard.sizes[0] != block for shard in strip[:-1]):
-        return (
-            f"{kind} shards {table.num_rows} rows for {num_blocks} ranks into blocks of {block}; "
-            "the last is smaller"
-        )
-    return ""
+    has_ranks = [shard.rank for shard in strip] == list(range(first, first + num_blocks))
+    if has_ranks and all(shard.sizes[0] == block for shard in strip[:-1]):
+        return ""
+    return (
+        f"{table.sharding_type} gives each of the ranks {first} to {first + num_blocks - 1} one "
+        f"block of rows, in the order of the ranks: {block} of {table.num_rows} rows, the last has "
+        "fewer"
+    )
 
 
 def bounds_error(shard: PlannedShard, rows: int, dim: int, num_ranks: int) -> str:

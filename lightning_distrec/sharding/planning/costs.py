@@ -126,7 +126,7 @@ def make_links(topology: Topology) -> Links:
         on_node=bandwidths.intra_host_bw,
         node_link=bandwidths.inter_host_bw * ranks_on_node,
         # NCCL has a reduce-scatter of its own; gloo sums everywhere, which sends twice the bytes
-        # (see GlooBandwidths).
+        # (torch 2.13).
         scatter_times=1 if topology.compute_device == "cuda" else 2,
     )
 

@@ -32,6 +32,10 @@ class IdCount:
         self.examples += examples
         self.distinct += distinct
 
+    def add_ids(self, ids: Tensor, examples: int) -> None:
+        """Count the ids of some examples of one batch."""
+        self.add(ids.numel(), examples, len(ids.unique()))
+
     @property
     def factor(self) -> float:
         """Ids per example."""
@@ -62,24 +66,16 @@ class IdCounts:
             # Values lie key after key, so that a split by their lengths gives each key's ids
             # without a copy.
             ids_by_key = leaf.values().split(leaf.length_per_key())
-            for key, ids, examples in zip(
-                leaf.keys(), ids_by_key, leaf.stride_per_key(), strict=True
-            ):
-                self.features.setdefault(key, IdCount()).add(len(ids), examples, len(ids.unique()))
+            examples = leaf.stride_per_key()
+            for key, ids, num in zip(leaf.keys(), ids_by_key, examples, strict=True):
+                self.features.setdefault(key, IdCount()).add_ids(ids, num)
         elif isinstance(leaf, JaggedTensor):
-            self.features.setdefault(name, IdCount()).add(
-                leaf.values().shape[0], leaf.lengths().shape[0], len(leaf.values().unique())
-            )
-        # Any tensor of integers may hold ids of an nn.Embedding: all are counted, and `factors`
-        # picks by name.
-        elif (
-            isinstance(leaf, Tensor)
-            and leaf.ndim
-            and not (leaf.is_floating_point() or leaf.is_complex())
-        ):
-            self.tensors.setdefault(name, IdCount()).add(
-                leaf.numel(), leaf.shape[0], len(leaf.unique())
-            )
+            count = self.features.setdefault(name, IdCount())
+            count.add_ids(leaf.values(), len(leaf.lengths()))
+        elif isinstance(leaf, Tensor) and leaf.ndim and _has_integers(leaf):
+            # Any tensor of integers may hold ids of an nn.Embedding: all are counted, and `factors`
+            # picks by name.
+            self.tensors.setdefault(name, IdCount()).add_ids(leaf, len(leaf))
 
     def add(self, counts: "IdCounts") -> None:
         """Take in what another rank has counted."""
@@ -96,9 +92,10 @@ class IdCounts:
         """
         factors = []
         for count in self._feature_counts(table):
-            if count is not None and count.examples:
-                factors.append(count.factor)
-        return tuple(factors) if len(factors) == len(self._feature_counts(table)) else None
+            if count is None or not count.examples:
+                return None
+            factors.append(count.factor)
+        return tuple(factors)
 
     def distinct_share(self, table: Table) -> float | None:
         """Return different ids over ids of a batch, of all features of `table`; None where that is
@@ -131,3 +128,7 @@ class IdCounts:
                 table_constraints, pooling_factors=factors, distinct_share=share
             )
         return counted
+
+
+def _has_integers(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())

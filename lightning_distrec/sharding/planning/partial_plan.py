@@ -141,14 +141,11 @@ class PartialPlan:
         """Return the tables that the critical path waits for, those that it gets shorter without
         the most first."""
         # All tables at once: a loop over them would take most of a search.
-        options, ranks = (
-            list(map(self.option_of, range(len(self.ranks)))),
-            np.concatenate(self.ranks),
-        )
+        options = list(map(self.option_of, range(len(self.ranks))))
+        ranks = np.concatenate(self.ranks)
         links = self._links_of(ranks)
-        times = np.concatenate([option.compute for option in options]) * (
-            ranks == self.compute.argmax()
-        )
+        compute = np.concatenate([option.compute for option in options])
+        times = compute * (ranks == self.compute.argmax())
         exchange = np.concatenate([option.exchange for option in options], axis=1)
         for part, link in enumerate(self.exchange.argmax(axis=1)):
             times += exchange[part] * (links == link)
@@ -164,9 +161,9 @@ class PartialPlan:
             self._count_parts(self.option_of(table), ranks, 1)
 
     def _links_of(self, ranks: Ranks) -> Ranks:
-        return (
-            ranks if self.num_links == self.budget.num_ranks else ranks // self.budget.ranks_on_node
-        )
+        if self.num_links == self.budget.num_ranks:
+            return ranks
+        return ranks // self.budget.ranks_on_node
 
     def _anywhere(
         self, option: EstimatedOption, start: int, stop: int, prefer_memory: bool
@@ -291,9 +288,9 @@ def exceed_total_memory(
         available = device * budget.device_bytes.sum() + host * budget.host_bytes.sum()
         missing = int(np.ceil(sizes.sum() - available))
         if missing > 0:
-            kind = {(1.0, 0.0): " of device memory", (0.0, 1.0): " of host memory"}.get(
-                (device, host), ""
-            )
+            kind = "" if host else " of device memory"
+            if not device:
+                kind = " of host memory"
             return InfeasiblePlan(
                 int(sizes.argmax()),
                 proven=True,
@@ -313,9 +310,8 @@ def pack_by_memory(
     plan = PartialPlan(options, budget)
     # Large tables come first, because small ones still fit into what remains.
     for table in sorted(range(len(options)), key=lambda t: -smallest[t]):
-        for number in sorted(
-            range(len(options[table])), key=lambda o: int(options[table][o].device_bytes.sum())
-        ):
+        sizes = [int(option.device_bytes.sum()) for option in options[table]]
+        for number in sorted(range(len(sizes)), key=sizes.__getitem__):
             ranks = plan.find_ranks(options[table][number], prefer_memory=True)
             if ranks is not None:
                 plan.put(table, number, ranks)

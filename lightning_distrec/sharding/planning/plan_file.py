@@ -37,20 +37,27 @@ def save_plan(path: str | Path, plan: ShardingPlan) -> None:
 
 def plan_text(plan: ShardingPlan) -> str:
     """Return a plan as JSON, with a line for each table and each shard."""
-    values = (VERSION, plan.num_ranks, plan.layout.ranks_per_node, plan.device)
+    head = {
+        "version": VERSION,
+        "num_ranks": plan.num_ranks,
+        "ranks_per_node": plan.layout.ranks_per_node,
+        "device": plan.device,
+    }
     # Not json.dumps with an indent, which puts every number on a line of its own: one line a shard
     # can be compared.
-    lines = [
-        f" {json.dumps(name)}: {json.dumps(value)},"
-        for name, value in zip(_PLAN_FIELDS, values, strict=False)
-    ]
+    lines = [f' "{name}": {json.dumps(value)},' for name, value in head.items()]
     tables = ",\n".join(_table_text(name, table) for name, table in plan.tables.items())
     return "\n".join(["{", *lines, ' "tables": {', tables, " }", "}", ""])
 
 
 def _table_text(name: str, table: PlannedTable) -> str:
-    values = (table.num_rows, table.dim, table.data_type, table.sharding_type, table.compute_kernel)
-    fields: dict[str, Any] = dict(zip(_TABLE_FIELDS, values, strict=False))
+    fields: dict[str, Any] = {
+        "rows": table.num_rows,
+        "dim": table.dim,
+        "data_type": table.data_type,
+        "sharding_type": table.sharding_type,
+        "compute_kernel": table.compute_kernel,
+    }
     if table.cache_load_factor is not None:
         fields[_CACHE] = table.cache_load_factor
     shards = ",\n".join(f"   {json.dumps(shard._asdict())}" for shard in table.shards)

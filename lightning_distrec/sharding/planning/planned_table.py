@@ -70,12 +70,9 @@ class PlannedTable:
     """The kind of its update."""
     optimizer: str = ""
     """Class of the optimizer that updates it."""
-    # compare=False for arrays: `==` of arrays is an array, which a dataclass's `__eq__` cannot use.
+    # compare=False: `==` of arrays is an array, which a dataclass's `__eq__` cannot use.
     update_milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
     """(S,): estimated time of a step that updates each shard; None where that was not estimated."""
-    milliseconds: NDArray[np.float64] | None = field(default=None, compare=False)
-    """(S,): estimated time of a step that is spent on each shard; None where that was not
-    estimated."""
     update_reason: str = ""
     """Why the update is of that kind."""
     update_bytes_per_element: float = 0.0

@@ -165,11 +165,8 @@ class Planner:
         plan, timed = self.describe(plan), {}
         for number, (name, planned) in enumerate(plan.tables.items()):
             option = packed_tables.option_of(number)
-            by_part = option.milliseconds_by_part[option.size_numbers]
-            updates = by_part[:, TIME_PARTS.index("update")]
-            timed[name] = replace(
-                planned, update_milliseconds=updates, milliseconds=option.milliseconds
-            )
+            updates = option.milliseconds_by_part[option.size_numbers, TIME_PARTS.index("update")]
+            timed[name] = replace(planned, update_milliseconds=updates)
         return replace(plan, tables=timed)
 
     def _error(self, infeasible: InfeasiblePlan) -> InfeasiblePlanError:

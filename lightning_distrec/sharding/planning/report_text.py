@@ -73,20 +73,17 @@ def updates_in_words(plan: ShardingPlan) -> str:
     if not plan.cost.known:
         return ""
     slowest = plan.cost.slowest
-    all_of_it = float(plan.cost.milliseconds_by_rank[slowest])
-    updates = float(plan.cost.part("update")[slowest])
+    all_of_it = plan.cost.milliseconds_by_rank[slowest]
+    updates = plan.cost.part("update")[slowest]
     if updates < UPDATES_THAT_MATTER_MS or 2 * updates <= all_of_it:
         return ""
     times: dict[tuple[str, str], float] = defaultdict(float)
+    tables_by_update: dict[tuple[str, str], list[PlannedTable]] = defaultdict(list)
     for table in plan.tables.values():
         times[table.update, table.optimizer] += table.update_on(slowest)
+        tables_by_update[table.update, table.optimizer].append(table)
     kind, optimizer = max(times, key=times.__getitem__)
-    time = times[kind, optimizer]
-    tables = [
-        table
-        for table in plan.tables.values()
-        if (table.update, table.optimizer) == (kind, optimizer)
-    ]
+    time, tables = times[kind, optimizer], tables_by_update[kind, optimizer]
     name = f"'{tables[0].name}'" if len(tables) == 1 else quantity(len(tables), "table")
     share = f"{time:.3g} of {milliseconds_in_words(all_of_it)} on rank {slowest}"
     rows = f"{'all' if kind == 'dense' else 'touched'} rows of {name}"
@@ -218,15 +215,8 @@ def print_plan(
     ]
     caption = "\n".join(line for line in lines if line)
     text = TextTable(title=title, title_justify="left", caption=caption, caption_justify="left")
-    for heading in (
-        "table",
-        "rows x dim",
-        "sharding type",
-        "ranks",
-        "largest shard",
-        "update",
-        "why",
-    ):
+    headings = ("table", "rows x dim", "sharding type", "ranks", "largest shard", "update", "why")
+    for heading in headings:
         justify: JustifyMethod = "right" if heading in ("rows x dim", "largest shard") else "left"
         text.add_column(heading, justify=justify, overflow="fold")
     # The largest are selected, and printed in the model's order, in which users look for them.
@@ -256,11 +246,10 @@ def some_ranks_in_words(ranks: list[int]) -> str:
 
 def _rest(tables: Sequence[PlannedTable]) -> str:
     num_hidden = len(tables) - MAX_TABLES
-    hidden = (
-        f"{quantity(num_hidden, 'smaller table')} not shown; the callback PlanLogger writes them "
-        "all"
-    )
-    return hidden if num_hidden > 0 else ""
+    if num_hidden <= 0:
+        return ""
+    hidden = quantity(num_hidden, "smaller table")
+    return f"{hidden} not shown; the callback PlanLogger writes them all"
 
 
 def _deduplicated(tables: Sequence[PlannedTable]) -> str:

@@ -163,9 +163,7 @@ class OptionEstimator:
             partition_by=get_partition_by_type(sharding_type),
             shards=[Shard(size=list(size), offset=[0, 0]) for size in distinct],
             cache_params=constraint.cache_params,
-            enforce_hbm=constraint.enforce_hbm,
             is_pooled=table.pooled,
-            output_dtype=constraint.output_dtype,
         )
         self._enumerator.populate_estimates([option])
         device_bytes, host_bytes = self._memory(option, list(distinct))
@@ -246,9 +244,8 @@ def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOpti
     # search longer.
     column_types = ("column_wise", "table_column_wise")
     remaining = []
-    for o in options:
-        if not (
-            o.sharding_type in column_types and len(o.size_numbers) == 1 and o.kernel in kernels
-        ):
-            remaining.append(o)
+    for option in options:
+        is_one_shard = option.sharding_type in column_types and len(option.size_numbers) == 1
+        if not (is_one_shard and option.kernel in kernels):
+            remaining.append(option)
     return remaining

@@ -50,22 +50,16 @@ class PlanCost:
     """The estimates for one plan; empty where it was not estimated. Shapes: R is the number of
     ranks."""
 
-    milliseconds: NDArray[np.float64] = field(
-        default_factory=lambda: np.zeros((0, len(TIME_PARTS)))
-    )
+    milliseconds: NDArray[np.float64]
     """(R, 7): time of a step that a rank spends on tables, by `TIME_PARTS`."""
-    device_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    device_bytes: NDArray[np.int64]
     """(R,): memory of the rank's GPU that tables and their exchange take; on CPU, of its host."""
-    host_bytes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    host_bytes: NDArray[np.int64]
     """(R,): memory of the host that tables take which a GPU reads from there (fused_uvm kernels); 0
     on CPU."""
-    device_bytes_usable: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros(0, dtype=np.int64)
-    )
+    device_bytes_usable: NDArray[np.int64]
     """(R,): device memory that tables may take, without what is reserved."""
-    host_bytes_usable: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros(0, dtype=np.int64)
-    )
+    host_bytes_usable: NDArray[np.int64]
     """(R,): the same of the host's memory; 0 on CPU."""
     lower_bound: float | None = None
     """Milliseconds that no plan's critical path is below; None for a plan that was not searched
@@ -102,8 +96,15 @@ class PlanCost:
         return float(exchanges.max(axis=0, initial=0.0).sum() + compute.max(initial=0.0))
 
 
+_NO_RANKS = np.zeros(0, dtype=np.int64)
 # Shared as a default: it is frozen, and its arrays are empty.
-NOT_ESTIMATED = PlanCost()
+NOT_ESTIMATED = PlanCost(
+    milliseconds=np.zeros((0, len(TIME_PARTS))),
+    device_bytes=_NO_RANKS,
+    host_bytes=_NO_RANKS,
+    device_bytes_usable=_NO_RANKS,
+    host_bytes_usable=_NO_RANKS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

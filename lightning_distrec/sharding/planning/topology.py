@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torchrec.distributed.planner import Topology
-from torchrec.distributed.planner.types import BasicCommsBandwidths, CollectiveType
-from typing_extensions import override
+from torchrec.distributed.planner.types import BasicCommsBandwidths
 
 from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.errors import ConfigError, PlanError
@@ -160,7 +159,6 @@ def make_topology(
     Where nodes are not alike each rank is described as a node of its own.
     """
     on_gpu = device.type == "cuda"
-    collectives = BasicCommsBandwidths if on_gpu else GlooBandwidths
     with silence_torchrec():
         topology = Topology(
             world_size=layout.num_ranks,
@@ -171,7 +169,7 @@ def make_topology(
             hbm_mem_bw=bandwidths.device_memory.bytes_per_millisecond,
             ddr_mem_bw=bandwidths.host_memory.bytes_per_millisecond,
             hbm_to_ddr_mem_bw=bandwidths.host_to_device.bytes_per_millisecond,
-            generalized_comms_bandwidths=collectives(
+            generalized_comms_bandwidths=BasicCommsBandwidths(
                 intra_host_bw=bandwidths.intra_node.bytes_per_millisecond,
                 inter_host_bw=bandwidths.cross_node.bytes_per_millisecond,
             ),
@@ -182,28 +180,3 @@ def make_topology(
         described.storage.hbm = memory.device_bytes[rank] if on_gpu else 0
         described.storage.ddr = memory.host_bytes[rank] if on_gpu else memory.device_bytes[rank]
     return topology
-
-
-class GlooBandwidths(BasicCommsBandwidths):
-    """Those of torchrec, but for two collectives.
-
-    gloo scatters sums by summing everywhere (torch 2.13: twice the bytes on the wire, as all_reduce
-    sends them). And torchrec takes the sums of data_parallel tables to travel between nodes even
-    where there is one.
-    """
-
-    @override
-    def get_bw(
-        self, local_world_size: int, world_size: int, collective_type: CollectiveType
-    ) -> float:
-        """Return bytes per millisecond of a collective of `world_size` ranks, `local_world_size` of
-        them on a node."""
-        if collective_type == CollectiveType.ALL_REDUCE and world_size <= local_world_size:
-            # torchrec asks for the time of the table's bytes; a ring sends nearly twice as many.
-            return (
-                self.intra_host_bw / (2 * (world_size - 1) / world_size)
-                if world_size > 1
-                else self.intra_host_bw
-            )
-        bandwidth = float(super().get_bw(local_world_size, world_size, collective_type))
-        return bandwidth / 2 if collective_type == CollectiveType.REDUCE_SCATTER else bandwidth

@@ -8,7 +8,7 @@ each node.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,68 +64,62 @@ class Traffic:
 
     def sent(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks,), what leaves each rank."""
-        within, across = self._sums(kind)
-        return within + across
+        sent: Vector = self._to_groups(kind, self._node_of_rank).sum(axis=1)
+        return sent
 
     def within_node(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks,), what each rank sends to others of its node."""
-        return self._sums(kind)[0]
+        node = self._node_of_rank
+        within: Vector = self._to_groups(kind, node)[np.arange(len(node)), node]
+        return within
 
     def across_nodes(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks,), what each rank sends to other nodes."""
-        return self._sums(kind)[1]
-
-    def _sums(self, kind: str | None) -> tuple[Vector, Vector]:
-        node, on_node, stays = self._nodes()
-        within, across = np.zeros((2, len(node)))
-        for flow in self._flows(kind):
-            # Sums by node in place of a matrix of all pairs of ranks: plans may be for thousands of
-            # them.
-            to_nodes = np.bincount(node, flow.to_rank)
-            within += to_nodes[node] - flow.to_rank + flow.from_rank * (on_node[node] - 1)
-            within += np.where(stays, flow.ring, 0.0) + flow.ring_on_node[node]
-            across += to_nodes.sum() - to_nodes[node] + flow.from_rank * (len(node) - on_node[node])
-            across += np.where(stays, 0.0, flow.ring)
-            to_same_local_rank = (
-                flow.to_node.sum() - flow.to_node + flow.from_node * (len(on_node) - 1)
-            )
-            across += to_same_local_rank[node]
-        return within, across
+        node = self._node_of_rank
+        to_nodes = self._to_groups(kind, node)
+        to_nodes[np.arange(len(node)), node] = 0.0
+        across: Vector = to_nodes.sum(axis=1)
+        return across
 
     def between_nodes(self, kind: str | None = None) -> Vector:
         """Return, (num_nodes, num_nodes), what each node sends to each; the diagonal stays on a
         node."""
-        node, on_node, _ = self._nodes()
-        total = np.zeros((len(on_node), len(on_node)))
-        for flow in self._flows(kind):
-            total += on_node[:, None] * np.bincount(node, flow.to_rank)[None, :]
-            total += np.bincount(node, flow.from_rank)[:, None] * on_node[None, :]
-            total += on_node[:, None] * (flow.to_node[None, :] + flow.from_node[:, None])
-            # Several ranks of a node may send to the same node, of which an indexed `+=` would
-            # count only the last.
-            np.add.at(total, (node, np.roll(node, -1)), flow.ring)
-        np.fill_diagonal(total, np.bincount(node, self.within_node(kind)))
+        node = self._node_of_rank
+        total = np.zeros((self.layout.num_nodes, self.layout.num_nodes))
+        np.add.at(total, node, self._to_groups(kind, node))
         return total
 
     def matrix(self, kind: str | None = None) -> Vector:
         """Return, (num_ranks, num_ranks), what each rank of one node sends to each other rank."""
         assert self.layout.num_nodes == 1
-        ranks = np.arange(self.layout.num_ranks)
-        total = np.zeros((len(ranks), len(ranks)))
-        for flow in self._flows(kind):
-            total += flow.to_rank[None, :] + flow.from_rank[:, None]
-            total[ranks, np.roll(ranks, -1)] += flow.ring + flow.ring_on_node[0]
-        np.fill_diagonal(total, 0.0)
+        return self._to_groups(kind, np.arange(self.layout.num_ranks))
+
+    @property
+    def _node_of_rank(self) -> NDArray[np.intp]:
+        return np.asarray(self.layout.node_of_rank, dtype=np.intp)
+
+    def _to_groups(self, kind: str | None, groups: NDArray[np.intp]) -> Vector:
+        """Return, (num_ranks, groups), what each rank sends to the other ranks of each group.
+
+        groups: that of each rank, (num_ranks,): its node; or, on one node, itself.
+        """
+        node, ranks = self._node_of_rank, np.arange(len(groups))
+        sizes = np.bincount(groups)
+        is_own = groups[:, None] == np.arange(len(sizes))
+        next_group = groups[np.roll(ranks, -1)]
+        next_on_node = next_group if self.layout.num_nodes == 1 else groups
+        total = np.zeros(is_own.shape)
+        flows = self.flows.values() if kind is None else [self.flows[kind]]
+        for flow in flows:
+            total += np.bincount(groups, flow.to_rank)
+            total -= is_own * flow.to_rank[:, None]
+            total += (sizes - is_own) * flow.from_rank[:, None]
+            total[ranks, next_group] += flow.ring
+            total[ranks, next_on_node] += flow.ring_on_node[node]
+            if self.layout.num_nodes > 1:
+                to_same_local_rank = flow.to_node + flow.from_node[node, None]
+                total += ~is_own * to_same_local_rank
         return total
-
-    def _flows(self, kind: str | None) -> list[Flow]:
-        return list(self.flows.values()) if kind is None else [self.flows[kind]]
-
-    def _nodes(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.bool_]]:
-        """Return each rank's node, (R,); ranks per node, (N,); whether the next rank is on the same
-        node, (R,)."""
-        node = np.asarray(self.layout.node_of_rank, dtype=np.intp)
-        return node, np.bincount(node), node == np.roll(node, -1)
 
 
 def estimate_traffic(
@@ -143,8 +137,7 @@ def estimate_traffic(
     Raises PlanError: a table has a sharding type whose exchanges are not known.
     """
     comms = comms or QuantizedComms()
-    num_ranks, num_nodes = layout.num_ranks, layout.num_nodes
-    traffic = Traffic(layout, {kind: _no_flow(num_ranks, num_nodes) for kind in TRAFFIC_KINDS})
+    traffic = Traffic(layout, {kind: _no_flow(layout) for kind in TRAFFIC_KINDS})
     groups: dict[tuple[str, str], list[PlannedTable]] = {}
     wide, flat = set(), set()
     for table in tables:
@@ -166,8 +159,11 @@ def estimate_traffic(
         # Gradients of one exchange are one tensor, so that those of frozen tables are sent along.
         learns = any(table.learns for table in group)
         bags = 1 if collection in flat else batch_size
+        id_bytes = 8 if collection in wide else 4
+        # 0 for frozen tables: the methods add gradients without asking whether there are any.
+        backward_bytes = COMM_BYTES[comms.backward] if learns else 0
         exchange = _Exchange(
-            traffic, batch_size, bags, comms, 8 if collection in wide else 4, learns
+            traffic, batch_size, bags, id_bytes, COMM_BYTES[comms.forward], backward_bytes
         )
         if sharding_type != "data_parallel":
             # Numbers of lengths, of ids, of weights, and the batch's size.
@@ -175,15 +171,13 @@ def estimate_traffic(
             traffic.flows[IDS].to_rank += words * SIZE_BYTES
         for table in group:
             _BY_TYPE[sharding_type](exchange, table)
-    # After the loop, so that one rank refuses a sharding type that several would refuse.
-    if num_ranks == 1:
-        return Traffic(layout, {kind: _no_flow(1, 1) for kind in TRAFFIC_KINDS})
     return traffic
 
 
-def _no_flow(num_ranks: int, num_nodes: int) -> Flow:
-    ranks, nodes = np.zeros(num_ranks), np.zeros(num_nodes)
-    return Flow(ranks.copy(), ranks.copy(), 0.0, nodes.copy(), nodes.copy(), nodes.copy())
+def _no_flow(layout: NodeLayout) -> Flow:
+    to_rank, from_rank = np.zeros((2, layout.num_ranks))
+    ring_on_node, to_node, from_node = np.zeros((3, layout.num_nodes))
+    return Flow(to_rank, from_rank, 0.0, ring_on_node, to_node, from_node)
 
 
 @dataclass
@@ -194,33 +188,21 @@ class _Exchange:
     batch_size: int
     bags: int
     """Lengths of each feature."""
-    comms: QuantizedComms
     id_bytes: int
-    learns: bool
-    """Whether gradients are sent back: for all of these tables or for none."""
-    forward_bytes: int = field(init=False)
-    backward_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.forward_bytes = COMM_BYTES[self.comms.forward]
-        # 0 for frozen tables: each method below adds gradients without asking whether there are
-        # any.
-        self.backward_bytes = COMM_BYTES[self.comms.backward] if self.learns else 0
+    forward_bytes: int
+    """Of an element that is looked up."""
+    backward_bytes: int
+    """Of an element of a gradient; 0 where none are sent back."""
 
     def all_rows(self, table: PlannedTable) -> None:
         """Send every shard all ids of its features; its columns are returned. Shards have all rows
         of some columns."""
-        vectors = (
-            self.batch_size * len(table.pooling_factors) if table.pooled else self._num_ids(table)
-        )
-        bytes_in = self._lengths(table) + self._ids(table)
+        vectors = self._num_bags(table) if table.pooled else self._num_ids(table)
         num_ranks = self.traffic.layout.num_ranks
         shards = np.bincount(table.ranks, minlength=num_ranks)
-        columns: Vector = np.bincount(table.ranks, table.shard_columns, minlength=num_ranks).astype(
-            np.float64
-        )
-        self.traffic.flows[IDS].to_rank += shards * bytes_in
-        self._back(columns * float(vectors))
+        columns = np.bincount(table.ranks, table.shard_columns, num_ranks).astype(np.float64)
+        self.traffic.flows[IDS].to_rank += shards * (self._lengths(table) + self._ids(table))
+        self._back(columns * vectors)
 
     def row_wise(self, table: PlannedTable) -> None:
         """Send each rank the ids of its block of rows; partial sums of bags are reduced."""
@@ -232,7 +214,7 @@ class _Exchange:
             return
         # Each rank has partial sums of the bags of all ranks: a ring passes on R - 1 blocks, each
         # of one rank's batch.
-        numbers = (layout.num_ranks - 1) * self.batch_size * table.dim * len(table.pooling_factors)
+        numbers = (layout.num_ranks - 1) * self._num_bags(table) * table.dim
         self.traffic.flows[ROWS].ring += numbers * self.forward_bytes
         self.traffic.flows[ROW_GRADIENTS].ring += numbers * self.backward_bytes
 
@@ -240,20 +222,17 @@ class _Exchange:
         """Exchange as row_wise on one node, then send the sums to the same local ranks of the other
         nodes."""
         layout = self.traffic.layout
-        on_node = layout.num_ranks // layout.num_nodes
+        on_node = layout.ranks_on_node
         node = int(table.ranks[0]) // on_node
         node_ranks = slice(node * on_node, (node + 1) * on_node)
-        share = _blocks(table.num_rows, on_node)
-        self.traffic.flows[IDS].to_rank[node_ranks] += self._lengths(table) + share * self._ids(
-            table
-        )
-        numbers = self.batch_size * table.dim * len(table.pooling_factors)
+        ids = self._lengths(table) + _blocks(table.num_rows, on_node) * self._ids(table)
+        self.traffic.flows[IDS].to_rank[node_ranks] += ids
+        numbers = self._num_bags(table) * table.dim
+        ring = (on_node - 1) * layout.num_nodes * numbers
         rows, gradients = self.traffic.flows[ROWS], self.traffic.flows[ROW_GRADIENTS]
-        rows.ring_on_node[node] += (on_node - 1) * layout.num_nodes * numbers * self.forward_bytes
+        rows.ring_on_node[node] += ring * self.forward_bytes
         rows.from_node[node] += numbers * self.forward_bytes
-        gradients.ring_on_node[node] += (
-            (on_node - 1) * layout.num_nodes * numbers * self.backward_bytes
-        )
+        gradients.ring_on_node[node] += ring * self.backward_bytes
         gradients.to_node[node] += numbers * self.backward_bytes
 
     def data_parallel(self, table: PlannedTable) -> None:
@@ -261,9 +240,8 @@ class _Exchange:
         if table.learns:
             num_ranks = self.traffic.layout.num_ranks
             gradients = table.num_bytes
-            self.traffic.flows[REPLICATED_GRADIENTS].ring += (
-                2 * gradients * (num_ranks - 1) / num_ranks
-            )
+            ring = 2 * gradients * (num_ranks - 1) / num_ranks
+            self.traffic.flows[REPLICATED_GRADIENTS].ring += ring
 
     def _back(self, numbers: Vector) -> None:
         """Return rows to all ranks and send their gradients. numbers: (num_ranks,), elements for
@@ -279,11 +257,11 @@ class _Exchange:
         return self._num_ids(table) * id_bytes
 
     def _num_ids(self, table: PlannedTable) -> float:
-        return (
-            self.batch_size
-            * sum(table.pooling_factors)
-            * (table.distinct_share if table.deduplicated else 1)
-        )
+        num_ids = self.batch_size * sum(table.pooling_factors)
+        return num_ids * table.distinct_share if table.deduplicated else num_ids
+
+    def _num_bags(self, table: PlannedTable) -> int:
+        return self.batch_size * len(table.pooling_factors)
 
 
 _BY_TYPE = {

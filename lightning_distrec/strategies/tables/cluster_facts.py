@@ -96,9 +96,9 @@ class ClusterFacts:
     @property
     def _memory_in_words(self) -> str:
         smallest, largest = min(self.memory.device_bytes), max(self.memory.device_bytes)
-        return format_bytes(smallest) + (
-            "" if smallest == largest else f" to {format_bytes(largest)}"
-        )
+        if smallest == largest:
+            return format_bytes(smallest)
+        return f"{format_bytes(smallest)} to {format_bytes(largest)}"
 
 
 def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
@@ -180,48 +180,34 @@ def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingP
     _warn_of_full_tables(tables, max(inputs.layout.ranks_by_node))
     ranks, layout, on_gpu = inputs.consensus, inputs.layout, inputs.device.type == "cuda"
     position = ranks.rank % inputs.groups.size
-    device_share, host_share = (
-        int(plan.table_bytes()[position]),
-        int(plan.table_bytes(on_host=True)[position]),
-    )
+    device_share = int(plan.table_bytes()[position])
+    host_share = int(plan.table_bytes(on_host=True)[position])
     if not on_gpu:
         device_share, host_share = 0, device_share + host_share
     if ranks.rank:  # these free their full tables before any shard is made
         device_share -= sum(t.parameter.nbytes for t in tables if t.parameter.is_cuda)
         host_share -= sum(t.parameter.nbytes for t in tables if t.parameter.device.type == "cpu")
     free_device = gpu.free_bytes(inputs.device) if on_gpu else UNLIMITED
-    needs = ranks.all_gather((
-        host_share,
-        device_share,
-        free_host_bytes(),
-        free_process_bytes(),
-        free_device,
-    ))
-    lacks = [
-        (f"rank {r}'s process", host, process) for r, (host, _, _, process, _) in enumerate(needs)
-    ]
-    lacks += [(f"rank {r}'s GPU", device, free) for r, (_, device, _, _, free) in enumerate(needs)]
+    local = (host_share, device_share, free_host_bytes(), free_process_bytes(), free_device)
+    needs = ranks.all_gather(local)
+    lacks = []
+    host_needs, free_on_host = [0] * layout.num_nodes, [UNLIMITED] * layout.num_nodes
+    for rank, (host, device, free_host, free_process, free) in enumerate(needs):
+        lacks.append((f"rank {rank}'s process", host, free_process))
+        lacks.append((f"rank {rank}'s GPU", device, free))
+        node = layout.node_of_rank[rank]
+        host_needs[node] += host
+        free_on_host[node] = min(free_on_host[node], free_host)
     for node in range(layout.num_nodes):
-        node_needs = [
-            need
-            for need, rank_node in zip(needs, layout.node_of_rank, strict=True)
-            if rank_node == node
-        ]
-        lacks.append((
-            f"node {node}",
-            sum(need[0] for need in node_needs),
-            min(need[2] for need in node_needs),
-        ))
+        lacks.append((f"node {node}", host_needs[node], free_on_host[node]))
     for place, needed, free in lacks:
         if needed > free:
             raise InfeasiblePlanError(_message(place, needed, free, tables, plan))
 
 
 def _warn_of_full_tables(tables: list[Table], ranks_on_node: int) -> None:
-    full, node_bytes = (
-        sum(t.parameter.nbytes for t in tables if t.parameter.device.type == "cpu"),
-        host_memory_bytes(),
-    )
+    full = sum(t.parameter.nbytes for t in tables if t.parameter.device.type == "cpu")
+    node_bytes = host_memory_bytes()
     if ranks_on_node > 1 and full * ranks_on_node > node_bytes / LARGE_PART:
         rank_zero_warn(
             f"{ranks_on_node} ranks of a node have built {format_bytes(full)} of full tables each, "
@@ -237,11 +223,9 @@ def _message(place: str, needed: int, free: int, tables: list[Table], plan: Shar
     lines = []
     for table in largest_first[:NUM_LISTED]:
         rows, columns = table.parameter.shape
-        full = (
-            ""
-            if table.parameter.is_meta
-            else (f"{format_bytes(table.parameter.nbytes)} in full on every rank, ")
-        )
+        full = ""
+        if not table.parameter.is_meta:
+            full = f"{format_bytes(table.parameter.nbytes)} in full on every rank, "
         shards = format_bytes(float(plan.tables[table.full_name].shard_bytes(updates=True).max()))
         lines.append(
             f"\n  - table '{table.full_name}' ({rows:,} x {columns}): {full}{shards} in its "

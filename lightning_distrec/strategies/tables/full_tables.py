@@ -1,6 +1,5 @@
 """What is asked of full tables: their weights, and the norms of their gradients."""
 
-import math
 from typing import Any
 
 import torch
@@ -190,28 +189,23 @@ def _table_norms(
     if not table_shards:
         return {}
     device = next(iter(table_shards.values()))[0].weight.device
-    # Every rank has an entry for every table, also where it has no shard: all reduce tensors of one
-    # shape.
-    norms = torch.zeros(len(table_shards), dtype=torch.float64, device=device)
-    has_gradient = torch.zeros_like(norms)
+    # Every rank has an entry for every table, also where it has no shard: all gather tensors of one
+    # shape. -1: it has no gradient.
+    norms = torch.full((len(table_shards),), -1.0, dtype=torch.float64, device=device)
     for i, shards in enumerate(table_shards.values()):
-        for shard in shards:
-            if shard.weight.grad is None:
-                continue
-            has_gradient[i] = 1
-            values = _values(shard.weight.grad)
+        gradients = [shard.weight.grad for shard in shards if shard.weight.grad is not None]
+        parts = [norms.new_zeros(())]
+        for values in map(_values, gradients):
             if values.numel():
-                part = torch.linalg.vector_norm(values, order, dtype=torch.float64)
-                norms[i] = torch.linalg.vector_norm(torch.stack([norms[i], part]), order)
-    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
-    if math.isinf(order):
-        dist.all_reduce(norms, op=dist.ReduceOp.MAX, group=group)
-    else:
-        norms = norms**order
-        dist.all_reduce(norms, op=dist.ReduceOp.SUM, group=group)
-        norms = norms ** (1 / order)
-    names = list(table_shards)
-    return {names[i]: float(norms[i]) for i in has_gradient.nonzero().flatten().tolist()}
+                parts.append(torch.linalg.vector_norm(values, order, dtype=torch.float64))
+        if gradients:
+            norms[i] = torch.linalg.vector_norm(torch.stack(parts), order)
+    rank_norms = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rank_norms, norms, group=group)
+    gathered = torch.stack(rank_norms)
+    totals = torch.linalg.vector_norm(gathered.clamp(min=0), order, dim=0).tolist()
+    has_gradient = (gathered >= 0).any(0).tolist()
+    return {name: totals[i] for i, name in enumerate(table_shards) if has_gradient[i]}
 
 
 def _make_equal(root: nn.Module) -> None:

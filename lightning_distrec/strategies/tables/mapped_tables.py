@@ -142,18 +142,16 @@ def mapped_ids(
 ) -> MappedIds | None:
     """Return what maps the ids of the collection at `path`; None where ids are numbers of rows."""
     tables = shards.tables_of(path)
-    mappings = {}
-    for t in tables:
-        if t.full_name in shards.mappings:
-            mappings[t.name] = shards.mappings[t.full_name]
-    if not mappings:
-        return None
-    resets = {}
+    mappings, resets = {}, {}
     for table in tables:
-        if table.name in mappings:
+        mapping = shards.mappings.get(table.full_name)
+        if mapping is not None:
+            mappings[table.name] = mapping
             shard = shards.shards[table.full_name][0]
             states = partial(_states, shards, shard, updates[table.full_name])
-            resets[table.name] = RowReset(shard, mappings[table.name].initial_rows, states)
+            resets[table.name] = RowReset(shard, mapping.initial_rows, states)
+    if not mappings:
+        return None
     proxy = shards.proxies[path]
     num_rows = {table.name: table.config.num_embeddings for table in tables}
     full_names = {table.name: table.full_name for table in tables}

@@ -344,12 +344,12 @@ USERS, FILMS, DAYS, HOURS = (
         (
             (*HOURS, "shards", 0, "sizes"),
             [23, 4],
-            "data_parallel: each rank holds all of the table",
+            "data_parallel: each of 2 ranks must hold all of the table once",
         ),
         (
             (*HOURS, "shards", 0, "rank"),
             1,
-            "data_parallel: each of 2 ranks must hold the table once",
+            "data_parallel: each of 2 ranks must hold all of the table once",
         ),
     ],
 )
@@ -379,7 +379,7 @@ def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_canno
     ]
     with pytest.raises(
         PlanError,
-        match="row_wise shards 60 rows for 2 ranks into blocks of 30; the last is smaller",
+        match="row_wise gives each of the ranks 0 to 1 one block of rows, .*: 30 of 60 rows, the last has fewer",
     ):
         loaded(uneven, tmp_path)
     narrow = json.loads(json.dumps(mixed))
