@@ -107,11 +107,9 @@ def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
             "lightning."
         ):
             name = type(callback).__name__
-            hooks += [
-                f"{name}.{hook}"
-                for hook in ("on_after_backward", "on_before_optimizer_step")
-                if is_overridden(hook, callback, parent=Callback)
-            ]
+            for hook in ("on_after_backward", "on_before_optimizer_step"):
+                if is_overridden(hook, callback, parent=Callback):
+                    hooks.append(f"{name}.{hook}")
     return hooks
 
 
@@ -142,11 +140,11 @@ def refuse_clip(value: Any, fused: list[str]) -> None:
 
 def _max_accumulated(trainer: Trainer) -> int:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
-    return max([
-        trainer.accumulate_grad_batches,
-        *(n for schedule in schedules for n in schedule.values()),
-    ])
+    numbers = [trainer.accumulate_grad_batches]
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            numbers += callback.scheduling.values()
+    return max(numbers)
 
 
 class BackwardWatch:

@@ -122,7 +122,8 @@ class ChangedTables:
         group = find_param_group(shards[0].weight, self.tables.all_optimizers)
         if group is None or not self.tables.shards.learns(name):
             return "" if all(shard.sparse for shard in shards) else "it was updated densely"
-        if all(shard.sparse for shard in shards) and sparse_form(group)[0] is not None:
+        touches_rows = not isinstance(sparse_form(group), str)
+        if touches_rows and all(shard.sparse for shard in shards):
             return ""
         return f"{type(group.optimizer).__name__} moves all of its rows"
 

@@ -69,22 +69,23 @@ class Unfreezing:
         has_dense_form = kind in ELEMENTWISE or (
             kind is RowWiseAdagrad and "column" not in sharding.sharding_type
         )
-        sparse, obstacle = sparse_form(
-            param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type)
-        )
-        if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith(
-            "fused_uvm"
-        ):
-            reason = obstacle or (
+        sums_rows = can_sum_rows(shard.weight.dtype, shard.weight.device.type)
+        sparse = sparse_form(param_group, sums_rows)
+        reason = ""
+        if sharding.compute_kernel.startswith("fused_uvm"):
+            reason = (
                 f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
             )
+        if isinstance(sparse, str) and (reason or not has_dense_form):
+            reason = sparse
+        if reason:
             raise OptimizerError(
                 f"table '{name}' ({sharding.sharding_type}) was unfrozen and given to "
                 f"{kind.__name__}: {reason}. Let it learn from the start of fit, or call fit again "
                 "with it unfrozen."
             )
         for shard in self._shards.shards[name]:
-            shard.sparse = sparse is not None
+            shard.sparse = not isinstance(sparse, str)
 
 
 class SummedLookups:
