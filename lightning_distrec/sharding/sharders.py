@@ -25,14 +25,12 @@ from lightning_distrec.option_values import plain_fields
 from lightning_distrec.sharding.tables import Table
 
 POOLED_TYPES: tuple[str, ...] = (
-    *(
-        "table_wise",
-        "row_wise",
-        "column_wise",
-        "table_row_wise",
-        "table_column_wise",
-        "data_parallel",
-    ),
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "data_parallel",
 )
 """Those of an EmbeddingBagCollection's tables."""
 SEQUENCE_TYPES: tuple[str, ...] = ("table_wise", "row_wise", "column_wise")

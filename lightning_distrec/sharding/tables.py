@@ -31,11 +31,12 @@ from lightning_distrec.sharding.plain_embeddings import (
     PlainEmbeddings,
 )
 from lightning_distrec.sharding.proxies import ShardedProxy
+from lightning_distrec.sharding.weights.shard_operations import words
 
-CALLERS = (
-    *("FeatureProcessedEmbeddingBagCollection", "EmbeddingTower", "EmbeddingTowerCollection"),
-    *("PECEmbeddingCollection", "McEmbeddingCollectionAdapter", "McEmbeddingBagCollectionAdapter"),
-)
+CALLERS = words("""
+    FeatureProcessedEmbeddingBagCollection EmbeddingTower EmbeddingTowerCollection
+    PECEmbeddingCollection McEmbeddingCollectionAdapter McEmbeddingBagCollectionAdapter
+""")
 """Modules of torchrec.modules that do no more with their collections than call them."""
 _OF_TORCHREC = "torchrec.modules."
 FUSED = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
