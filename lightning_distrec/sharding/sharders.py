@@ -181,9 +181,7 @@ def _changed(value: Any, default: Any, but: tuple[str, ...]) -> list[str]:
 
 
 def _refuse(kind: str, name: str, value: Any) -> NoReturn:
-    instead = (
-        f"set {_INSTEAD[name]} instead"
-        if name in _INSTEAD
-        else ("there is no option that does the same")
-    )
+    instead = "there is no option that does the same"
+    if name in _INSTEAD:
+        instead = f"set {_INSTEAD[name]} instead"
     raise ConfigError(f"{kind} has {name}={value!r}. Leave it out: {instead}.")

@@ -200,21 +200,17 @@ class DistinctIds:
         once = [key for key in keys if key in num_rows]
         if once:
             # All features in one: the host waits for the number of different ids.
-            ends = tuple(accumulate(num_rows[key] for key in once))
-            shifted = [
-                self._ids[key].long() + (end - num_rows[key])
-                for key, end in zip(once, ends, strict=True)
-            ]
+            first_rows = list(accumulate([num_rows[key] for key in once], initial=0))
+            ends = tuple(first_rows[1:])
+            ids = list(map(self._ids.__getitem__, once))
+            shifted = [part.long() + row for part, row in zip(ids, first_rows, strict=False)]
             distinct, places = torch.unique(torch.cat(shifted), return_inverse=True)
-            first = 0
-            place_ends = torch.searchsorted(
-                distinct, kept_on_device(ends, distinct.device)
-            ).tolist()
-            parts = places.split([len(self._ids[key]) for key in once])
-            for key, end, part, place_end in zip(once, ends, parts, place_ends, strict=True):
-                self._places[key] = part - first
-                sent[key] = distinct[first:place_end] - (end - num_rows[key])
-                first = place_end
+            kept_ends = kept_on_device(ends, distinct.device)
+            first_places = [0, *torch.searchsorted(distinct, kept_ends).tolist()]
+            parts = places.split(list(map(len, ids)))
+            for i, key in enumerate(once):
+                self._places[key] = parts[i] - first_places[i]
+                sent[key] = distinct[first_places[i] : first_places[i + 1]] - first_rows[i]
         counts = list(map(len, sent.values()))
         self.sent = KeyedJaggedTensor(
             keys=keys,
