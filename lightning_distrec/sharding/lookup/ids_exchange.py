@@ -43,12 +43,10 @@ class _Exchange:
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, stream: torch.cuda.Stream) -> None:
         """Let the step read what has arrived: its stream waits for this one, the host does not."""
-        if self._stream is None:
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        current.wait_stream(self._stream)
+        current = torch.cuda.current_stream(stream.device)
+        current.wait_stream(stream)
         for request in self._requests:
             request.record_stream(current)
 
@@ -116,7 +114,8 @@ class IdsExchange(_Exchange):
             with self._on_stream(), torch.no_grad():
                 for request, wait in zip(self._requests, waits, strict=True):
                     request.ids = wait()
-            self._hand_over()
+            if self._stream is not None:
+                self._hand_over(self._stream)
 
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""
@@ -196,7 +195,8 @@ class ShortExchange(_Exchange):
                 for i, request in enumerate(self._requests):
                     ids = _short(request)
                     ids.arrived = ids.path.arrange(parts[2 * i], parts[2 * i + 1], ids.examples)
-            self._hand_over()
+            if self._stream is not None:
+                self._hand_over(self._stream)
         # Not slices, which would keep the memory as long as this object lives.
         self._work, self._sent, self._received = None, torch.empty(0), torch.empty(0)
 

@@ -10,7 +10,6 @@ order, and all arithmetic are those of torchrec's modules, and so are the bits.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -73,12 +72,12 @@ class ShortPath:
         if self._blocks is None:
             ends = [0, *accumulate(num_ids)]
             counts = [ends[end] - ends[first] for first, end in pairwise(self._ends)]
-            return ShortIds(self, examples, lengths.view(-1), ids, lambda: counts)
+            return ShortIds(self, examples, lengths.view(-1), ids, counts)
         lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
             lengths.view(-1), ids, False, False, self._blocks, self.num_ranks, None
         )
         copy = gpu.HostCopy(lengths.view(self.num_ranks, -1).sum(1))
-        return ShortIds(self, examples, lengths, ids, copy.read)
+        return ShortIds(self, examples, lengths, ids, copy)
 
     def _set_keys(self, keys: list[str]) -> None:
         self._keys, self._order = list(keys), list(map(keys.index, self._sent))
@@ -125,14 +124,16 @@ class ShortIds:
     examples: int
     lengths: Tensor
     ids: Tensor
-    read_counts: Callable[[], list[int]]
+    _counts: list[int] | gpu.HostCopy
     arrived: tuple[Tensor, Tensor] = field(init=False)
     """What this rank looks up, once it has arrived: ids and offsets."""
 
-    @cached_property
+    @property
     def counts(self) -> list[int]:
         """How many ids each rank gets."""
-        return self.read_counts()
+        if isinstance(self._counts, gpu.HostCopy):
+            self._counts = self._counts.read()
+        return self._counts
 
 
 def short_path_of(
