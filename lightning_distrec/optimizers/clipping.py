@@ -35,24 +35,23 @@ def clip_by_norm(
     parameters = list(parameters)
     # An all-reduce for each placement, in this order on every rank: a missing one would leave the
     # others waiting.
-    gradients: dict[Any, list[Tensor]] = {
-        placement: [] for placement in _placements(parameters, sharded)
-    }
+    placements = _placements(parameters, sharded)
+    gradients: dict[Any, list[Tensor]] = {placement: [] for placement in placements}
     for parameter in _learning(parameters):
         gradients[_placement(parameter, sharded)].append(_values(parameter))
     # NCCL reduces tensors on a GPU only, and a rank may have no gradient that shows a device.
     is_nccl = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-    squares = {
-        placement: _sum_of_squares(values, device) for placement, values in gradients.items()
-    }
-    for placement, square in squares.items():
+    squares = []
+    for placement, values in gradients.items():
+        square = _sum_of_squares(values, device)
         for group in _groups(placement):
             dist.all_reduce(square, group=group)
         if placement == ON_ONE:
             square /= num_replicas
+        squares.append(square)
     # On the device to the end: reading the norm on the host would wait for the GPU in every step.
-    norm = torch.stack(list(squares.values())).sum().sqrt().float()
+    norm = torch.stack(squares).sum().sqrt().float()
     # As torch.nn.utils.clip_grad_norm_ does it: the same 1e-6, and a factor of 1 in place of a
     # branch.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -69,11 +68,9 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     parts = []
     for values in _group_gradients(gradients):
         parts.append(torch.stack(norms_of(values)).to(device, torch.float64))
-    return (
-        torch.cat(parts).square().sum()
-        if parts
-        else torch.zeros((), dtype=torch.float64, device=device)
-    )
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.cat(parts).square().sum()
 
 
 def _group_gradients(gradients: Iterable[Tensor]) -> list[list[Tensor]]:

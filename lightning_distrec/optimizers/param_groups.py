@@ -1,9 +1,9 @@
 """Tables and their shards in the param groups of the user's optimizers."""
 
 import inspect
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn, optim
@@ -12,6 +12,11 @@ from typing_extensions import override
 
 from lightning_distrec._compat.torch import without_torch_function
 from lightning_distrec.errors import OptimizerError
+
+Weights: TypeAlias = Mapping[str, nn.Parameter]
+"""Full name of a table -> its unsharded weight."""
+Shards: TypeAlias = Mapping[str, list[nn.Parameter]]
+"""Full name of a table -> this rank's shards of it."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,9 @@ class TableParamGroup:
 
 
 def find_param_groups(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Weights,
     optimizers: list[optim.Optimizer],
-    earlier: Mapping[str, list[nn.Parameter]],
+    earlier: Shards,
 ) -> dict[int, TableParamGroup]:
     """Return id of an unsharded weight -> the param group that has it, or had its shards in an
     earlier fit.
@@ -54,24 +59,33 @@ def find_param_groups(
     # By identity in all of this file: == of tensors compares their elements.
     ids = {id(parameter): name for name, parameter in parameters.items()}
     param_groups: dict[int, TableParamGroup] = {}
+    for parameter, param_group in _grouped_parameters(optimizers):
+        if id(parameter) not in ids:
+            continue
+        if id(parameter) in param_groups:
+            raise OptimizerError(
+                f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both update it "
+                "exactly. Give it to one."
+            )
+        param_groups[id(parameter)] = param_group
+    return param_groups
+
+
+def _grouped_parameters(
+    optimizers: Iterable[optim.Optimizer],
+) -> Iterator[tuple[nn.Parameter, TableParamGroup]]:
+    """Yield all parameters of the optimizers, each with its param group."""
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
+            param_group = TableParamGroup(optimizer, index, group_index)
             for parameter in group["params"]:
-                if id(parameter) not in ids:
-                    continue
-                if id(parameter) in param_groups:
-                    raise OptimizerError(
-                        f"table '{ids[id(parameter)]}' is in two optimizers, which cannot both "
-                        "update it exactly. Give it to one."
-                    )
-                param_groups[id(parameter)] = TableParamGroup(optimizer, index, group_index)
-    return param_groups
+                yield parameter, param_group
 
 
 def remove_from_groups(
     optimizers: Iterable[optim.Optimizer],
-    parameters: Mapping[str, nn.Parameter],
-    earlier: Mapping[str, list[nn.Parameter]],
+    parameters: Weights,
+    earlier: Shards,
 ) -> None:
     """Remove tables from the optimizers, in place: groups keep their count and order, and may be
     empty then.
@@ -96,8 +110,8 @@ def remove_from_groups(
 
 def _put_back(
     optimizer: optim.Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    earlier: Mapping[str, list[nn.Parameter]],
+    parameters: Weights,
+    earlier: Shards,
 ) -> None:
     """Put the unsharded weights in place of an earlier fit's shards; refuse state that would be
     lost."""
@@ -125,15 +139,15 @@ def _put_back(
         )
     for group in optimizer.param_groups:
         # Several shards of a table become one weight again, at the place of the first.
-        weights_of_group: list[nn.Parameter] = []
+        weights_of_group: dict[int, nn.Parameter] = {}
         for parameter in group["params"]:
-            weight = parameters[names[id(parameter)]] if id(parameter) in names else parameter
-            weights_of_group += (
-                [] if any(weight is other for other in weights_of_group) else [weight]
-            )
-        group["params"] = weights_of_group
-    for parameter in [parameter for parameter in optimizer.state if id(parameter) in names]:
-        del optimizer.state[parameter]
+            if id(parameter) in names:
+                parameter = parameters[names[id(parameter)]]
+            weights_of_group[id(parameter)] = parameter
+        group["params"] = list(weights_of_group.values())
+    for parameter in list(optimizer.state):
+        if id(parameter) in names:
+            del optimizer.state[parameter]
 
 
 def _has_begun(state: Mapping[str, Any]) -> bool:
@@ -153,12 +167,11 @@ def replace_parameters(
             group["params"] = [
                 replacements.get(id(parameter), parameter) for parameter in group["params"]
             ]
-        for parameter in [
-            parameter for parameter in optimizer.state if id(parameter) in replacements
-        ]:
-            del optimizer.state[parameter]
-            # `rewrite_groups` makes that of the shards
-            optimizer.state[replacements[id(parameter)]] = {}
+        for parameter in list(optimizer.state):
+            if id(parameter) in replacements:
+                del optimizer.state[parameter]
+                # `rewrite_groups` makes that of the shards
+                optimizer.state[replacements[id(parameter)]] = {}
 
 
 class StateOnMeta(TorchFunctionMode):
@@ -177,13 +190,10 @@ class StateOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.full_like and args and id(args[0]) in self._ids:
             # Code of the user's own, and a step in configure_optimizers, look at what they make.
-            caller = getattr(inspect.currentframe(), "f_back", None)
-            module = (
-                caller.f_globals.get("__name__", "")
-                if caller and caller.f_code.co_name == "__init__"
-                else ""
-            )
-            if module.startswith(("torch.optim.", "torchrec.optim.")):
+            caller: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+            module = caller.f_globals.get("__name__", "")
+            is_of_torch = module.startswith(("torch.optim.", "torchrec.optim."))
+            if is_of_torch and caller.f_code.co_name == "__init__":
                 kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 
@@ -192,17 +202,16 @@ def find_param_group(
     parameter: nn.Parameter, optimizers: list[optim.Optimizer]
 ) -> TableParamGroup | None:
     """Return the param group that has `parameter` now, or None."""
-    for index, optimizer in enumerate(optimizers):
-        for group_index, group in enumerate(optimizer.param_groups):
-            if any(held is parameter for held in group["params"]):
-                return TableParamGroup(optimizer, index, group_index)
+    for held, param_group in _grouped_parameters(optimizers):
+        if held is parameter:
+            return param_group
     return None
 
 
 def rewrite_groups(
     optimizers: Iterable[optim.Optimizer],
-    parameters: Mapping[str, nn.Parameter],
-    shards: Mapping[str, list[nn.Parameter]],
+    parameters: Weights,
+    shards: Shards,
     without_state: Container[str],
 ) -> None:
     """Put each table's shards in the place of the unsharded weight, in place: groups keep their

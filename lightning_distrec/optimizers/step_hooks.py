@@ -133,16 +133,13 @@ class AddedTables:
         if count == self._num_parameters:
             return
         self._num_parameters = count
-        table = next(
-            (self._names[id(p)] for p in collect_parameters(optimizers) if id(p) in self._names),
-            None,
-        )
-        if table is not None:
-            raise OptimizerError(
-                f"table '{table}' was added to the optimizer of configure_optimizers, and has "
-                "table_optimizer already. To unfreeze it, set requires_grad only "
-                "(BaseFinetuning.make_trainable)."
-            )
+        for parameter in collect_parameters(optimizers):
+            if id(parameter) in self._names:
+                raise OptimizerError(
+                    f"table '{self._names[id(parameter)]}' was added to the optimizer of "
+                    "configure_optimizers, and has table_optimizer already. To unfreeze it, set "
+                    "requires_grad only (BaseFinetuning.make_trainable)."
+                )
 
 
 @contextmanager
@@ -162,21 +159,18 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
         parts = list(map(_split_by_kind, optimizer.param_groups))
         # A new list: the one with the groups as they were made goes back to the optimizer in
         # `restore`.
-        if any(len(group_parts) > 1 for group_parts in parts):
-            unsplit_groups, optimizer.param_groups = (
-                optimizer.param_groups,
-                list(chain.from_iterable(parts)),
-            )
+        groups = list(chain.from_iterable(parts))
+        if len(groups) > len(parts):
+            unsplit_groups, optimizer.param_groups = optimizer.param_groups, groups
 
-    def restore() -> bool:
+    def restore() -> None:
         nonlocal unsplit_groups
-        if unsplit_groups is None:
-            return False
-        optimizer.param_groups, unsplit_groups = unsplit_groups, None
-        return True
+        if unsplit_groups is not None:
+            optimizer.param_groups, unsplit_groups = unsplit_groups, None
 
     def join(*_: Any) -> None:
-        if restore():
+        if unsplit_groups is not None:
+            restore()
             _copy_changes(optimizer, parts)
 
     handles = register_update_pre_hook(optimizer, split), optimizer.register_step_post_hook(join)

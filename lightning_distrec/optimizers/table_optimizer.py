@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import ConfigError, OptimizerError, did_you_mean
-from lightning_distrec.optimizers.param_groups import remove_from_groups
+from lightning_distrec.optimizers.param_groups import Shards, Weights, remove_from_groups
 from lightning_distrec.option_values import check_choice
 
 SHORT_NAMES: dict[str, type[optim.Optimizer]] = {"RowWiseAdagrad": RowWiseAdagrad}
@@ -68,35 +68,21 @@ def parse_table_optimizer(option: str, value: Any) -> TableOptimizer:
     """
     fields = _as_dict(option, value)
     scheduler = fields.pop("lr_scheduler", None)
-    kind = _find_class(
-        option,
-        fields.pop("class_path"),
-        SHORT_NAMES,
-        "torch.optim",
-        optim.Optimizer,
-        "an optimizer",
-    )
+    path = fields.pop("class_path")
+    kind = _find_class(option, path, "torch.optim", optim.Optimizer, "an optimizer")
     arguments = _read_arguments(option, fields, kind, "params")
     # Errors of arguments show when the strategy is made, and not after hours in a queue.
     trial = _construct(option, kind, [nn.Parameter(torch.zeros(1, 1))], arguments)
-    if scheduler is None:
-        return TableOptimizer(kind, arguments)
-    return TableOptimizer(
-        kind, arguments, _parse_scheduler(f"{option}.lr_scheduler", scheduler, trial)
-    )
+    if scheduler is not None:
+        scheduler = _parse_scheduler(f"{option}.lr_scheduler", scheduler, trial)
+    return TableOptimizer(kind, arguments, scheduler)
 
 
 def _parse_scheduler(option: str, value: Any, trial: optim.Optimizer) -> TableScheduler:
     fields = _as_dict(option, value)
     options = {name: fields.pop(name) for name in SCHEDULER_OPTIONS if fields.get(name) is not None}
-    kind = _find_class(
-        option,
-        fields.pop("class_path"),
-        {},
-        "torch.optim.lr_scheduler",
-        LRScheduler,
-        "a learning rate scheduler",
-    )
+    path, home = fields.pop("class_path"), "torch.optim.lr_scheduler"
+    kind = _find_class(option, path, home, LRScheduler, "a learning rate scheduler")
     arguments = _read_arguments(option, fields, kind, "optimizer")
     check_choice(f"{option}: interval", options.get("interval", "epoch"), ("step", "epoch"))
     if issubclass(kind, ReduceLROnPlateau) and "monitor" not in options:
@@ -117,24 +103,20 @@ def _as_dict(option: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _find_class(
-    option: str, path: str, short_names: Mapping[str, type], home: str, base: type, description: str
-) -> type[Any]:
+def _find_class(option: str, path: str, home: str, base: type, description: str) -> type[Any]:
     """Return the class at a path, which may leave out the module `home`. Raises ConfigError: no
     subclass of `base`."""
     module, _, name = path.rpartition(".")
     try:
-        kind = (not module and short_names.get(name)) or getattr(
-            import_module(module or home), name, None
-        )
+        kind = getattr(import_module(module or home), name, SHORT_NAMES.get(path))
     except ImportError as error:
         raise ConfigError(f"{option}: class_path={path!r} cannot be imported ({error}).") from error
     if not (isinstance(kind, type) and issubclass(kind, base)):
-        candidates = []
+        candidates = [short for short, kind in SHORT_NAMES.items() if issubclass(kind, base)]
         for n, v in vars(import_module(home)).items():
             if isinstance(v, type) and issubclass(v, base):
                 candidates.append(n)
-        near = did_you_mean(name, [*short_names, *candidates])
+        near = did_you_mean(name, candidates)
         raise ConfigError(
             f"{option}: class_path={path!r} is not {description}{near} Write {home}.NAME, or a "
             "path of your own."
@@ -172,11 +154,11 @@ def _construct(option: str, kind: type, first: Any, arguments: dict[str, Any]) -
 
 
 def build_table_optimizers(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Weights,
     optimizer_by_table: Mapping[str, TableOptimizer],
     optimizers: list[optim.Optimizer],
     automatic: bool,
-    earlier: Mapping[str, list[nn.Parameter]],
+    earlier: Shards,
 ) -> list[OwnOptimizer]:
     """Return the optimizers of tables alone; the tables leave the user's optimizers, in place.
 
@@ -192,24 +174,19 @@ def build_table_optimizers(
     remove_from_groups(optimizers, {name: parameters[name] for name in optimizer_by_table}, earlier)
     # Compared one by one: arguments are dicts, which have no hash. Equal ones share an optimizer,
     # as in one group.
-    groups: list[tuple[TableOptimizer, list[str]]] = []
-    for name, table_optimizer in optimizer_by_table.items():
-        for other, names in groups:
-            if other == table_optimizer:
-                names.append(name)
-                break
-        else:
-            groups.append((table_optimizer, [name]))
+    kinds: list[TableOptimizer] = []
+    for table_optimizer in optimizer_by_table.values():
+        if table_optimizer not in kinds:
+            kinds.append(table_optimizer)
     own_optimizers = []
-    for number, (table_optimizer, names) in enumerate(groups):
+    for number, table_optimizer in enumerate(kinds):
+        names = [name for name, kind in optimizer_by_table.items() if kind == table_optimizer]
         optimizer = table_optimizer.kind(
             [parameters[name] for name in names], **table_optimizer.arguments
         )
-        schedulers = (
-            []
-            if table_optimizer.scheduler is None
-            else [table_optimizer.scheduler.build(optimizer, number)]
-        )
+        schedulers = []
+        if table_optimizer.scheduler is not None:
+            schedulers.append(table_optimizer.scheduler.build(optimizer, number))
         own_optimizers.append(OwnOptimizer(optimizer, names, schedulers))
     return own_optimizers
 

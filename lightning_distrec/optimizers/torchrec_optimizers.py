@@ -25,7 +25,7 @@ from lightning_distrec._compat.lightning import skip_order_check
 from lightning_distrec._compat.torch import in_backward_optimizers, mark_in_backward
 from lightning_distrec._compat.torchrec_modules import wrapped_optimizer
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.param_groups import remove_from_groups
+from lightning_distrec.optimizers.param_groups import Shards, Weights, remove_from_groups
 from lightning_distrec.optimizers.translation import TableUpdate
 
 MARKERS = {
@@ -116,10 +116,10 @@ ANNOUNCED = "apply_optimizer_in_backward's "
 
 
 def take_in_backward(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Weights,
     table_optimizers: Mapping[str, Any],
     optimizers: list[Optimizer],
-    earlier: Mapping[str, list[nn.Parameter]],
+    earlier: Shards,
 ) -> dict[str, Optimizer]:
     """Return full name of a table -> the optimizer that steps it in backward; the tables leave the
     user's others.
@@ -129,12 +129,11 @@ def take_in_backward(
     earlier: see `find_param_groups`. Raises OptimizerError: a table has two, or also one of the
     strategy's options.
     """
-    applied: dict[str, Any] = {}
+    applied: dict[str, Optimizer] = {}
     for name, parameter in parameters.items():
         attached = in_backward_optimizers(parameter)
-        if attached:
-            applied[name] = attached
-    for name, attached in applied.items():
+        if not attached:
+            continue
         refuse_marker(attached[0], f"apply_optimizer_in_backward of table '{name}'")
         if attached[1:]:
             raise OptimizerError(
@@ -147,17 +146,18 @@ def take_in_backward(
                 f"table '{name}' has {type(attached[0]).__name__} by apply_optimizer_in_backward, "
                 "and an optimizer by table_optimizer. Remove one of them."
             )
-        _hold(attached[0], parameters[name], earlier.get(name, []))
+        _hold(attached[0], parameter, earlier.get(name, []))
+        applied[name] = attached[0]
     # Its gradient is gone when they step, so that they do nothing for it in one process.
     remove_from_groups(optimizers, {name: parameters[name] for name in applied}, earlier)
-    return {name: attached[0] for name, attached in applied.items()}
+    return applied
 
 
 def _hold(optimizer: Optimizer, parameter: nn.Parameter, shards: list[nn.Parameter]) -> None:
     """Let the optimizer hold the table's weight as it is now; an evaluation may have put another in
     its place."""
     group = optimizer.param_groups[0]
-    if all(held is not weight for held in group["params"] for weight in [parameter, *shards]):
+    if not set(map(id, group["params"])) & set(map(id, [parameter, *shards])):
         for replaced in group["params"]:
             if replaced in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(replaced)
@@ -171,24 +171,21 @@ def share_kernels(updates: Mapping[str, TableUpdate]) -> dict[str, TableUpdate]:
     updates: of tables with an in-backward optimizer each; those of other kinds than fused stay as
     they are.
     """
-    leaders: list[TableUpdate] = []
-    shared = {}
+    leaders: list[tuple[str, Any, str]] = []
+    shared = dict(updates)
     for name, update in updates.items():
         group = update.param_group
         if not update.in_backward or group is None:
-            shared[name] = update
             continue
         # The state is filled by table, so that its start may differ; what the kernel is called with
         # may not.
-        settings = update.kind, update.arguments
-        alike = [other for other in leaders if (other.kind, other.arguments) == settings]
-        leader = alike[0] if alike else update
-        if not alike:
-            leaders.append(update)
-        assert leader.param_group is not None
-        shared[name] = replace(
-            update, param_group=replace(group, shared_label=leader.param_group.label)
-        )
+        for kind, arguments, label in leaders:
+            if (kind, arguments) == (update.kind, update.arguments):
+                group = replace(group, shared_label=label)
+                break
+        else:
+            leaders.append((update.kind, update.arguments, group.label))
+        shared[name] = replace(update, param_group=group)
     return shared
 
 
@@ -203,7 +200,7 @@ class InBackwardSteps:
     def __init__(
         self,
         optimizers: Mapping[str, Optimizer],
-        shards: Mapping[str, list[nn.Parameter]],
+        shards: Shards,
         updates: Mapping[str, TableUpdate],
     ) -> None:
         self.optimizers = dict(optimizers)
@@ -269,7 +266,10 @@ class InBackwardSteps:
     def after_backward(self) -> None:
         """Step the optimizers whose tables have a gradient now, and drop it."""
         self.num_backwards += 1
-        reached = [pair for pair in self._stepping if _have_gradients(pair[0])]
+        reached = []
+        for shards, optimizer in self._stepping:
+            if any(shard.grad is not None for shard in shards):
+                reached.append((shards, optimizer))
         for _, optimizer in reached:
             optimizer.step()
         # Only now: data_parallel tables of one kernel are slices of one tensor, whose gradient is
@@ -285,11 +285,9 @@ class InBackwardSteps:
 def _shared_memory(shard: nn.Parameter) -> int | None:
     """Return what is the same for data_parallel tables of one kernel; None: the shard has a
     gradient of its own."""
-    return (
-        shard.untyped_storage().data_ptr()
-        if isinstance(shard, TableBatchedEmbeddingSlice)
-        else None
-    )
+    if not isinstance(shard, TableBatchedEmbeddingSlice):
+        return None
+    return shard.untyped_storage().data_ptr()
 
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
@@ -297,10 +295,5 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _set_settings(optimizer: Optimizer, source: Optimizer) -> None:
-    optimizer.param_groups[0].update({
-        key: v for key, v in source.param_groups[0].items() if key != "params"
-    })
-
-
-def _have_gradients(shards: list[nn.Parameter]) -> bool:
-    return any(shard.grad is not None for shard in shards)
+    group = optimizer.param_groups[0]
+    group |= source.param_groups[0] | {"params": group["params"]}

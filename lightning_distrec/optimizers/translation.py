@@ -21,11 +21,16 @@ from typing import Any, Literal
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.errors import OptimizerError
-from lightning_distrec.optimizers.param_groups import TableParamGroup, find_param_groups
+from lightning_distrec.optimizers.param_groups import (
+    Shards,
+    TableParamGroup,
+    Weights,
+    find_param_groups,
+)
 
 Kind = Literal["fused", "sparse", "dense", "fused_lazy", "frozen"]
 
@@ -151,13 +156,13 @@ class TableUpdate:
 
 
 def translate(
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Weights,
     modes: Mapping[str, str],
     optimizers: list[optim.Optimizer],
     device_type: str,
     not_in_backward: str,
     looked_up_often: Container[str] = (),
-    earlier: Mapping[str, list[nn.Parameter]] | None = None,
+    earlier: Shards | None = None,
 ) -> dict[str, TableUpdate]:
     """Return what updates each table.
 
@@ -175,10 +180,10 @@ def translate(
     updates = {}
     for name, parameter in parameters.items():
         param_group = param_groups.get(id(parameter))
-        if param_group is None or not parameter.requires_grad:
-            updates[name] = frozen(
-                "in no optimizer" if param_group is None else "requires_grad is False", param_group
-            )
+        if param_group is None:
+            updates[name] = frozen("in no optimizer")
+        elif not parameter.requires_grad:
+            updates[name] = frozen("requires_grad is False", param_group)
         else:
             sums_rows = can_sum_rows(parameter.dtype, device_type)
             updates[name] = _choose_update(
@@ -211,33 +216,29 @@ def name_optimizer(update: TableUpdate, source: str) -> TableUpdate:
     return replace(update, reason=f"{source}{reason}")
 
 
-def exact_form(param_group: TableParamGroup) -> tuple[TableUpdate | None, str]:
-    """Return FBGEMM's form of the group's update with the same numbers, or None and the reason why
-    there is none."""
+def exact_form(param_group: TableParamGroup) -> TableUpdate | str:
+    """Return FBGEMM's form of the group's update with the same numbers, or the reason why there is
+    none."""
     group, kind = param_group.group, type(param_group.optimizer)
     name = kind.__name__
     # By exact class, not by isinstance: a subclass may compute other numbers.
     if kind not in _EXACT:
-        return (
-            None,
-            f"{name} moves rows that no id touched"
-            if kind in ELEMENTWISE
-            else f"{name} is not known",
-        )
+        moves_all = kind in ELEMENTWISE
+        return f"{name} {'moves rows that no id touched' if moves_all else 'is not known'}"
     fbgemm_kind, fbgemm_name, neutral = _EXACT[kind]
     setting = _first_set(group, neutral)
     if setting:
-        return None, f"FBGEMM's {fbgemm_name} has no {setting}"
+        return f"FBGEMM's {fbgemm_name} has no {setting}"
     reason = f"{name} has the same numbers in FBGEMM"
     if kind is optim.SGD:
-        return _fused(param_group, reason, fbgemm_kind), ""
+        return _fused(param_group, reason, fbgemm_kind)
     update = _fused(param_group, reason, fbgemm_kind, eps=float(group["eps"]))
     # Adagrad fills its sums when it is constructed, so that the group's own value would have no
     # effect in torch.
     start = float(param_group.optimizer.defaults["initial_accumulator_value"])
     if kind is RowWiseAdagrad:
-        return replace(update, initial_state=start, needs_full_rows=True, bytes_per_row=4.0), ""
-    return replace(update, initial_state=start, bytes_per_element=4.0), ""
+        return replace(update, initial_state=start, needs_full_rows=True, bytes_per_row=4.0)
+    return replace(update, initial_state=start, bytes_per_element=4.0)
 
 
 def can_sum_rows(dtype: torch.dtype, device_type: str) -> bool:
@@ -246,29 +247,26 @@ def can_sum_rows(dtype: torch.dtype, device_type: str) -> bool:
     return dtype == torch.float32 or device_type != "cpu"
 
 
-def sparse_form(
-    param_group: TableParamGroup, sums_rows: bool = True
-) -> tuple[TableUpdate | None, str]:
-    """Return the group's update by gradients of touched rows, where it has the same numbers, or
-    None and why not.
+def sparse_form(param_group: TableParamGroup, sums_rows: bool = True) -> TableUpdate | str:
+    """Return the group's update by gradients of touched rows, where it has the same numbers, or why
+    there is none.
 
     sums_rows: see `can_sum_rows`.
     """
     kind, name = type(param_group.optimizer), type(param_group.optimizer).__name__
     if kind is optim.SparseAdam:
-        return TableUpdate(
-            "sparse", f"{name} takes sparse gradients", param_group, bytes_per_element=8.0
-        ), ""
-    exact, obstacle = exact_form(param_group)
-    if exact is None:
-        return None, obstacle
+        reason = f"{name} takes sparse gradients"
+        return TableUpdate("sparse", reason, param_group, bytes_per_element=8.0)
+    exact = exact_form(param_group)
+    if isinstance(exact, str):
+        return exact
     if not sums_rows:
-        return None, "torch adds up no sparse gradients in half precision on a CPU"
+        return "torch adds up no sparse gradients in half precision on a CPU"
     if kind is RowWiseAdagrad:
-        return None, f"{name} takes no sparse gradients"
+        return f"{name} takes no sparse gradients"
     if param_group.group.get("fused") or param_group.group.get("differentiable"):
-        return None, f"{name}(fused=True) takes no sparse gradients"
-    return TableUpdate("sparse", "", param_group, bytes_per_element=exact.bytes_per_element), ""
+        return f"{name}(fused=True) takes no sparse gradients"
+    return TableUpdate("sparse", "", param_group, bytes_per_element=exact.bytes_per_element)
 
 
 def _choose_update(
@@ -283,27 +281,27 @@ def _choose_update(
         return _lazy_form(name, param_group, device_type)
     if mode == "dense":
         return _dense_form(name, param_group, "asked for", on_request=True)
-    fused, fused_obstacle = exact_form(param_group)
-    sparse, sparse_obstacle = sparse_form(param_group, sums_rows)
-    if mode == "fused" and fused is None:
-        other = "dense" if sparse is None else "sparse"
+    fused = exact_form(param_group)
+    sparse = sparse_form(param_group, sums_rows)
+    if mode == "fused" and isinstance(fused, str):
+        other = "dense" if isinstance(sparse, str) else "sparse"
         raise OptimizerError(
-            f"table '{name}': embedding_update='fused', but {fused_obstacle}. Set "
+            f"table '{name}': embedding_update='fused', but {fused}. Set "
             f"embedding_update='{other}' for it (the user's optimizer on local shards), or choose "
             "SGD without momentum, Adagrad or RowWiseAdagrad for it."
         )
-    if mode == "sparse" and sparse is None:
-        raise OptimizerError(
-            f"table '{name}': embedding_update='sparse', but {sparse_obstacle}. Set "
-            "embedding_update='dense' or 'auto'."
-        )
-    if sparse is not None and mode == "sparse":
+    if mode == "sparse":
+        if isinstance(sparse, str):
+            raise OptimizerError(
+                f"table '{name}': embedding_update='sparse', but {sparse}. Set "
+                "embedding_update='dense' or 'auto'."
+            )
         return replace(sparse, reason="asked for")
-    if fused is not None and (mode == "fused" or not not_in_backward):
+    if isinstance(fused, TableUpdate) and (mode == "fused" or not not_in_backward):
         return replace(fused, is_asked_for=mode == "fused")
-    if sparse is not None:
+    if isinstance(sparse, TableUpdate):
         return replace(sparse, reason=sparse.reason or not_in_backward)
-    reason = f"{not_in_backward}; {sparse_obstacle}" if fused is not None else fused_obstacle
+    reason = fused if isinstance(fused, str) else f"{not_in_backward}; {sparse}"
     return _dense_form(name, param_group, reason, on_request=False)
 
 
@@ -312,23 +310,21 @@ def _sum_several_lookups(update: TableUpdate) -> TableUpdate:
     each is not that."""
     if update.adds_up or update.param_group is None:
         return update
-    sparse, _ = sparse_form(update.param_group)
-    return (
-        update if sparse is None else replace(sparse, reason="a step may look it up more than once")
-    )
+    sparse = sparse_form(update.param_group)
+    if isinstance(sparse, str):
+        return update
+    return replace(sparse, reason="a step may look it up more than once")
 
 
 def summed_form(name: str, update: TableUpdate, sums_rows: bool) -> TableUpdate:
     """Return the update of a fused table that a step looks up more than once. sums_rows: see
     `can_sum_rows`."""
     assert update.param_group is not None
-    sparse, _ = sparse_form(update.param_group, sums_rows)
+    sparse = sparse_form(update.param_group, sums_rows)
     reason = "a step looks it up more than once"
-    return (
-        replace(sparse, reason=reason)
-        if sparse
-        else _dense_form(name, update.param_group, reason, on_request=False)
-    )
+    if isinstance(sparse, str):
+        return _dense_form(name, update.param_group, reason, on_request=False)
+    return replace(sparse, reason=reason)
 
 
 def _dense_form(
@@ -377,20 +373,16 @@ def _lazy_form(name: str, param_group: TableParamGroup, device_type: str) -> Tab
             "CPU. Use 'dense'."
         )
     # Adam adds its decay to the gradient (L2). FBGEMM's Adam shrinks the weight, as AdamW does.
-    coupled_decay = (
-        kind is optim.Adam and group["weight_decay"] and not group.get("decoupled_weight_decay")
-    )
-    setting = _first_set(group, {"amsgrad": False, "maximize": False}) or (
-        "L2 weight_decay" if coupled_decay else ""
-    )
+    setting = _first_set(group, {"amsgrad": False, "maximize": False})
+    is_coupled = kind is optim.Adam and not group.get("decoupled_weight_decay")
+    if not setting and is_coupled and group["weight_decay"]:
+        setting = "L2 weight_decay"
     if setting:
         raise OptimizerError(
             f"table '{name}': FBGEMM's Adam has no {setting}. Use embedding_update='dense'."
         )
-    (beta1, beta2), reason = (
-        map(float, group["betas"]),
-        ("touched rows only, as asked for; not the same numbers"),
-    )
+    reason = "touched rows only, as asked for; not the same numbers"
+    beta1, beta2 = map(float, group["betas"])
     settings = {name: float(group[name]) for name in ("eps", "weight_decay")}
     update = _fused(param_group, reason, EmbOptimType.ADAM, beta1=beta1, beta2=beta2, **settings)
     return replace(update, kind="fused_lazy", bytes_per_element=8.0)
@@ -431,16 +423,12 @@ class LearningRates:
         forms = {"fused": exact_form, "sparse": sparse_form}
         # One table of each group: they share its hyperparameters, and this is checked in every
         # step.
-        self._checks = {
-            (update.kind, update.param_group.label): (
-                name,
-                update,
-                update.param_group,
-                forms[update.kind],
-            )
-            for name, update in self._updates.items()
-            if update.param_group is not None and update.kind in forms
-        }
+        self._checks = {}
+        for name, update in self._updates.items():
+            group = update.param_group
+            if group is not None and update.kind in forms:
+                form = forms[update.kind]
+                self._checks[update.kind, group.label] = name, update, group, form
 
     def connect(self, fused_optimizers: Mapping[str, Any]) -> list[int]:
         """Link fused tables' kernels to their param groups; returns a handle for each kernel, for
@@ -478,8 +466,10 @@ class LearningRates:
         for name, update, param_group, find_form in self._checks.values():
             # Every rank checks all groups, also those whose tables it does not hold, so that all
             # ranks raise or none.
-            form, obstacle = find_form(param_group)
-            changes = obstacle if form is None else _differences(form.arguments, update.arguments)
+            form = find_form(param_group)
+            changes = form
+            if isinstance(form, TableUpdate):
+                changes = _differences(form.arguments, update.arguments)
             if changes:
                 raise OptimizerError(
                     f"table '{name}': a hyperparameter of its param group was changed while "

@@ -107,11 +107,9 @@ def gradient_hooks(trainer: Trainer, module: LightningModule) -> list[str]:
             "lightning."
         ):
             name = type(callback).__name__
-            hooks += [
-                f"{name}.{hook}"
-                for hook in ("on_after_backward", "on_before_optimizer_step")
-                if is_overridden(hook, callback, parent=Callback)
-            ]
+            for hook in ("on_after_backward", "on_before_optimizer_step"):
+                if is_overridden(hook, callback, parent=Callback):
+                    hooks.append(f"{name}.{hook}")
     return hooks
 
 
@@ -142,11 +140,11 @@ def refuse_clip(value: Any, fused: list[str]) -> None:
 
 def _max_accumulated(trainer: Trainer) -> int:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
-    return max([
-        trainer.accumulate_grad_batches,
-        *(n for schedule in schedules for n in schedule.values()),
-    ])
+    numbers = [trainer.accumulate_grad_batches]
+    for callback in callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            numbers += callback.scheduling.values()
+    return max(numbers)
 
 
 class BackwardWatch:
@@ -206,6 +204,8 @@ class _Steps:
 
     name: str
     """Of the optimizer's class."""
+    table: str
+    """Full name of the first one."""
     backward: int | None = None
     """The backward that has updated them, which no step has followed yet."""
     holds_gradients: bool = False
@@ -227,10 +227,10 @@ class ManualWatch:
     def __init__(self, param_groups: Mapping[str, TableParamGroup]) -> None:
         """param_groups: full name of a fused table -> its param group."""
         self._param_groups = param_groups
-        self._steps = {
-            group.optimizer_index: _Steps(type(group.optimizer).__name__)
-            for group in param_groups.values()
-        }
+        self._steps: dict[int, _Steps] = {}
+        for table, group in param_groups.items():
+            steps = _Steps(type(group.optimizer).__name__, table)
+            self._steps.setdefault(group.optimizer_index, steps)
 
     def note_call(self, tables: list[str]) -> None:
         """The user's code looks up in a collection with these fused tables."""
@@ -285,10 +285,10 @@ class ManualWatch:
         # An unsharded step without a new backward would use the last gradients again; a fused table
         # has none left.
         if steps.backward is None and steps.holds_gradients:
-            _refuse(self._table_of(number), f"{steps.name} steps again with the same gradients")
+            _refuse(steps.table, f"{steps.name} steps again with the same gradients")
         if any(rate != float(group.group["lr"]) for group, rate in steps.rates.values()):
             _refuse(
-                self._table_of(number),
+                steps.table,
                 f"its learning rate was changed before the step of {steps.name}",
             )
         # An unsharded run keeps its gradients until zero_grad: a backward before that would add to
@@ -304,24 +304,19 @@ class ManualWatch:
             return
         if steps.backward is not None:
             _refuse(
-                self._table_of(number),
+                steps.table,
                 f"{steps.name}.zero_grad() drops its gradient before the step",
             )
         steps.holds_gradients = False
 
     def end_training_step(self) -> None:
         """A training_step, or the fit, is over."""
-        for number, steps in self._steps.items():
+        for steps in self._steps.values():
             if steps.backward is not None:
                 _refuse(
-                    self._table_of(number),
+                    steps.table,
                     f"training_step was left without the step of {steps.name}",
                 )
-
-    def _table_of(self, number: int) -> str:
-        return next(
-            name for name, group in self._param_groups.items() if group.optimizer_index == number
-        )
 
 
 @dataclass(frozen=True)

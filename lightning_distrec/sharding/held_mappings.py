@@ -53,15 +53,12 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
         else:
             per_rank = spec.num_buckets // num_ranks
             shard = result.shards[name][0]
-            buckets, module = (
-                (rank * per_rank, per_rank, shard.weight.device),
-                managed_module(table),
-            )
-            mapping = (
-                MchMapping(spec, *buckets, module)
-                if isinstance(spec, MchSpec)
-                else IdMapping(spec, *buckets)
-            )
+            buckets = rank * per_rank, per_rank, shard.weight.device
+            mapping: AnyMapping
+            if isinstance(spec, MchSpec):
+                mapping = MchMapping(spec, *buckets, managed_module(table))
+            else:
+                mapping = IdMapping(spec, *buckets)
             # Ranks share buckets evenly (buckets_obstacle): torchrec's block of rows is that of the
             # buckets.
             assert shard.row == mapping.first_row
@@ -70,16 +67,16 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
             mapping.initial_rows = _initial_rows(result, table).to(shard.weight.device)
     for path, proxy in result.proxies.items():
         tables = [table for table in result.tables_of(path) if table.mapping is not None]
-        proxy.mappings = {
-            table.original_key.removesuffix("weight"): result.mappings[table.full_name]
-            for table in tables
-            if table.collisions is None
-        }
-        managed = {table.collisions: table for table in tables if table.collisions is not None}
-        for collisions in managed:
-            result.collisions[collisions] = ShardedCollisions({
-                f"{MODULES}.{table.name}.": result.mappings[table.full_name] for table in tables
-            })
+        unmanaged: dict[str, AnyMapping] = {}
+        managed: dict[str, AnyMapping] = {}
+        for table in tables:
+            mapping = result.mappings[table.full_name]
+            if table.collisions is None:
+                unmanaged[table.original_key.removesuffix("weight")] = mapping
+            else:
+                managed[f"{MODULES}.{table.name}."] = mapping
+                result.collisions[table.collisions] = ShardedCollisions(managed)
+        proxy.mappings = unmanaged
 
 
 def unshard_mappings(tables: ShardedTables, full: Mapping[str, Tensor]) -> None:

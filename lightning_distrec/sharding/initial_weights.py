@@ -128,21 +128,19 @@ def gather_rows(
     `device`.
     """
     columns = max(source.column + source.num_columns for source in sources)
-    target = TableShard(
-        0, first, 0, last - first, columns, torch.empty(last - first, columns, dtype=dtype)
-    )
+    gathered = torch.empty(last - first, columns, dtype=dtype)
+    target = TableShard(0, first, 0, last - first, columns, gathered)
     for source in _without_replicas(sources):
         top, bottom = max(source.row, first), min(source.row + source.num_rows, last)
         if top >= bottom:
             continue
-        rows = (
-            None if source.tensor is None else source.tensor[top - source.row : bottom - source.row]
-        )
+        rows = source.tensor
+        if rows is not None:
+            rows = rows[top - source.row : bottom - source.row]
         part = replace(source, row=top, num_rows=bottom - top, tensor=rows)
         for chunk, buffer in _sent(part, device):
             _copy_overlap(buffer, chunk, target)
-    assert target.tensor is not None
-    return target.tensor
+    return gathered
 
 
 def copy_from_full(targets: list[TableShard], tensor: Tensor) -> None:
@@ -167,16 +165,15 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
     blocks = []
     for target in targets:
         if target.tensor is not None and target.num_rows:
-            first, last = target.row // BLOCK_ROWS, (target.row + target.num_rows - 1) // BLOCK_ROWS
-            for block in range(first, last + 1):
+            end = target.row + target.num_rows
+            for block in range(target.row // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
                 blocks.append((target, target.tensor, block))
     num_threads = _num_threads(table, [tensor for _, tensor, _ in blocks])
     # Torch draws a tensor by one thread, and lets others run meanwhile.
     with ThreadPoolExecutor(num_threads) as pool:
         draw = partial(_draw_block, table, seed, num_threads > 1)
-        for count, _ in enumerate(
-            pool.map(draw, blocks) if num_threads > 1 else map(draw, blocks), 1
-        ):
+        drawn = pool.map(draw, blocks) if num_threads > 1 else map(draw, blocks)
+        for count, _ in enumerate(drawn, 1):
             seconds = time.monotonic() - start
             if seconds > next_line and count < len(blocks):
                 next_line = 2 * seconds
@@ -189,14 +186,13 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
 def _num_threads(table: Table, tensors: list[Tensor]) -> int:
     """Return how many threads may draw: one where the init function draws by the process's only
     global generator."""
-    function = table.config.init_fn
+    function: Any = table.config.init_fn
     while isinstance(function, partial):
         function = function.func
-    if getattr(function, "__module__", "") != nn.init.__name__ or any(
-        tensor.is_cuda for tensor in tensors
-    ):
+    is_of_torch = getattr(function, "__module__", "") == nn.init.__name__
+    if not is_of_torch or "generator" not in inspect.signature(function).parameters:
         return 1
-    if "generator" not in inspect.signature(function).parameters:  # type: ignore[arg-type]
+    if any(tensor.is_cuda for tensor in tensors):
         return 1
     return max(1, min(torch.get_num_threads(), len(tensors)))
 
@@ -268,21 +264,15 @@ def _blocks(shard: TableShard) -> Iterator[tuple[TableShard, Any]]:
             release_pages(values.data_ptr(), values.nbytes)
 
 
+@torch.no_grad()
 def _copy_overlap(values: Tensor, source: TableShard, target: TableShard) -> None:
     if target.tensor is None:
         return
-    top, first_column = max(source.row, target.row), max(source.column, target.column)
-    bottom = min(source.row + source.num_rows, target.row + target.num_rows)
+    top, left = max(source.row, target.row), max(source.column, target.column)
+    num_rows = min(source.row + source.num_rows, target.row + target.num_rows) - top
     right = min(source.column + source.num_columns, target.column + target.num_columns)
-    if top >= bottom or first_column >= right:
-        return
-    with torch.no_grad():
-        target.tensor[
-            top - target.row : bottom - target.row,
-            first_column - target.column : right - target.column,
-        ].copy_(
-            values[
-                top - source.row : bottom - source.row,
-                first_column - source.column : right - source.column,
-            ]
-        )
+    if num_rows > 0 and right > left:
+        read = values.narrow(0, top - source.row, num_rows)
+        written = target.tensor.narrow(0, top - target.row, num_rows)
+        read = read.narrow(1, left - source.column, right - left)
+        written.narrow(1, left - target.column, right - left).copy_(read)

@@ -36,8 +36,8 @@ from lightning_distrec._compat.torch import (
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.host_memory import free_bytes
 from lightning_distrec.sharding.weight_writes import TRUNCATED, Draw, NeedsRows, Record, Write
-from lightning_distrec.sharding.weights.shard_access import without_guard
-from lightning_distrec.sharding.weights.shard_operations import words
+from lightning_distrec.sharding.weights.shard_access import Operation, without_guard
+from lightning_distrec.sharding.weights.shard_operations import tensors_in, words
 from lightning_distrec.sharding.weights.shard_weight import DESCRIBES, SHAPES, VALUES
 from lightning_distrec.units import format_bytes
 
@@ -54,9 +54,7 @@ CREATES = words("""
 DESCRIBING = (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor"}
 
 
-def _guarded(
-    _: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-) -> Any:
+def _guarded(_: type, func: Operation, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs, name = kwargs or {}, func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
@@ -74,7 +72,7 @@ def _guarded(
     if not reads:
         with without_guard():
             return func(*args, **kwargs)
-    weights = [tensor for tensor in _tensors_in([args, kwargs]) if _is_guarded(tensor)]
+    weights: list[Any] = list(filter(_is_guarded, tensors_in([args, kwargs])))
     for weight in weights:
         if weight.record.is_over:
             raise ShardingError(
@@ -296,17 +294,15 @@ def _weight_of(weight: Any) -> Any:
     return weight if isinstance(weight, MetaWeight) else weight.weight
 
 
-def _recorded(
-    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], weights: list[Any]
-) -> Any:
+def _recorded(func: Operation, args: Any, kwargs: Any, weights: list[Any]) -> Any:
     """Run an operation without values; record what it writes into the weights. Raises NeedsRows: it
     reads values."""
     with without_guard():
         sources = {storage_key(weight): weight for weight in weights}
     writes: list[tuple[Record, Write]] = []
 
-    def check(operation: Any, op_args: tuple[Any, ...], op_kwargs: dict[str, Any]) -> None:
-        tensors = _tensors_in([op_args, op_kwargs])
+    def check(operation: Any, op_args: tuple[Any, ...], op_kwargs: Any) -> None:
+        tensors = tensors_in([op_args, op_kwargs])
         touched = [tensor for tensor in tensors if storage_key(tensor) in sources]
         written = list(written_by(operation, op_args, op_kwargs))
         if not touched or (not written and returns_view(operation)):
@@ -340,16 +336,6 @@ def _recorded(
 
     with without_guard():
         return apply_to_collection(result, Tensor, wrap)
-
-
-def _tensors_in(value: Any) -> list[Any]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return []
-    return [tensor for part in value for tensor in _tensors_in(part)]
 
 
 def _rebuilt(record: Record, dtype: torch.dtype, requires_grad: bool) -> nn.Parameter:

@@ -18,21 +18,14 @@ from lightning_distrec.errors import ConfigError, ShardingError, did_you_mean
 from lightning_distrec.option_values import plain_fields
 from lightning_distrec.sharding.calls import FEATURE
 from lightning_distrec.sharding.proxies import ShardedProxy
+from lightning_distrec.sharding.weights.shard_operations import words
 
 Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
 Convert = Literal["auto", "all", "none"]
-HARMLESS = frozenset({
-    *(
-        "__init__",
-        "reset_parameters",
-        "_fill_padding_idx_with_zero",
-        "extra_repr",
-        "__repr__",
-        "__module__",
-        "__doc__",
-    ),
-    *("__dict__", "__weakref__", "__annotations__", "__firstlineno__", "__static_attributes__"),
-})
+HARMLESS = words("""
+    __init__ reset_parameters _fill_padding_idx_with_zero extra_repr __repr__ __module__ __doc__
+    __dict__ __weakref__ __annotations__ __firstlineno__ __static_attributes__
+""")
 """What a subclass may have of its own and still be looked up as nn.Embedding is."""
 WATCH = "Register them on what is looked up. For wandb's watch, set log='parameters'"
 """What to do about hooks on the gradient of a table."""
@@ -64,7 +57,6 @@ class PlainEmbeddings:
 
     def __init__(self, root: nn.Module, conversion: Conversion) -> None:
         self._conversion = conversion
-        self._seen: list[str] = []
         self._names: dict[int, set[str]] = {}
         for name, parameter in root.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(parameter), set()).add(name)
@@ -78,7 +70,6 @@ class PlainEmbeddings:
     ) -> EmbeddingBagCollection | EmbeddingCollection | str | None:
         """Return a collection around the embedding's own weight, or why it stays unsharded; None:
         not requested."""
-        self._seen.append(path)
         selected = self._conversion.selected
         # A proxy inherits from nn.Embedding, and is sharded already.
         if isinstance(plain, ShardedProxy) or selected == "none":

@@ -40,11 +40,9 @@ class _StateOfTable(ShardedTensor):
         try:
             return super().__torch_function__(func, types, args, kwargs)
         except (RuntimeError, TypeError) as error:
-            values = [*args, *(kwargs or {}).values()]
-            name = next(
-                (value.table_name for value in values if isinstance(value, _StateOfTable)),
-                "a table",
-            )
+            name = "a table"
+            for value in reversed((*args, *(kwargs or {}).values())):
+                name = getattr(value, "table_name", name)
             raise ShardingError(
                 f"'{name}' in a state_dict is all ranks' shards of a table, and {func.__name__} "
                 f"needs all of its rows. trainer.strategy.full_parameter('{name}') returns them on "
@@ -399,9 +397,9 @@ def _with_attributes(kind: type[nn.Module], original: nn.Module) -> nn.Module:
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     registries = set(vars(module))
-    module.__dict__.update({
-        name: value for name, value in vars(original).items() if name not in registries
-    })
+    for name, value in vars(original).items():
+        if name not in registries:
+            module.__dict__[name] = value
     module.training = original.training
     return module
 
@@ -413,9 +411,8 @@ def _register(module: nn.Module, original: nn.Module, key: str, weight: ProxyWei
         original = original.get_submodule(child)
         kind = _ShardedBags if isinstance(original, nn.EmbeddingBag) else _ShardedRows
         if child not in dict(module.named_children()):
-            module.add_module(
-                child, nn.ModuleDict() if depth == 0 else _with_attributes(kind, original)
-            )
+            new = nn.ModuleDict() if depth == 0 else _with_attributes(kind, original)
+            module.add_module(child, new)
         module = module.get_submodule(child)
     if isinstance(module, _GuardedWeight):
         module.table = weight.table

@@ -40,17 +40,11 @@ class FeatureEnds:
     """The entries of a kernel's offsets, (num_features * batch_size + 1,), between its features."""
 
     def __init__(self, offsets: Tensor, num_features: int) -> None:
-        bags = (offsets.numel() - 1) // num_features
-        self.first_bags = [feature * bags for feature in range(num_features + 1)]
-        """The first bag of each feature, and the number of all bags."""
+        self.bags = bags = (offsets.numel() - 1) // num_features
         # A slice: numbers of the host would be waited for.
-        ends = offsets[::bags] if bags else offsets.expand(num_features + 1)
-        self.on_device = ends
-        self._on_host = gpu.HostCopy(ends)
-
-    def read(self) -> list[int]:
-        """Return them; waits for the GPU to come to the lookup, not for what comes after it."""
-        return self._on_host.read()
+        self.on_device = offsets[::bags] if bags else offsets.expand(num_features + 1)
+        self.read = gpu.HostCopy(self.on_device).read
+        """Returns them; waits for the GPU to come to the lookup, not for what comes after it."""
 
 
 class RowSorter:
@@ -68,10 +62,8 @@ class RowSorter:
     def on_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the first key of each feature's shard, and the first feature of each shard."""
         if self._bounds.device != device:  # once: numbers that come from the host are waited for
-            self._bounds, self._feature_keys = (
-                self._bounds.to(device),
-                self._feature_keys.to(device),
-            )
+            self._bounds = self._bounds.to(device)
+            self._feature_keys = self._feature_keys.to(device)
         return self._feature_keys, self._bounds
 
 
@@ -278,13 +270,9 @@ class _Lookup(torch.autograd.Function):
             if table in row_gradients:
                 row_gradients[table].append((rows, values))
         shards: list[LocalShard] = ctx.shards
-        unused = _unused(shards, ctx.used, row_gradients)
-        gradients = [
-            _gradient(i, shards[i], row_gradients[i], ctx.ids.sorted_rows)
-            if needed and i not in unused
-            else None
-            for i, needed in enumerate(needs_gradient)
-        ]
+        gradients: list[Tensor | None] = [None] * len(shards)
+        for i in row_gradients.keys() - _unused(shards, ctx.used, row_gradients):
+            gradients[i] = _gradient(i, shards[i], row_gradients[i], ctx.ids.sorted_rows)
         return None, None, None, None, None, weight_gradients, *gradients
 
 
@@ -334,7 +322,7 @@ def _row_gradients(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield feature by feature its table, the rows it looked up (num_ids,) and their gradients
     (num_ids, dim)."""
-    first, ends = ids.ends.first_bags, ids.ends.read()
+    num_bags, ends = ids.ends.bags, ids.ends.read()
     bag_gradients = gradient.split(layout.dims, dim=1) if layout.pooled else None
     for feature, table in enumerate(layout.tables):
         start, end = ends[feature], ends[feature + 1]
@@ -343,7 +331,7 @@ def _row_gradients(
         if bag_gradients is None:
             yield table, ids.rows[start:end], gradient[start:end]
             continue
-        lengths = ids.offsets[first[feature] : first[feature + 1] + 1].diff()
+        lengths = ids.offsets[feature * num_bags : (feature + 1) * num_bags + 1].diff()
         bags = bag_gradients[feature]
         if layout.mean:
             # An empty bag has no ids for which it is repeated; 1 avoids a division by 0.

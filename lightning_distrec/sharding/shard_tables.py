@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -154,7 +155,9 @@ def detach_rows(tables: list[Table], rank: int) -> dict[str, list[TableShard]]:
             num_rows, columns = weight.shape
             source = weight.detach() if rank == 0 else None
             rows[table.full_name] = [TableShard(0, 0, 0, num_rows, columns, source)]
-    for table in (table for table in tables if table.full_name in rows):
+    for table in tables:
+        if table.full_name not in rows:
+            continue
         free_weights(table.module)
         if table.plain is not None:
             # Moving has made a new parameter, which the user's embedding shows from now on.
@@ -176,14 +179,11 @@ def _shards_by_table(
         weight = sharded.get_parameter(table.local_key)
         # data_parallel: torchrec's DDP averages the gradient of this very parameter
         if not local and weight.numel():
-            local.append(
-                LocalShard(table.name, make_freezable(weight), sparse=False, replicated=True)
-            )
+            weight = make_freezable(weight)
+            local.append(LocalShard(table.name, weight, sparse=False, replicated=True))
         # optimizers ask for columns; draws of other types or devices take other random numbers
         elif not local:
-            empty = torch.empty(
-                0, table.config.embedding_dim, dtype=table.parameter.dtype, device=device
-            )
+            empty = table.parameter.new_empty(0, table.config.embedding_dim, device=device)
             local.append(LocalShard(table.name, nn.Parameter(empty)))
         for shard in local:
             shard.weight.requires_grad_(table.parameter.requires_grad)
@@ -212,10 +212,9 @@ def _guard(
         return
     shape = table.config.num_embeddings, table.config.embedding_dim
     rectangles: list[list[Any]] = [[] for _ in range(result.groups.num_ranks)]
-    for shard in shards:
+    for shard in sorted(shards, key=attrgetter("rectangle")):
         if shard.num_rows:
             rectangles[shard.rank].append(shard.rectangle)
-    rectangles = list(map(sorted, rectangles))
     guarded = GuardedTable(
         name=table.full_name,
         shape=shape,

@@ -181,21 +181,22 @@ class ShardedTables:
     def fused_state(self) -> dict[int, list[Tensor]]:
         """Return id of a shard -> FBGEMM's state of its optimizer, in the kernel's memory; see
         `state_keys`."""
-        return {
-            id(shard): list(state)
-            for kernel, shards in self.kernels
+        states = {}
+        for kernel, shards in self.kernels:
             # none for SGD
-            for shard, state in zip(shards, kernel.split_optimizer_states(), strict=False)
-        }
+            for shard, state in zip(shards, kernel.split_optimizer_states(), strict=False):
+                states[id(shard)] = list(state)
+        return states
 
     def load(self, name: str, weight: Any) -> None:
         """Load this rank's shards of a table by full name from a full tensor or one in a file, the
         rows that it has."""
         shards = table_shards(self._weight(name), self.groups)
         with rewriting():
-            copy_from_full(shards, weight) if isinstance(weight, Tensor) else weight.read_into(
-                chunks_of(shards)
-            )
+            if isinstance(weight, Tensor):
+                copy_from_full(shards, weight)
+            else:
+                weight.read_into(chunks_of(shards))
 
     def full_weight(self, name: str, first: int, last: int) -> Tensor:
         """Collective. Return rows `first` to `last` (not included) of a table, by full name, on
@@ -243,17 +244,13 @@ class ShardedTables:
         """Inside of the context the tables are not in the module tree, for what must not reach
         them."""
         # Not deleted: with a placeholder, the children keep their order in the tree.
-        placeholders: dict[nn.Module, nn.Module] = {
-            module: nn.Module() for module in self.proxies.values()
-        }
-        replace_modules(self._module(), placeholders)
+        proxies: list[nn.Module] = list(self.proxies.values())
+        placeholders = [nn.Module() for _ in proxies]
+        replace_modules(self._module(), dict(zip(proxies, placeholders, strict=True)))
         try:
             yield
         finally:
-            replace_modules(
-                self._module(),
-                {placeholder: module for module, placeholder in placeholders.items()},
-            )
+            replace_modules(self._module(), dict(zip(placeholders, proxies, strict=True)))
 
     def take_rows(self, tables: list[Table]) -> dict[str, list[TableShard]]:
         """After `put_originals_back`: return the rows for the next sharding, by full name.

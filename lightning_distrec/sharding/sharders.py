@@ -25,14 +25,12 @@ from lightning_distrec.option_values import plain_fields
 from lightning_distrec.sharding.tables import Table
 
 POOLED_TYPES: tuple[str, ...] = (
-    *(
-        "table_wise",
-        "row_wise",
-        "column_wise",
-        "table_row_wise",
-        "table_column_wise",
-        "data_parallel",
-    ),
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "data_parallel",
 )
 """Those of an EmbeddingBagCollection's tables."""
 SEQUENCE_TYPES: tuple[str, ...] = ("table_wise", "row_wise", "column_wise")
@@ -183,9 +181,7 @@ def _changed(value: Any, default: Any, but: tuple[str, ...]) -> list[str]:
 
 
 def _refuse(kind: str, name: str, value: Any) -> NoReturn:
-    instead = (
-        f"set {_INSTEAD[name]} instead"
-        if name in _INSTEAD
-        else ("there is no option that does the same")
-    )
+    instead = "there is no option that does the same"
+    if name in _INSTEAD:
+        instead = f"set {_INSTEAD[name]} instead"
     raise ConfigError(f"{kind} has {name}={value!r}. Leave it out: {instead}.")

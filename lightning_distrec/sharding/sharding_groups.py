@@ -1,7 +1,6 @@
 """Which ranks share a node, which shard the tables with each other, and which have the same shards
 as replicas."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -172,6 +171,12 @@ def _process_groups(size: int, ranks: Ranks, timeout: timedelta) -> tuple[Any, A
     return _made[1][size]
 
 
+def _numbered(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return the nodes, numbered by first appearance."""
+    numbers = list(dict.fromkeys(nodes))
+    return tuple(map(numbers.index, nodes))
+
+
 @dataclass(frozen=True)
 class NodeLayout:
     """The ranks, and which of them share a node."""
@@ -197,12 +202,8 @@ class NodeLayout:
     def gathered(cls, reported: Sequence[tuple[int, int]]) -> "NodeLayout":
         """Return the layout of what each rank reports: its node's number, and how many ranks are on
         that node."""
-        numbers = list(dict.fromkeys(node for node, _ in reported))
-        layout = cls(tuple(numbers.index(node) for node, _ in reported))
-        if all(
-            layout.ranks_by_node[node] == local_size
-            for node, (_, local_size) in zip(layout.node_of_rank, reported, strict=True)
-        ):
+        layout = cls(_numbered([node for node, _ in reported]))
+        if layout.local_sizes == [local_size for _, local_size in reported]:
             return layout
         # Launchers number the ranks of a node consecutively.
         in_blocks: list[int] = []
@@ -216,9 +217,7 @@ class NodeLayout:
         have unequal ones."""
         numbered = set()
         for first in range(0, self.num_ranks, size):
-            nodes = self.node_of_rank[first : first + size]
-            numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-            numbered.add(tuple(numbers[node] for node in nodes))
+            numbered.add(_numbered(self.node_of_rank[first : first + size]))
         if len(numbered) > 1:
             raise ConfigError(
                 f"sharding_groups: size={size} makes groups that lie on unequal numbers of ranks "
@@ -236,8 +235,7 @@ class NodeLayout:
     @property
     def ranks_by_node(self) -> tuple[int, ...]:
         """Number of ranks on each node."""
-        counts = Counter(self.node_of_rank)
-        return tuple(counts[node] for node in range(len(counts)))
+        return tuple(map(self.node_of_rank.count, range(self.num_nodes)))
 
     @property
     def num_nodes(self) -> int:
@@ -269,11 +267,8 @@ class NodeLayout:
 
     def ranks_on_same_node(self, rank: int) -> list[int]:
         """Return the other ranks on a rank's node."""
-        neighbours = []
-        for r, node in enumerate(self.node_of_rank):
-            if node == self.node_of_rank[rank] and r != rank:
-                neighbours.append(r)
-        return neighbours
+        others = set(self.ranks_on_other_nodes(rank))
+        return [r for r in range(self.num_ranks) if r != rank and r not in others]
 
     def ranks_on_other_nodes(self, rank: int) -> list[int]:
         """Return the ranks on other nodes than a rank's."""

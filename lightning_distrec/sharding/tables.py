@@ -31,11 +31,12 @@ from lightning_distrec.sharding.plain_embeddings import (
     PlainEmbeddings,
 )
 from lightning_distrec.sharding.proxies import ShardedProxy
+from lightning_distrec.sharding.weights.shard_operations import words
 
-CALLERS = (
-    *("FeatureProcessedEmbeddingBagCollection", "EmbeddingTower", "EmbeddingTowerCollection"),
-    *("PECEmbeddingCollection", "McEmbeddingCollectionAdapter", "McEmbeddingBagCollectionAdapter"),
-)
+CALLERS = words("""
+    FeatureProcessedEmbeddingBagCollection EmbeddingTower EmbeddingTowerCollection
+    PECEmbeddingCollection McEmbeddingCollectionAdapter McEmbeddingBagCollectionAdapter
+""")
 """Modules of torchrec.modules that do no more with their collections than call them."""
 _OF_TORCHREC = "torchrec.modules."
 FUSED = ("FusedEmbeddingBagCollection", "FusedEmbeddingCollection")
@@ -266,10 +267,8 @@ def _configs(collection: Collection) -> list[BaseEmbeddingConfig]:
         collection.embedding_bag_configs() if is_pooled else collection.embedding_configs()
     )
     for config in configs:  # torch refuses numpy's numbers in the size of a ShardedTensor
-        config.num_embeddings, config.embedding_dim = (
-            int(config.num_embeddings),
-            int(config.embedding_dim),
-        )
+        config.num_embeddings = int(config.num_embeddings)
+        config.embedding_dim = int(config.embedding_dim)
     return list(configs)
 
 
@@ -290,16 +289,13 @@ def _sharding_obstacle(module: nn.Module) -> str | None:
         return None
     if kind.__name__ in UNSHARDED:
         return f"{kind.__name__} {UNSHARDED[kind.__name__]}"
-    # CALLERS only call their collection, which is then found below them and sharded.
-    holds = any(
-        isinstance(child, (EmbeddingBagCollection, EmbeddingCollection))
-        for child in module.modules()
-    )
-    return (
-        f"{kind.__name__} does more than look up rows"
-        if holds and kind.__name__ not in CALLERS
-        else None
-    )
+    # They only call their collection, which is then found below them and sharded.
+    if kind.__name__ in CALLERS:
+        return None
+    for child in module.modules():
+        if isinstance(child, (EmbeddingBagCollection, EmbeddingCollection)):
+            return f"{kind.__name__} does more than look up rows"
+    return None
 
 
 def _refuse_shared_weights(tables: list[Table], odd_tables: list[Table]) -> None:
@@ -333,11 +329,9 @@ def _check(tables: list[Table]) -> None:
                 "trained exactly here. Use FP32 or FP16."
             )
         for setting, advice in _NOT_TRAINED.items():
-            if getattr(table.config, setting):
-                raise ShardingError(
-                    f"table '{table.full_name}' has {setting}={getattr(table.config, setting)}. "
-                    f"{advice}"
-                )
+            value = getattr(table.config, setting)
+            if value:
+                raise ShardingError(f"table '{table.full_name}' has {setting}={value}. {advice}")
 
 
 def feature_names(tables: Iterable[Table]) -> list[str]:

@@ -431,8 +431,8 @@ BREAKAGES = (
     Breakage(
         "ids-of-two-tables-are-one",
         "lightning_distrec/sharding/lookup/jagged.py",
-        r"\.long\(\) \+ \(end - num_rows\[key\]\)",
-        ".long()",
+        r"part\.long\(\) \+ row for",
+        "part.long() for",
         "Features share their ids: rows of other tables are looked up.",
         ("multiprocess/sharding/test_distinct_ids.py",),
     ),

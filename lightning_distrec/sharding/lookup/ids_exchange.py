@@ -20,7 +20,6 @@ from lightning_distrec._compat.gloo import tables_dist
 from lightning_distrec._compat.torchrec_ids import (
     FusedSplits,
     defer_ids_exchange,
-    record_stream,
     weight_routes,
 )
 from lightning_distrec.sharding.lookup.request import LookupRequest
@@ -43,6 +42,13 @@ class _Exchange:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _hand_over(self, stream: torch.cuda.Stream) -> None:
+        """Let the step read what has arrived: its stream waits for this one, the host does not."""
+        current = torch.cuda.current_stream(stream.device)
+        current.wait_stream(stream)
+        for request in self._requests:
+            request.record_stream(current)
 
 
 class IdsExchange(_Exchange):
@@ -109,21 +115,7 @@ class IdsExchange(_Exchange):
                 for request, wait in zip(self._requests, waits, strict=True):
                     request.ids = wait()
             if self._stream is not None:
-                # The step's stream waits for this one, the host does not. What was allocated here
-                # is used there: record_stream keeps the allocator from reusing the memory while the
-                # step reads it.
-                current = torch.cuda.current_stream(self._stream.device)
-                current.wait_stream(self._stream)
-                for request in self._requests:
-                    # The features too: pooling of means and padding read their lengths on the
-                    # stream of the step.
-                    record_stream(request.ids, request.context, request.features, current)
-                    if request.distinct is not None:
-                        request.distinct.record_stream(current)
-                    if request.bags is not None:
-                        request.bags.record_stream(current)
-                    for route in filter(None, request.weight_routes):
-                        route.sent_places.record_stream(current)
+                self._hand_over(self._stream)
 
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""
@@ -204,14 +196,7 @@ class ShortExchange(_Exchange):
                     ids = _short(request)
                     ids.arrived = ids.path.arrange(parts[2 * i], parts[2 * i + 1], ids.examples)
             if self._stream is not None:
-                current = torch.cuda.current_stream(self._stream.device)
-                current.wait_stream(self._stream)
-                for request in self._requests:
-                    for tensor in _short(request).arrived:
-                        tensor.record_stream(current)
-                    request.features.record_stream(current)  # pooling of means reads their lengths
-                    if request.bags is not None:
-                        request.bags.record_stream(current)
+                self._hand_over(self._stream)
         # Not slices, which would keep the memory as long as this object lives.
         self._work, self._sent, self._received = None, torch.empty(0), torch.empty(0)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from lightning_distrec.errors import IdsError
 from lightning_distrec.gpu import kept_on_device, on_device_of
+
+LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
+"""Rows of a collection: bags, or rows for each id."""
 
 
 def with_ids(features: KeyedJaggedTensor, ids: Tensor) -> KeyedJaggedTensor:
@@ -22,9 +26,9 @@ def contiguous(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     weights = features.weights_or_none()
     if features.values().is_contiguous() and (weights is None or weights.is_contiguous()):
         return features
-    return _like(
-        features, features.values().contiguous(), None if weights is None else weights.contiguous()
-    )
+    if weights is not None:
+        weights = weights.contiguous()
+    return _like(features, features.values().contiguous(), weights)
 
 
 def with_weights(features: KeyedJaggedTensor, weights: Tensor | None) -> KeyedJaggedTensor:
@@ -32,19 +36,14 @@ def with_weights(features: KeyedJaggedTensor, weights: Tensor | None) -> KeyedJa
     return _like(features, features.values(), weights)
 
 
-def with_inverse_indices(
-    features: KeyedJaggedTensor, inverse: tuple[list[str], Tensor] | None
-) -> KeyedJaggedTensor:
-    """Return `features` with other inverse indices, (num_features, num_examples), or none."""
-    return _like(features, features.values(), features.weights_or_none(), inverse)
-
-
 def in_order(features: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:
     """Return the features of these keys, in this order."""
     permuted = features.permute([features.keys().index(key) for key in keys])
     inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        return permuted
     # torchrec's permute loses them.
-    return permuted if inverse is None else with_inverse_indices(permuted, inverse)
+    return _like(permuted, permuted.values(), permuted.weights_or_none(), inverse)
 
 
 def _like(
@@ -88,10 +87,8 @@ class Padding:
             stride=self.padded,
         )
 
-    def unpad(
-        self, rows: KeyedTensor | dict[str, JaggedTensor]
-    ) -> KeyedTensor | dict[str, JaggedTensor]:
-        """Return `rows` without those of the padding: bags, or rows for each id."""
+    def unpad(self, rows: LookedUp) -> LookedUp:
+        """Return `rows` without those of the padding."""
         if isinstance(rows, KeyedTensor):
             return KeyedTensor(rows.keys(), rows.length_per_key(), rows.values()[: self.examples])
         # Padding has looked up no rows.
@@ -133,9 +130,8 @@ class SharedBags:
             )
         if self.indices:
             used = torch.stack([self.indices[key] for key in keys])
-            if bool((used < 0).any()) or bool(
-                (used.amax(1) >= torch.tensor(sizes, device=used.device)).any()
-            ):
+            limits = torch.tensor(sizes, device=used.device).unsqueeze(1)
+            if bool(((used < 0) | (used >= limits)).any()):
                 raise IdsError(
                     f"'{path}' was called with inverse_indices beyond the batch sizes {sizes} of "
                     f"{keys}. Each must be the number of a bag of its feature."
@@ -143,9 +139,9 @@ class SharedBags:
 
     def ordered(self, keys: list[str]) -> KeyedJaggedTensor:
         """Return the features with inverse indices of these features, in this order."""
-        return with_inverse_indices(
-            self._features, (keys, torch.stack([self.indices[key] for key in keys]))
-        )
+        features = self._features
+        indices = torch.stack([self.indices[key] for key in keys])
+        return _like(features, features.values(), features.weights_or_none(), (keys, indices))
 
     def padded(self) -> KeyedJaggedTensor:
         """Return the features with empty bags, so that all have one batch size."""
@@ -204,21 +200,17 @@ class DistinctIds:
         once = [key for key in keys if key in num_rows]
         if once:
             # All features in one: the host waits for the number of different ids.
-            ends = tuple(accumulate(num_rows[key] for key in once))
-            shifted = [
-                self._ids[key].long() + (end - num_rows[key])
-                for key, end in zip(once, ends, strict=True)
-            ]
+            first_rows = list(accumulate([num_rows[key] for key in once], initial=0))
+            ends = tuple(first_rows[1:])
+            ids = list(map(self._ids.__getitem__, once))
+            shifted = [part.long() + row for part, row in zip(ids, first_rows, strict=False)]
             distinct, places = torch.unique(torch.cat(shifted), return_inverse=True)
-            first = 0
-            place_ends = torch.searchsorted(
-                distinct, kept_on_device(ends, distinct.device)
-            ).tolist()
-            parts = places.split([len(self._ids[key]) for key in once])
-            for key, end, part, place_end in zip(once, ends, parts, place_ends, strict=True):
-                self._places[key] = part - first
-                sent[key] = distinct[first:place_end] - (end - num_rows[key])
-                first = place_end
+            kept_ends = kept_on_device(ends, distinct.device)
+            first_places = [0, *torch.searchsorted(distinct, kept_ends).tolist()]
+            parts = places.split(list(map(len, ids)))
+            for i, key in enumerate(once):
+                self._places[key] = parts[i] - first_places[i]
+                sent[key] = distinct[first_places[i] : first_places[i + 1]] - first_rows[i]
         counts = list(map(len, sent.values()))
         self.sent = KeyedJaggedTensor(
             keys=keys,

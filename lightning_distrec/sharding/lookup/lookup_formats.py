@@ -26,12 +26,18 @@ from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.gpu import is_gpu
 from lightning_distrec.recorded_step import LateWeights
 from lightning_distrec.sharding.calls import Extremes, begin_check
-from lightning_distrec.sharding.lookup.jagged import contiguous, in_order, with_ids, with_weights
+from lightning_distrec.sharding.lookup.jagged import (
+    LookedUp,
+    contiguous,
+    in_order,
+    with_ids,
+    with_weights,
+)
 from lightning_distrec.sharding.lookup.lazy_outputs import BackwardOrder, PooledEmbeddings
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupRequest
 from lightning_distrec.sharding.lookup.weights_exchange import with_places
-from lightning_distrec.sharding.tables import feature_names, output_names, smallest_tables
+from lightning_distrec.sharding.tables import feature_names, smallest_tables
 from lightning_distrec.sharding.weights.shard_access import without_guards
 
 BegunFeatures = tuple[KeyedJaggedTensor, Tensor | None, Callable[[], Extremes]]
@@ -92,13 +98,9 @@ class LookupInputs:
         # Only now: what makes a copy of the features, or permutes them, trusts their lengths.
         if weights is None and features.weights_or_none() is not None:
             features = with_weights(features, None)
-        learned = (
-            weights
-            if weights is not None and (weights.requires_grad or type(weights) is LateWeights)
-            else None
-        )
-        if learned is not None:
-            features = with_places(features)
+        learned = None
+        if weights is not None and (weights.requires_grad or type(weights) is LateWeights):
+            learned, features = weights, with_places(features)
         features = self._in_known_order(contiguous(features))
         # With an error, too, ids go on in range: this rank takes part in the exchange by which
         # others learn of it.
@@ -197,19 +199,17 @@ class LookupOutputs:
     """The outputs of one collection."""
 
     def __init__(self, setup: LookupSetup) -> None:
-        tables = setup.tables
-        self.names = output_names(tables)
+        self.names = list(setup.outputs)
         """The outputs in the unsharded order."""
-        self.widths = [
-            table.config.embedding_dim for table in tables for _ in table.config.feature_names
-        ]
-        self.features = setup.features_of_outputs()
-        table_names = [table.name for table in tables for _ in table.config.feature_names]
-        self._tables = dict(zip(self.names, table_names, strict=True))
+        self.widths: list[int] = []
+        self.features: dict[str, str] = {}
+        self._tables: dict[str, str] = {}
+        for name, (table, feature) in setup.outputs.items():
+            self.widths.append(table.config.embedding_dim)
+            self.features[name] = feature
+            self._tables[name] = table.name
         self._summed_means = setup.summed_means
-        self._replicated = setup.features_of_outputs(
-            lambda table: setup.uses[table.name].is_replicated
-        )
+        self._uses = setup.uses
         self._output_dtype, self._note_gradients = setup.output_dtype, setup.note_gradients
         self._weights = {name: use.weight for name, use in setup.uses.items()}
 
@@ -257,21 +257,14 @@ class LookupOutputs:
                     values = self._typed(rows.values())
                 return PooledEmbeddings(self.names, self.widths, order, values=values)
         elif is_final and self._output_dtype is None:
-            return PooledEmbeddings(
-                self.names, self.widths, order, columns={name: rows[name] for name in self.names}
-            )
+            columns = {name: rows[name] for name in self.names}
+            return PooledEmbeddings(self.names, self.widths, order, columns=columns)
         with order.number(lambda: list(columns.values())):
-            columns = rows
-            if isinstance(rows, KeyedTensor):
-                columns = dict(
-                    zip(rows.keys(), rows.values().split(rows.length_per_key(), dim=1), strict=True)
-                )
+            columns = rows.to_dict() if isinstance(rows, KeyedTensor) else rows
             columns = self._columns(columns, request, frozen)
         return PooledEmbeddings(self.names, self.widths, order, columns=columns)
 
-    def zeros(
-        self, features: KeyedJaggedTensor, looked_up: KeyedTensor | dict[str, JaggedTensor]
-    ) -> Any:
+    def zeros(self, features: KeyedJaggedTensor, looked_up: LookedUp) -> Any:
         """Return zeros as the collection returns rows for `features`. Their gradients reach
         `looked_up`, as zeros."""
         if isinstance(looked_up, KeyedTensor):
@@ -309,7 +302,8 @@ class LookupOutputs:
         if name in frozen:
             # Of replicated tables it is not detached: the table's own DDP waits for a gradient in
             # every step.
-            values = _ZeroGradient.apply(values) if name in self._replicated else values.detach()
+            is_replicated = self._uses[self._tables[name]].is_replicated
+            values = _ZeroGradient.apply(values) if is_replicated else values.detach()
         return self._typed(values)
 
     def _typed(self, values: Tensor) -> Tensor:

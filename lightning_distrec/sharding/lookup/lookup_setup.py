@@ -126,22 +126,17 @@ class LookupSetup:
 
         # Each rank looks up a part of a bag in its rows: only the sum over ranks is divided by the
         # size of the bag.
-        def is_summed(table: Table) -> bool:
-            return (
-                table.config.pooling == PoolingType.MEAN
-                and self.uses[table.name].sharding_type in ROW_TYPES
-            )
+        means = {}
+        for output, (table, feature) in self.outputs.items():
+            is_mean = self.pooled and table.config.pooling == PoolingType.MEAN
+            if is_mean and self.uses[table.name].sharding_type in ROW_TYPES:
+                means[output] = feature
+        return means
 
-        return self.features_of_outputs(is_summed) if self.pooled else {}
-
-    def features_of_outputs(
-        self, selects: Callable[[Table], bool] = lambda _: True
-    ) -> dict[str, str]:
-        """Return output -> its feature, for the tables that are selected."""
-        outputs = iter(output_names(self.tables))
-        triples = [
-            (table, feature, next(outputs))
-            for table in self.tables
-            for feature in table.config.feature_names
-        ]
-        return {output: feature for table, feature, output in triples if selects(table)}
+    @cached_property
+    def outputs(self) -> dict[str, tuple[Table, str]]:
+        """Output, in the unsharded order -> its table and feature."""
+        sources = []
+        for table in self.tables:
+            sources += [(table, feature) for feature in table.config.feature_names]
+        return dict(zip(output_names(self.tables), sources, strict=True))

@@ -6,6 +6,7 @@ those before.
 """
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -76,25 +77,23 @@ class MappedIds:
         num_ranks, rank = dist.get_world_size(), dist.get_rank()
         self._mappings, self._resets, self._learns = mappings, resets, learns
         self._place, sharding = row_wise_sharding(sharded)
-        self._tables = tables = [
-            (table.name, len(table.feature_names)) for table in sharding.embedding_tables()
-        ]
-        # torchrec gives ranks blocks of this size, rounded up; the last ones may have fewer rows,
-        # or none.
-        self._first_rows = {name: rank * -(-num_rows[name] // num_ranks) for name, _ in tables}
-        # Tables without a mapping keep torchrec's blocks: as buckets, one for each rank.
-        buckets = {
-            name: (mappings[name].spec.num_ids, mappings[name].spec.num_buckets)
-            if name in mappings
-            else (num_rows[name], num_ranks)
-            for name, _ in tables
-        }
-        route_by_bucket(sharding, buckets, is_sequence)
+        self._num_features: dict[str, int] = {}
+        self._first_rows: dict[str, int] = {}
         self._sent: dict[str, Any] = {}
+        buckets = {}
         for table in sharding.embedding_tables():
-            mapping = mappings.get(table.name)
-            if mapping is not None and mapping.changes_ids:
+            name, mapping = table.name, mappings.get(table.name)
+            self._num_features[name] = len(table.feature_names)
+            if mapping is None:
+                # torchrec gives ranks blocks of this size, rounded up; the last ones may have fewer
+                # rows, or none. The table keeps them: as buckets, one for each rank.
+                self._first_rows[name] = rank * -(-num_rows[name] // num_ranks)
+                buckets[name] = num_rows[name], num_ranks
+                continue
+            buckets[name] = mapping.spec.num_ids, mapping.spec.num_buckets
+            if mapping.changes_ids:
                 self._sent |= dict.fromkeys(table.feature_names, mapping.sent)
+        route_by_bucket(sharding, buckets, is_sequence)
 
     def sent(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return features with their ids as they are sent. Raises IdsError: a user's hash function
@@ -117,24 +116,20 @@ class MappedIds:
                 "have another row. Look it up outside."
             )
         features = arrived[self._place]
-        ids_per_feature = features.values().long().split(features.length_per_key())
-        parts, feature = {}, 0
-        for name, num_features in self._tables:
-            parts[name] = torch.cat(ids_per_feature[feature : feature + num_features])
-            feature += num_features
-        self._learn({
-            name: ids
-            for name, ids in parts.items()
-            if name in self._mappings and self._learns(name)
-        })
-        # Ids of other tables arrive as they are: it is torchrec's own input dist that subtracts the
-        # first row.
-        rows = [
-            self._mappings[name].find(ids)
-            if name in self._mappings
-            else ids - self._first_rows[name]
-            for name, ids in parts.items()
-        ]
+        ids_per_feature = iter(features.values().long().split(features.length_per_key()))
+        parts, learned = {}, {}
+        for name, num_features in self._num_features.items():
+            parts[name] = torch.cat(list(islice(ids_per_feature, num_features)))
+            if name in self._mappings and self._learns(name):
+                learned[name] = parts[name]
+        self._learn(learned)
+        rows = []
+        for name, ids in parts.items():
+            if name in self._mappings:
+                rows.append(self._mappings[name].find(ids))
+            else:
+                # They arrive as they are: torchrec's own input dist subtracts the first row.
+                rows.append(ids - self._first_rows[name])
         arrived[self._place] = with_ids(features, torch.cat(rows))
 
     def optimizer_stepped(self) -> None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_distrec import errors
-from lightning_distrec._compat.torchrec_ids import WeightRoute
+from lightning_distrec._compat.torchrec_ids import WeightRoute, record_stream
 from lightning_distrec.ranks import Ranks
-from lightning_distrec.sharding.lookup.jagged import DistinctIds, Padding, SharedBags
+from lightning_distrec.sharding.lookup.jagged import DistinctIds, LookedUp, Padding, SharedBags
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 
 if TYPE_CHECKING:
@@ -110,7 +110,23 @@ class LookupRequest:
         elif self.setup.needs_equal_batches and sizes is not None and sizes[0] != sizes[1]:
             self.padding = Padding(features.stride(), sizes[1])
 
-    def restore(self, rows: Any, features: dict[str, str]) -> KeyedTensor | dict[str, JaggedTensor]:
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the allocator from reusing the memory of what has arrived before `stream` has read
+        it."""
+        # The features too: pooling of means and padding read their lengths in the step.
+        if self.short is None:
+            record_stream(self.ids, self.context, self.features, stream)
+        else:
+            self.features.record_stream(stream)
+            for tensor in self.short.arrived:
+                tensor.record_stream(stream)
+        for part in (self.distinct, self.bags):
+            if part is not None:
+                part.record_stream(stream)
+        for route in filter(None, self.weight_routes):
+            route.sent_places.record_stream(stream)
+
+    def restore(self, rows: Any, features: dict[str, str]) -> LookedUp:
         """Return rows of what was sent as rows of the features. features: output -> its feature."""
         if self.distinct is not None:
             rows = self.distinct.expand(rows, features)

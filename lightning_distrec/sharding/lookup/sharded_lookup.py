@@ -15,11 +15,11 @@ unsharded collection.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from lightning_distrec._compat.fbgemm import KernelCall, fbgemm_kernels, preserve_fbgemm_iterations
 from lightning_distrec._compat.torch import reached_leaves, saved_tensors_are_hooked
@@ -30,7 +30,7 @@ from lightning_distrec._compat.torchrec_modules import (
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
-from lightning_distrec.sharding.lookup.jagged import DistinctIds, SharedBags
+from lightning_distrec.sharding.lookup.jagged import DistinctIds, LookedUp, SharedBags
 from lightning_distrec.sharding.lookup.lazy_outputs import (
     BackwardOrder,
     LazyJaggedTensor,
@@ -48,8 +48,6 @@ from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 from lightning_distrec.sharding.lookup.request import LookupConsensus, LookupRequest, form_of
 from lightning_distrec.sharding.lookup.short_path import short_path_of
 from lightning_distrec.sharding.lookup.weights_exchange import WeightsExchange
-
-LookedUp: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
 
 
 class ShardedLookup:
@@ -227,14 +225,11 @@ class ShardedLookup:
         if not torch.is_grad_enabled() or len(frozen) == len(self.outputs.names):
             return
         self.has_checked_gradients = True
-        leaves = reached_leaves(tensors)
-
-        def reaches(kernel: Any) -> bool:
+        leaves, reached = reached_leaves(tensors), []
+        for kernel in self._kernels:
             # fused; where gradients are kept, shards get them
             shards = [self.setup.uses[name].weight for name in kernel.table_names]
-            return any(id(weight) in leaves for weight in (*kernel.parameters(), *shards))
-
-        reached = list(map(reaches, self._kernels))
+            reached.append(not leaves.isdisjoint(map(id, (*kernel.parameters(), *shards))))
         if not leaves or not (frozen or all(reached)):
             raise ShardingError(
                 f"'{self.path}' was looked up for training, and no gradient of its rows reaches "

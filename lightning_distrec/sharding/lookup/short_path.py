@@ -9,6 +9,7 @@ order, and all arithmetic are those of torchrec's modules, and so are the bits.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -39,29 +40,22 @@ class ShortPath:
         self._keys: list[str] = []
         self._order: list[int] = []
         self._order_on_device: Tensor | None = None
-        # The last ranks may have fewer rows: torchrec rounds blocks up too.
-        blocks = (
-            None
-            if sharding.num_rows is None
-            else [-(-rows // self.num_ranks) for rows in sharding.num_rows]
-        )
-        self._blocks = (
-            None if blocks is None else torch.tensor(blocks, dtype=torch.int32, device=device)
-        )
-        # Row-wise, every rank gets every feature; they are multiplied where the ids are divided
-        # among the ranks.
-        self._sent = (
-            list(chain.from_iterable(sharding.features)) if blocks is None else local_features
-        )
+        self._blocks: Tensor | None = None
+        self._sent = list(chain.from_iterable(sharding.features))
+        if sharding.num_rows is not None:
+            # The last ranks may have fewer rows: torchrec rounds blocks up too.
+            blocks = [-(-rows // self.num_ranks) for rows in sharding.num_rows]
+            self._blocks = torch.tensor(blocks, dtype=torch.int32, device=device)
+            # Row-wise, every rank gets every feature; they are multiplied where the ids are divided
+            # among the ranks.
+            self._sent = local_features
         self._ends = [0, *accumulate(map(len, sharding.features))]
         # Ids arrive rank by rank, and the kernel takes them feature by feature.
-        order = []
-        for f in range(self.num_features):
-            for r in range(self.num_ranks):
-                order.append(r * self.num_features + f)
         self._feature_order = None
         if self.num_features > 1:
-            self._feature_order = torch.tensor(order, dtype=torch.int32, device=device)
+            places = torch.arange(self.num_ranks * self.num_features, dtype=torch.int32)
+            by_feature = places.view(self.num_ranks, -1).t().flatten()
+            self._feature_order = by_feature.to(device)
 
     def prepare(self, features: KeyedJaggedTensor) -> "ShortIds":
         """Return the ids of a lookup, of which nothing has left this rank."""
@@ -82,9 +76,8 @@ class ShortPath:
         lengths, ids, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
             lengths.view(-1), ids, False, False, self._blocks, self.num_ranks, None
         )
-        return ShortIds(
-            self, examples, lengths, ids, gpu.HostCopy(lengths.view(self.num_ranks, -1).sum(1))
-        )
+        copy = gpu.HostCopy(lengths.view(self.num_ranks, -1).sum(1))
+        return ShortIds(self, examples, lengths, ids, copy)
 
     def _set_keys(self, keys: list[str]) -> None:
         self._keys, self._order = list(keys), list(map(keys.index, self._sent))
@@ -123,26 +116,17 @@ class ShortPath:
         return RowsExchange(self.sharding, rows, ids.examples)
 
 
+@dataclass(eq=False)
 class ShortIds:
     """The ids of one lookup, on their way to the ranks that have their rows."""
 
-    def __init__(
-        self,
-        path: ShortPath,
-        examples: int,
-        lengths: Tensor,
-        ids: Tensor,
-        counts: list[int] | gpu.HostCopy,
-    ) -> None:
-        self.path, self.examples, self.lengths, self.ids, self._counts = (
-            path,
-            examples,
-            lengths,
-            ids,
-            counts,
-        )
-        self.arrived: tuple[Tensor, Tensor]
-        """What this rank looks up, once it has arrived: ids and offsets."""
+    path: ShortPath
+    examples: int
+    lengths: Tensor
+    ids: Tensor
+    _counts: list[int] | gpu.HostCopy
+    arrived: tuple[Tensor, Tensor] = field(init=False)
+    """What this rank looks up, once it has arrived: ids and offsets."""
 
     @property
     def counts(self) -> list[int]:
@@ -158,11 +142,9 @@ def short_path_of(
     """Return the short path of a sharded collection with small ids, None: it has none; alike on all
     ranks."""
     sharding = pooled_sharding(sharded)
-    if (
-        sharding is None
-        or not 1 < num_ranks <= MAX_PACKED_RANKS
-        or sharding.group.size() != num_ranks
-    ):
+    if sharding is None or sharding.group.size() != num_ranks:
+        return None
+    if not 1 < num_ranks <= MAX_PACKED_RANKS:
         return None
     return ShortPath(sharding, kernels[0] if kernels else None, device)
 

@@ -28,16 +28,14 @@ class TouchedRows:
 
     def __init__(self, kernels: list[tuple[Any, list[LocalShard]]]) -> None:
         self._kernels = [_KernelRows(kernel, shards) for kernel, shards in kernels]
-        flags_by_shard = []
+        self._flags: dict[int, Tensor] = {}
+        self._resets = []
         for rows in self._kernels:
-            for shard_and_flags in rows.flags_by_shard():
-                flags_by_shard.append(shard_and_flags)
-        self._flags = {id(shard): flags for shard, flags in flags_by_shard}
-        self._resets = [
-            (shard, partial(flags.index_fill_, 0, value=True)) for shard, flags in flags_by_shard
-        ]
-        for shard, note in self._resets:
-            shard.on_reset.append(note)
+            for shard, flags in rows.flags_by_shard():
+                self._flags[id(shard)] = flags
+                note = partial(flags.index_fill_, 0, value=True)
+                shard.on_reset.append(note)
+                self._resets.append((shard, note))
 
     def ids_of(self, shard: LocalShard) -> Tensor:
         """Return the rows of a shard that were touched, ascending, counted from the shard's
@@ -119,10 +117,7 @@ class _KernelRows:
                 # A slice: a GPU would wait for numbers of the host.
                 ends = offsets[:: max(1, (len(offsets) - 1) // num_features)]
             else:
-                bags = torch.tensor([
-                    0,
-                    *map(sum, batch_sizes),
-                ]).cumsum(0)
+                bags = torch.tensor([0, *map(sum, batch_sizes)]).cumsum(0)
                 ends = offsets[bags.to(offsets.device, non_blocking=True)]
             if len(ends) == 1:
                 return  # no bags

@@ -1,7 +1,7 @@
 """What is read of sharded tables over all ranks: gathered full weights, and the L2 term of a
 loss."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,13 +9,17 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from lightning_distrec._compat.tensors import storage_key
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.weights.shard_access import (
     GuardedTable,
+    Operation,
+    Rectangle,
     SharedState,
+    refuse_leaf,
     rewriting,
     without_guard,
     without_guards,
@@ -27,9 +31,6 @@ from lightning_distrec.sharding.weights.shard_operations import (
     is_in_place,
     mean_gradient,
 )
-
-Rectangle = tuple[int, int, int, int]
-"""First row, first column, number of rows, number of columns."""
 
 
 def _num_elements(shards: list[Rectangle]) -> int:
@@ -74,6 +75,13 @@ class Gathering:
         self._last = (key, full) if is_weight and self.state.in_step else None
         return full
 
+    def shards(self, values: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        """Yield the index in the full table and the values, as a view, of the shards of all
+        ranks."""
+        parts = values.chunk(len(self.rectangles))
+        for part, rectangles in zip(parts, self.rectangles, strict=True):
+            yield from _shards(part, rectangles)
+
 
 class _Gather(torch.autograd.Function):
     """Returns the full table; its gradient is averaged over the ranks, as DDP does, and scattered
@@ -83,16 +91,13 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, gathering: Gathering, *shards: Tensor) -> Tensor:
         ctx.gathering, num_ranks = gathering, len(gathering.rectangles)
         # As long as the largest rank's shards: all_gather_into_tensor takes equal sizes.
-        local = shards[0].new_zeros(gathering.num_elements)
-        local[: sum(shard.numel() for shard in shards)] = torch.cat([
-            shard.reshape(-1) for shard in shards
-        ])
+        values = torch.cat([shard.reshape(-1) for shard in shards])
+        local = pad(values, (0, gathering.num_elements - len(values)))
         gathered = local.new_empty(num_ranks * gathering.num_elements)
         dist.all_gather_into_tensor(gathered, local)
         full = local.new_empty(gathering.shape)
-        for values, rectangles in zip(gathered.chunk(num_ranks), gathering.rectangles, strict=True):
-            for index, shard in _shards(values, rectangles):
-                full[index] = shard
+        for index, shard in gathering.shards(gathered):
+            full[index] = shard
         ctx.dtype = full.dtype
         # Several reads of a step share it, and backward refuses what was written to in place, as to
         # a leaf's view.
@@ -107,11 +112,8 @@ class _Gather(torch.autograd.Function):
         # the graph is freed; a second backward in the step needs another
         gathering.state.num_changes += 1
         gradients = gradient.new_zeros(num_ranks * gathering.num_elements, dtype=ctx.dtype)
-        for values, rectangles in zip(
-            gradients.chunk(num_ranks), gathering.rectangles, strict=True
-        ):
-            for index, shard in _shards(values, rectangles):
-                shard.copy_(gradient[index])
+        for index, shard in gathering.shards(gradients):
+            shard.copy_(gradient[index])
         local = gradients.new_empty(gathering.num_elements)
         dist.reduce_scatter_tensor(local, gradients)
         local /= num_ranks
@@ -131,32 +133,31 @@ def _shards(
         begin += rows * columns
 
 
-def call_on_full(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def call_on_full(func: Operation, args: Any, kwargs: Any) -> Any:
     """Collective. Call a function of torch with gathered weights in the places of shards.
 
     What is written in place to a weight, or to a view of it that was returned, is written to the
     shards.
     """
     target, fulls = first_of(args), dict[int, Tensor]()
-    if is_guarded(target) and (is_in_place(func.__name__) or func.__name__ == "__setitem__"):
-        table: GuardedTable = target.place.table
+    is_written = is_guarded(target) and _writes(func.__name__)
+    if is_written:
         if target.place.is_computed:
             raise target.place.refusal(f"{func.__name__} on what was computed of it")
         with without_guard():
-            # torch's own error, as below for what is read with a graph.
-            if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
-                raise RuntimeError(
-                    "a leaf Variable that requires grad is being used in an in-place operation."
-                )
-        args, kwargs = apply_to_collection([args, kwargs], Tensor, _gathered, fulls)
-        result = func(*args, **kwargs)
-        write_shards(fulls[id(target)], table)
-        return None if result is None else target
+            refuse_leaf(target)
     args, kwargs = apply_to_collection([args, kwargs], Tensor, _gathered, fulls)
     result = func(*args, **kwargs)
+    if is_written:
+        write_shards(fulls[id(target)], target.place.table)
+        return None if result is None else target
     if id(target) in fulls and not target.place.is_computed:
         return _view(result, fulls[id(target)], target.place.table)
     return result
+
+
+def _writes(name: str) -> bool:
+    return is_in_place(name) or name == "__setitem__"
 
 
 def _gathered(value: Any, fulls: dict[int, Tensor]) -> Tensor:
@@ -197,7 +198,7 @@ class FullView(Tensor):
             result = func(*args, **(kwargs or {}))
         if not isinstance(view, FullView):
             return result
-        if is_in_place(name) or name == "__setitem__":
+        if _writes(name):
             write_shards(view.full, view.table)
             return result
         return _view(result, view.full, view.table)
@@ -233,15 +234,15 @@ def sharded_l2(module: nn.Module) -> Tensor:
     kinds = (nn.Embedding, nn.EmbeddingBag)
     embeddings = [child for child in module.modules() if isinstance(child, kinds)]
     unsharded = {id(p) for child in embeddings for p in child.parameters(recurse=False)}
-    sharded: list[Any] = [p for p in module.parameters() if hasattr(p, "place")]
+    sharded: list[Any] = []
     # DDP, or that of torchrec's data-parallel tables, averages the gradients of weights that every
     # rank has.
-    replicated = [
-        p
-        for p in module.parameters()
-        if not hasattr(p, "place")
-        and (id(p) in unsharded or isinstance(p, TableBatchedEmbeddingSlice))
-    ]
+    replicated = []
+    for p in module.parameters():
+        if hasattr(p, "place"):
+            sharded.append(p)
+        elif id(p) in unsharded or isinstance(p, TableBatchedEmbeddingSlice):
+            replicated.append(p)
     if not sharded and not replicated:
         raise ShardingError(f"sharded_l2: {type(module).__name__} has no embedding tables.")
     # Replicated weights need no all-reduce: every rank computes the same term.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,6 +18,10 @@ from lightning_distrec._compat.torch import in_backward, without_torch_function
 from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.ranks import Ranks
 
+Rectangle: TypeAlias = tuple[int, int, int, int]
+"""First row, first column, number of rows, number of columns."""
+Operation: TypeAlias = Callable[..., Any]
+"""A function or method of torch, called with shards."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -129,9 +133,8 @@ class GuardedTable:
     has_single_shards: bool
     """Whether no rank has more than one shard."""
     state: SharedState = field(repr=False)
-    rectangles: list[list[tuple[int, int, int, int]]] = field(repr=False)
-    """Rank -> first row, first column, number of rows and of columns of each of its shards with
-    rows, in order."""
+    rectangles: list[list[Rectangle]] = field(repr=False)
+    """Rank -> its shards with rows, in order."""
     gathering: Any = field(default=None, repr=False)
     """Gathers the full weight where it is read; None: reading it raises."""
 
@@ -215,6 +218,15 @@ def refusal(table: str, kind: str, operation: str) -> ShardedWeightError:
         f"the {kind} of the sharded table '{table}' was read ({operation}), but it is on several "
         f"ranks. {ways.format(table=table)}"
     )
+
+
+def refuse_leaf(tensor: Tensor) -> None:
+    """Raise torch's own error for a write to a leaf that is trained, which user code gets unsharded
+    too."""
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
 
 
 def without_guards(call: Callable[P, R]) -> Callable[P, R]:

@@ -16,27 +16,35 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_distrec.sharding.weights.shard_access import ShardPlace, SharedState, without_guard
+from lightning_distrec.sharding.weights.shard_access import (
+    Operation,
+    ShardPlace,
+    SharedState,
+    without_guard,
+)
 
-NORMS = frozenset({"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm"})
-WITHOUT_ZEROS = NORMS | {"sum", "mean", "any", "count_nonzero"}
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+NORMS = words("norm vector_norm linalg_vector_norm linalg_norm frobenius_norm")
+WITHOUT_ZEROS = NORMS | words("sum mean any count_nonzero")
 """What needs no elements that are 0, so that the values of a sparse gradient are enough."""
 INPUTS, ORDERS = ("input", "self", "x"), ("p", "ord")
 
 
-def is_reduction(place: ShardPlace, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+def is_reduction(place: ShardPlace, name: str, args: Any, kwargs: Any) -> bool:
     """Whether this reduces all elements to one number, and every rank computes it now."""
-    options = {key for key, value in kwargs.items() if value not in (None, False)} - {
-        *INPUTS,
-        *ORDERS,
-        "dtype",
-    }
+    options = {key for key, value in kwargs.items() if value not in (None, False)}
+    options -= {*INPUTS, *ORDERS, "dtype"}
     # Norms have their order in this place, the others dims or another tensor.
     has_dims = len(args) > 2 or len(args) == 2 and name not in NORMS
     return name in REDUCTIONS and place.table.has_single_shards and not options and not has_dims
 
 
-def reduce_over_ranks(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
+def reduce_over_ranks(name: str, args: Any, kwargs: Any) -> Tensor:
     """Collective. Return a number of all elements of a table, (), the same on every rank."""
     values = args[0] if args else next(kwargs[key] for key in INPUTS if key in kwargs)
     order = next(
@@ -59,11 +67,13 @@ def reduce_over_ranks(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _sum(values: Tensor, place: ShardPlace) -> Tensor:
-    kind = values.dtype if values.is_floating_point() else torch.int64
-    # In float64, so that the result hardly depends on how the table is sharded.
-    total = values.sum(dtype=torch.float64 if values.is_floating_point() else kind)
+    kind = result = torch.int64
+    if values.is_floating_point():
+        # In float64, so that the result hardly depends on how the table is sharded.
+        kind, result = torch.float64, values.dtype
+    total = values.sum(dtype=kind)
     summed: Tensor = _SumOverRanks.apply(total, place.table.state, f"the sum of {place.table.name}")
-    return summed.to(kind)
+    return summed.to(result)
 
 
 def _mean(values: Tensor, place: ShardPlace) -> Tensor:
@@ -75,9 +85,8 @@ def _norm(values: Tensor, power: float, place: ShardPlace) -> Tensor:
         return _max(values.abs(), place)
     total = _sum(values.square() if power == 2.0 else values.abs().pow(power), place)
     # The gradient of a norm that is 0 is 0, as torch has it.
-    return torch.where(total > 0, total, torch.where(total.isnan(), total, 1.0)).pow(
-        1.0 / power
-    ) * (total != 0)
+    base = torch.where(total == 0, 1.0, total)
+    return base.pow(1.0 / power) * (total != 0)
 
 
 def _var(values: Tensor, place: ShardPlace) -> Tensor:
@@ -146,11 +155,9 @@ class _MaxOverRanks(torch.autograd.Function):
             numbers.nan_to_num(nan=lowest).max() if values.numel() else numbers.new_full((), lowest)
         )
         largest, has_nan = state.all_reduce(torch.stack([largest, has_nan]), "max", description)
-        result = (
-            torch.where(has_nan > 0, float("nan"), largest)
-            if values.is_floating_point()
-            else largest
-        )
+        result = largest
+        if values.is_floating_point():
+            result = torch.where(has_nan > 0, float("nan"), largest)
         ctx.save_for_backward(values == result)
         return result.to(values.dtype)
 
@@ -159,11 +166,8 @@ class _MaxOverRanks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (is_largest,) = ctx.saved_tensors
         count = ctx.state.all_reduce(is_largest.sum(), "sum", "the gradient of a maximum")
-        return (
-            is_largest * (mean_gradient(gradient, ctx.state) / count).to(gradient.dtype),
-            None,
-            None,
-        )
+        share = (mean_gradient(gradient, ctx.state) / count).to(gradient.dtype)
+        return is_largest * share, None, None
 
 
 def mean_gradient(gradient: Tensor, state: SharedState) -> Tensor:
@@ -225,11 +229,6 @@ def refuse_unequal(value: Tensor, place: ShardPlace) -> None:
         raise place.refusal("an operation with a tensor that differs between the ranks")
 
 
-def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
-    return frozenset(text.split())
-
-
 FUNCTIONS = words("""
     abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max
     clamp_min clip clone contiguous copy copysign div divide detach erf erfinv eq exp expm1 fill
@@ -278,7 +277,7 @@ def first_of(args: Any) -> Any:
     return args
 
 
-def compute(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], place: ShardPlace) -> Any:
+def compute(func: Operation, args: Any, kwargs: Any, place: ShardPlace) -> Any:
     """Call an elementwise operation on the elements at `place`, in plain tensors."""
     args, kwargs = apply_to_collection([args, kwargs], Tensor, _local, place)
     # torch's own add_ of a sparse gradient to a dense shard goes past the rows without values.
@@ -303,9 +302,7 @@ def _local(value: Tensor, place: ShardPlace) -> Tensor:
         raise place.refusal(f"an operation with a tensor of shape {tuple(value.shape)}") from None
 
 
-def _compute_sparse(
-    func: Callable[..., Any], args: Any, kwargs: dict[str, Any], place: ShardPlace
-) -> Any:
+def _compute_sparse(func: Operation, args: Any, kwargs: Any, place: ShardPlace) -> Any:
     """Call an operation on sparse gradients. The result is sparse where elements that are 0 stay
     0."""
     target, in_place = first_of(args), is_in_place(func.__name__)
@@ -319,11 +316,8 @@ def _compute_sparse(
         return func(*values, **options)  # type: ignore[no-any-return]
 
     is_alone = all(tensor.is_sparse or tensor.numel() == 1 for tensor in tensors)
-    if (
-        is_alone
-        and all(torch.equal(rows, other) for other in other_rows)
-        and not call(_as_zero).any()
-    ):
+    has_same_rows = all(torch.equal(rows, other) for other in other_rows)
+    if is_alone and has_same_rows and not call(_as_zero).any():
         values = call(
             lambda tensor: tensor.coalesce().values().clone() if tensor.is_sparse else tensor
         )
@@ -366,9 +360,8 @@ def write_rows(target: Any, index: Any, value: Any) -> None:
         compute(Tensor.masked_fill_, (target, index, value), {}, place)
         return
     if index is ... or isinstance(index, slice) and index == slice(None):
-        compute(
-            Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_, (target, value), {}, place
-        )
+        write = Tensor.copy_ if isinstance(value, Tensor) else Tensor.fill_
+        compute(write, (target, value), {}, place)
         return
     if isinstance(index, tuple) or is_guarded(index) or is_guarded(value) or target.is_sparse:
         raise place.refusal("__setitem__ with such an index")

@@ -13,7 +13,6 @@ table with gathered_weight=True is computed of the full table, as in one process
 (collective_reads.py). Everything else that needs values is refused, naming the table.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,9 @@ from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.sharding.weights.collective_reads import call_on_full
 from lightning_distrec.sharding.weights.shard_access import (
     GuardedTable,
+    Operation,
     ShardPlace,
+    refuse_leaf,
     rewriting,
     without_guard,
     write_back,
@@ -51,19 +52,7 @@ from lightning_distrec.units import format_bytes
 INIT = "torch.nn.init"
 VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data =", "grad ="})
 """Attributes with values; the others describe a tensor."""
-SHAPES = frozenset({
-    "shape",
-    "ndim",
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "nbytes",
-    "__len__",
-})
-
-
+SHAPES = words("shape ndim size dim ndimension numel nelement nbytes __len__")
 DESCRIBES = words("""
     __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex
     element_size is_inference untyped_storage get_device requires_grad_ retain_grad register_hook
@@ -78,9 +67,7 @@ ALIASES = frozenset({"detach"})
 READ_GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-def _guarded(
-    _: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-) -> Any:
+def _guarded(_: type, func: Operation, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     kwargs = kwargs or {}
     # `==`, not `is`: each read of `Tensor.grad.__get__` makes another method wrapper.
     if func == READ_GRADIENT:  # zero_grad asks each weight at each step, and most have none
@@ -156,14 +143,12 @@ def guard_state(optimizer: Optimizer) -> None:
     with without_guard():
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, ShardWeight):
-                values = {}
-                for k, v in state.items():
-                    if isinstance(v, Tensor) and v.shape == parameter.shape:
-                        values[k] = v
-                state.update(_wrap(values, parameter.place, is_computed=True))
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        state[key] = _wrap(value, parameter.place, is_computed=True)
 
 
-def _attribute(func: Callable[..., Any], name: str, args: Any) -> Any:
+def _attribute(func: Operation, name: str, args: Any) -> Any:
     shard, place = args[0], args[0].place
     if name in ("data =", "grad ="):
         with rewriting():
@@ -189,18 +174,14 @@ def _assign(shard: Any, name: str, value: Any = None) -> None:
         if name == "grad =":
             place.table.state.reached.discard(place.table.name)
             gradient = None if value is None else _part(value, place, "grad =")
-            # Plain, as the optimizers take gradients.
-            shard.grad = (
-                gradient if gradient is None or gradient.is_sparse else gradient.as_subclass(Tensor)
-            )
-        # A module that is moved to the device where it is.
-        elif (
-            shard.data_ptr() != value.data_ptr()
-            or shard.dtype != value.dtype
-            or shard.shape != value.shape
-        ):
-            if shard.dtype != value.dtype or shard.device != value.device:
-                raise place.refusal("data =")
+            if gradient is not None and not gradient.is_sparse:
+                gradient = gradient.as_subclass(Tensor)  # plain, as the optimizers take gradients
+            shard.grad = gradient
+            return
+        if shard.dtype != value.dtype or shard.device != value.device:
+            raise place.refusal("data =")
+        # Else a module is moved to the device where it is.
+        if shard.data_ptr() != value.data_ptr() or shard.shape != value.shape:
             _note_write(place)
             shard.detach().copy_(_part(value, place, "data ="))
 
@@ -220,7 +201,7 @@ def _note_write(place: ShardPlace) -> None:
     place.table.state.num_changes += 1
 
 
-def _in_user_code(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+def _in_user_code(func: Operation, name: str, args: Any, kwargs: Any) -> Any:
     shard = _shards_in([args, kwargs])[0]
     place: ShardPlace = shard.place
     if name == "__reduce_ex__":
@@ -257,9 +238,7 @@ def _in_user_code(func: Callable[..., Any], name: str, args: Any, kwargs: dict[s
     return _on_full(func, name, args, kwargs, place)
 
 
-def _on_elements(
-    func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace
-) -> Any:
+def _on_elements(func: Operation, name: str, args: Any, kwargs: Any, place: ShardPlace) -> Any:
     # of several tables, and of layers among them
     if name.startswith("_foreach_") and len(args[0]) > 1:
         return _on_lists(func, name, args, kwargs)
@@ -273,9 +252,7 @@ def _on_elements(
         return _wrap(compute(func, args, kwargs, place), place, is_computed=name not in ALIASES)
 
 
-def _on_lists(
-    func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]
-) -> list[Any] | None:
+def _on_lists(func: Operation, name: str, args: Any, kwargs: Any) -> list[Any] | None:
     results = []
     for number in range(len(args[0])):
         single = [[arg[number]] if isinstance(arg, (list, tuple)) else arg for arg in args]
@@ -288,7 +265,7 @@ def _on_lists(
     return None if results[0] is None else [result[0] for result in results]
 
 
-def _takes_full(name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace) -> bool:
+def _takes_full(name: str, args: Any, kwargs: Any, place: ShardPlace) -> bool:
     """Whether an operation takes the full weight although it is exact on shards: where ranks may
     mix it with their own.
 
@@ -306,9 +283,7 @@ def _takes_full(name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace)
     )
 
 
-def _on_full(
-    func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any], place: ShardPlace
-) -> Any:
+def _on_full(func: Operation, name: str, args: Any, kwargs: Any, place: ShardPlace) -> Any:
     if place.table.gathering is None or place.kind != "weight":
         raise place.refusal(name)
     return call_on_full(func, args, kwargs)
@@ -324,13 +299,7 @@ def _same_place(*tensors: Any) -> bool:
 
 
 def _shards_in(value: Any) -> list[Any]:
-    if isinstance(value, (ShardValues, ShardWeight)):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return []
-    return [shard for part in value for shard in _shards_in(part)]
+    return list(filter(is_guarded, tensors_in(value)))
 
 
 def _wrap(result: Any, place: ShardPlace, is_computed: bool = False) -> Any:
@@ -372,20 +341,16 @@ def _fill(shard: Any, full: Tensor) -> Any:
     there are several."""
     place: ShardPlace = shard.place
     with without_guard():
-        # torch's own error: user code gets it unsharded too, and no_grad below would hide it.
-        if shard.requires_grad and shard.is_leaf and torch.is_grad_enabled():
-            raise RuntimeError(
-                "a leaf Variable that requires grad is being used in an in-place operation."
-            )
+        refuse_leaf(shard)  # no_grad below would hide it
         if not place.stands_for_table:
             return shard
-        if (
-            not place.table.has_single_shards
-            and shard.data_ptr() != place.table.weights[0].data_ptr()
-        ):
-            raise place.refusal("a random draw into a copy")
+        targets = [shard]
+        if not place.table.has_single_shards:
+            targets = list(place.table.weights)
+            if shard.data_ptr() != targets[0].data_ptr():
+                raise place.refusal("a random draw into a copy")
         place.note_write()
-        for target in [shard] if place.table.has_single_shards else place.table.weights:
+        for target in targets:
             with torch.no_grad():
                 target.detach().copy_(target.place.narrow(full))
     return shard

@@ -116,13 +116,13 @@ class ChangedTables:
     def _moves_all(self, name: str) -> str:
         """Return why the user's optimizer may move all rows of a table; "" if it does not."""
         from lightning_distrec.optimizers.param_groups import find_param_group
-        from lightning_distrec.optimizers.translation import sparse_form
+        from lightning_distrec.optimizers.translation import TableUpdate, sparse_form
 
         shards = self._shards(name)
         group = find_param_group(shards[0].weight, self.tables.all_optimizers)
         if group is None or not self.tables.shards.learns(name):
             return "" if all(shard.sparse for shard in shards) else "it was updated densely"
-        if all(shard.sparse for shard in shards) and sparse_form(group)[0] is not None:
+        if isinstance(sparse_form(group), TableUpdate) and all(shard.sparse for shard in shards):
             return ""
         return f"{type(group.optimizer).__name__} moves all of its rows"
 

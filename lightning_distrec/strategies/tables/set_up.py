@@ -297,5 +297,5 @@ def _rows_only(update: TableUpdate, sums_rows: bool) -> bool:
     if update.param_group is None:
         return sums_rows
     if update.kind == "frozen":
-        return sparse_form(update.param_group, sums_rows)[0] is not None
+        return isinstance(sparse_form(update.param_group, sums_rows), TableUpdate)
     return update.kind != "dense"

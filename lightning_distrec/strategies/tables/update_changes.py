@@ -59,8 +59,9 @@ class Unfreezing:
                 self._begin(name, optimizers)
 
     def _begin(self, name: str, optimizers: list[Optimizer]) -> None:
-        shard = self._shards.shards[name][0]
-        param_group = find_param_group(shard.weight, optimizers)
+        shards = self._shards.shards[name]
+        weight = shards[0].weight
+        param_group = find_param_group(weight, optimizers)
         if param_group is None:
             return  # no optimizer uses its gradient, which may stay sparse
         self._waiting.remove(name)
@@ -69,12 +70,9 @@ class Unfreezing:
         has_dense_form = kind in ELEMENTWISE or (
             kind is RowWiseAdagrad and "column" not in sharding.sharding_type
         )
-        sparse, obstacle = sparse_form(
-            param_group, can_sum_rows(shard.weight.dtype, shard.weight.device.type)
-        )
-        if (sparse is None and not has_dense_form) or sharding.compute_kernel.startswith(
-            "fused_uvm"
-        ):
+        sparse = sparse_form(param_group, can_sum_rows(weight.dtype, weight.device.type))
+        obstacle = sparse if isinstance(sparse, str) else ""
+        if (obstacle and not has_dense_form) or sharding.compute_kernel.startswith("fused_uvm"):
             reason = obstacle or (
                 f"its kernel is {sharding.compute_kernel}, whose rows an optimizer cannot reach"
             )
@@ -83,8 +81,8 @@ class Unfreezing:
                 f"{kind.__name__}: {reason}. Let it learn from the start of fit, or call fit again "
                 "with it unfrozen."
             )
-        for shard in self._shards.shards[name]:
-            shard.sparse = sparse is not None
+        for shard in shards:
+            shard.sparse = not obstacle
 
 
 class SummedLookups:

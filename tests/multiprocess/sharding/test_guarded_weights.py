@@ -113,8 +113,10 @@ class Collections(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         ids = batch[0] % 33
         lengths = torch.ones(2 * len(ids), dtype=torch.long)
-        bags = self.bags(KeyedJaggedTensor(["fa", "fb"], torch.cat([ids, ids]), lengths)).values()
-        rows = self.rows(KeyedJaggedTensor(["c"], ids, lengths[: len(ids)]))["c"].values()
+        bags = self.bags(
+            KeyedJaggedTensor(["fa", "fb"], torch.cat([ids, ids]), lengths=lengths)
+        ).values()
+        rows = self.rows(KeyedJaggedTensor(["c"], ids, lengths=lengths[: len(ids)]))["c"].values()
         others = self.plain(ids) + self.pooled(ids.unsqueeze(1))
         return self.scale * (bags.mean() + rows.mean() + others.mean())
 
