@@ -143,11 +143,6 @@ class WeightedCall:
     learns: bool
 
 
-def number_weights(calls: list[WeightedCall]) -> int:
-    """Return what is alike on all ranks where these calls are, in 56 bits. 0 stands for none."""
-    return number_for([call.learns for call in calls])
-
-
 class LateComparison:
     """Compares inputs on a GPU with what was computed ahead; the host reads the result later. Not
     run on a GPU yet."""
@@ -239,7 +234,7 @@ class DifferingCalls:
     def agree_on_weights(self, calls: list[WeightedCall]) -> None:
         """Collective. Raise ShardingError where ranks differ in which weights need a gradient."""
         if calls:
-            number = number_weights(calls)
+            number = number_for([call.learns for call in calls])
             smallest, negated = self._ranks.start_all_reduce_min(number, -number).wait()
             if smallest != -negated:
                 self.raise_unlike_weights(calls)

@@ -27,7 +27,6 @@ from lightning_distrec.prefetch.control_message import (
     ControlMessage,
     DifferingCalls,
     WeightedCall,
-    number_weights,
 )
 from lightning_distrec.prefetch.in_flight_batch import (
     InFlightBatch,
@@ -35,7 +34,7 @@ from lightning_distrec.prefetch.in_flight_batch import (
     cause_of_difference,
 )
 from lightning_distrec.prefetch.step_calls import Learner, LookupCounts
-from lightning_distrec.ranks import Ranks
+from lightning_distrec.ranks import Ranks, number_for
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 
 FAILURE_NOTICE_SECONDS = 5.0
@@ -364,7 +363,7 @@ class Prefetcher:
         unannounced = [batch for batch in step.following if batch.message is None]
         batch = unannounced[0] if unannounced else None
         if step.weighted_calls and not weights:
-            weights = number_weights(step.weighted_calls)
+            weights = number_for([call.learns for call in step.weighted_calls])
         step.message = message = self._message_about(batch, failure, weights)
         step.has_read = False
         if batch is not None:
