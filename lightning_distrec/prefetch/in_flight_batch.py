@@ -275,7 +275,12 @@ class InFlightBatch:
     @property
     def waiting(self) -> list[PrefetchedLookup]:
         """The prefetched lookups that the step has not called yet."""
-        return [lookup for lookup in self.prefetched or [] if not lookup.is_taken]
+        # A loop, not a comprehension, which is a call more in every lookup.
+        waiting = []
+        for lookup in self.prefetched or ():
+            if not lookup.is_taken:
+                waiting.append(lookup)
+        return waiting
 
     def drop(self, wait: bool) -> None:
         """Forget it, and send no more of it. wait: whether to wait for what is in flight."""
