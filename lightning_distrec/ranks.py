@@ -27,6 +27,10 @@ class Ranks(Protocol):
     rank: int
     num_ranks: int
 
+    @property
+    def group(self) -> Any:
+        """The process group; None for one rank."""
+
     def start_all_reduce_min(self, *values: int) -> MinReduction:
         """Collective. Start a min all-reduce of each of `values`."""
 

@@ -29,9 +29,10 @@ HYPERPARAMETERS = {
 }
 """The keys of hyperparameters in a checkpoint, and of their type where that is one of
 OmegaConf's."""
+PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 HARMLESS = {
-    "pathlib": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
-    "pathlib._local": ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+    "pathlib": PATHS,
+    "pathlib._local": PATHS,
     "datetime": ("datetime", "date", "time", "timedelta", "timezone"),
     "builtins": ("frozenset", "slice", "range", "dict", "list", "int", "float", "str", "bool"),
     "collections": ("defaultdict",),
@@ -114,6 +115,13 @@ def _member(kind: Any, name: Any) -> Any:
     return _unread_type("builtins.getattr")()
 
 
+def without_hyperparameters(value: Any) -> Any:
+    """Return a checkpoint without those values in it that may be of any type."""
+    if type(value) is not dict:
+        return value
+    return {key: child for key, child in value.items() if key not in HYPERPARAMETERS}
+
+
 def load_safely(file: Any, load: Callable[..., Any] = torch.load, **options: Any) -> Any:
     """Return what a file of torch.save holds, and `Unread` for hyperparameters whose types are not
     known.
@@ -130,12 +138,7 @@ def load_safely(file: Any, load: Callable[..., Any] = torch.load, **options: Any
             content = load(file, weights_only=True, **options)
     except Exception:
         raise refusal from None
-    other_values = (
-        {key: value for key, value in content.items() if key not in HYPERPARAMETERS}
-        if type(content) is dict
-        else content
-    )
-    if next(unread_in(other_values), None) is not None:
+    if any(unread_in(without_hyperparameters(content))):
         raise refusal
     return content
 

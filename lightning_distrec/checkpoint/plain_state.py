@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_distrec._compat.tensors import is_first_replica, local_offsets
-from lightning_distrec.checkpoint.hyperparameters import HYPERPARAMETERS, load_safely
+from lightning_distrec.checkpoint.hyperparameters import (
+    HYPERPARAMETERS,
+    load_safely,
+    without_hyperparameters,
+)
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.errors import CheckpointError
 
@@ -233,13 +237,6 @@ def to_bytes(value: Any, pickles: bool = False) -> bytes:
             refuse_not_plain(without_hyperparameters(value))
         raise
     return buffer.getvalue()
-
-
-def without_hyperparameters(value: Any) -> Any:
-    """Return a checkpoint without those values in it that may be of any type."""
-    if type(value) is not dict:
-        return value
-    return {key: child for key, child in value.items() if key not in HYPERPARAMETERS}
 
 
 def with_plain_types(value: Any) -> Any:

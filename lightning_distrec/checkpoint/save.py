@@ -65,15 +65,6 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank}.pt"
 
 
-class RanksOfThread(Ranks, Protocol):
-    """What saving needs of the ranks: a process group that nothing else uses, since a thread may
-    call it."""
-
-    @property
-    def group(self) -> Any:
-        """The process group; None for one rank."""
-
-
 class Snapshot(Protocol):
     """What a rank writes of a checkpoint, of whichever form."""
 
@@ -84,7 +75,7 @@ class Snapshot(Protocol):
     def on_host(self) -> "Snapshot":
         """Return a copy whose tensors share no memory with the module and its optimizers."""
 
-    def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
+    def write(self, ranks: Ranks, pace: Pace = UNLIMITED) -> None:
         """Collective. Write it; until it is complete, or if a rank fails and all raise, what was
         there stays."""
 
@@ -119,7 +110,7 @@ class FolderSnapshot:
         """Return a copy whose tensors share no memory with the module and its optimizers."""
         return replace(self, tensors=copy_to_host(self.tensors))
 
-    def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
+    def write(self, ranks: Ranks, pace: Pace = UNLIMITED) -> None:
         """Collective. Write the folder."""
 
         def write_files() -> dict[str, list[int]]:
@@ -147,7 +138,7 @@ class FolderSnapshot:
             on_all_ranks(ranks, self.path, complete)
 
 
-def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSnapshot:
+def take_folder_snapshot(content: RankContent, ranks: Ranks) -> FolderSnapshot:
     """Collective. Return what this rank writes. Raises CheckpointError on every rank: something is
     no plain type."""
     checkpoint = content.checkpoint
@@ -175,7 +166,7 @@ def take_folder_snapshot(content: RankContent, ranks: RanksOfThread) -> FolderSn
 
 
 @contextlib.contextmanager
-def unfinished_on_rank_0(ranks: RanksOfThread, path: Path) -> Iterator[UnfinishedFolder | None]:
+def unfinished_on_rank_0(ranks: Ranks, path: Path) -> Iterator[UnfinishedFolder | None]:
     """Collective. Yield a folder to write a checkpoint in, on rank 0; it is gone afterwards if it
     is not completed."""
 
@@ -203,7 +194,7 @@ def _must_see(folder: Path) -> None:
         )
 
 
-def on_all_ranks(ranks: RanksOfThread, path: Path, action: Callable[[], T]) -> T:
+def on_all_ranks(ranks: Ranks, path: Path, action: Callable[[], T]) -> T:
     """Collective. Run a part of writing on every rank. Raises CheckpointError on all: it has failed
     on one of them."""
 
@@ -226,12 +217,13 @@ class Saver:
 
     def __init__(
         self,
-        ranks: RanksOfThread,
+        ranks: Ranks,
         is_async: bool,
         bytes_per_second: float = math.inf,
         note_writing: Callable[[bool], object] = bool,
     ) -> None:
-        """note_writing: called when a thread begins to write, and when it ends."""
+        """ranks: of a process group that nothing else uses, since a thread may call it.
+        note_writing: called when a thread begins to write, and when it ends."""
         self._ranks = ranks
         self._note_writing = note_writing
         self._is_async = is_async

@@ -25,7 +25,7 @@ from lightning_distrec.checkpoint.host_copies import (
     gather_full,
     num_bytes,
 )
-from lightning_distrec.checkpoint.hyperparameters import EXTRA
+from lightning_distrec.checkpoint.hyperparameters import EXTRA, without_hyperparameters
 from lightning_distrec.checkpoint.plain_state import (
     STORED,
     as_chunked,
@@ -39,12 +39,10 @@ from lightning_distrec.checkpoint.plain_state import (
     read_plain,
     refuse_not_plain,
     to_bytes,
-    without_hyperparameters,
 )
 from lightning_distrec.checkpoint.save import (
     PLAN_FILE,
     RankContent,
-    RanksOfThread,
     on_all_ranks,
     unfinished_on_rank_0,
 )
@@ -107,7 +105,7 @@ class FileSnapshot:
             self, content=map_nested(self.content, copied), tensors=copy_to_host(self.tensors)
         )
 
-    def full_content(self, ranks: RanksOfThread) -> dict[str, Any]:
+    def full_content(self, ranks: Ranks) -> dict[str, Any]:
         """Collective. Return what the file holds, on rank 0; an empty dict on the others."""
         full = gather_full(dict(self.tensors), ranks, group=ranks.group)
         states = ranks.all_gather(self.rank_state)
@@ -126,7 +124,7 @@ class FileSnapshot:
         content[EXTRA] = {**self.extra, "optimizers": optimizers, "rank_states": states}
         return content
 
-    def write(self, ranks: RanksOfThread, pace: Pace = UNLIMITED) -> None:
+    def write(self, ranks: Ranks, pace: Pace = UNLIMITED) -> None:
         """Collective. Write the file."""
         if self.save is not None:
             self._write_elsewhere(self.save, ranks)
@@ -141,9 +139,7 @@ class FileSnapshot:
             content = self.full_content(ranks)
             on_all_ranks(ranks, self.path, complete)
 
-    def _write_elsewhere(
-        self, save: Callable[[dict[str, Any]], None], ranks: RanksOfThread
-    ) -> None:
+    def _write_elsewhere(self, save: Callable[[dict[str, Any]], None], ranks: Ranks) -> None:
         content = self.full_content(ranks)
 
         def save_on_rank_0() -> None:

@@ -16,8 +16,6 @@ from rich.progress import (
 )
 
 from lightning_distrec.checkpoint.contents import verify
-from lightning_distrec.checkpoint.tools.describe import describe, print_description
-from lightning_distrec.checkpoint.tools.export_checkpoint import export, merge
 from lightning_distrec.cli.command_line import (
     EXIT_ERROR,
     EXIT_OK,
@@ -26,6 +24,8 @@ from lightning_distrec.cli.command_line import (
     exit_on_sigterm,
 )
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.serving.describe import describe, print_description
+from lightning_distrec.serving.export_checkpoint import export, merge
 from lightning_distrec.units import format_bytes
 
 

@@ -90,13 +90,9 @@ class BatchObjects:
         return are_unwritten(self._versions[id(tensor)])
 
     @property
-    def containers(self) -> list[tuple[Any, Path]]:
-        """Those of them that are not tensors, and where they are."""
-        children = []
-        for child, path in self._objects.values():
-            if not isinstance(child, Tensor):
-                children.append((child, path))
-        return children
+    def with_paths(self) -> list[tuple[Any, Path]]:
+        """All of them, and where they are."""
+        return list(self._objects.values())
 
     def source_of(
         self, argument: Any, ids: Any = None, compute: Compute | None = None
@@ -231,8 +227,10 @@ def _find_part(
     base: Tensor, source: PathSource, tensor: Tensor, dim: int, start: int
 ) -> ViewSource | None:
     """Return which place or range of a dim `tensor` is. start: elements before its first one."""
-    shape, strides = list(base.shape), list(base.stride())
-    size, stride = shape.pop(dim), strides.pop(dim)
+    shape = list(base.shape)
+    strides = list(base.stride())
+    size = shape.pop(dim)
+    stride = strides.pop(dim)
     # What begins at place i of a dim begins i strides of this dim after the base.
     position, remainder = divmod(start, stride) if stride else (0, start)
     if remainder or not 0 <= position < size:
@@ -279,7 +277,7 @@ class FeatureOrder:
         order."""
         self._names: list[tuple[Path, str]] = []
         """Path of a text of the batch that names a feature, and that name."""
-        for container, path in objects.containers:
+        for container, path in objects.with_paths:
             if path in used and isinstance(container, (dict, KeyedJaggedTensor)):
                 counting = used[path] | names
                 self._orders.append((path, counting, _key_order(container, counting)))

@@ -230,7 +230,8 @@ class ComputedCall:
     """
 
     def __init__(self, path: str, place: int, refused: str = "") -> None:
-        self.path, self.place = path, place
+        self.path = path
+        self.place = place
         self.refused = refused
         """Why it is not prefetched."""
         self.is_reported = bool(refused)

@@ -1,7 +1,6 @@
 """What ranks send each other in a step: the status of a batch to come, and that a call differs from
 the prefetched."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from lightning_distrec import gpu
 from lightning_distrec.errors import ProvenanceError, RankError, ShardingError
 from lightning_distrec.prefetch.even_batches import HAS_BATCH
-from lightning_distrec.ranks import MinReduction, Ranks
+from lightning_distrec.ranks import MinReduction, Ranks, number_for
 
 NO_FAILURE = 2**31
 DIFFERING_CALL = 2**30
@@ -144,13 +143,6 @@ class WeightedCall:
     learns: bool
 
 
-def number_weights(calls: list[WeightedCall]) -> int:
-    """Return what is alike on all ranks where these calls are, in 56 bits. 0 stands for none."""
-    flags = bytes([call.learns for call in calls])
-    # 7 bytes, so that the number and its negative fit into int64s of the message.
-    return int.from_bytes(hashlib.blake2b(flags, digest_size=7).digest(), "big")
-
-
 class LateComparison:
     """Compares inputs on a GPU with what was computed ahead; the host reads the result later. Not
     run on a GPU yet."""
@@ -178,7 +170,8 @@ class LateComparison:
         """Send the step's result to the host, without waiting for it."""
         if not self._differ:
             return
-        differ, self._differ = torch.stack(self._differ).any(), []
+        differ = torch.stack(self._differ).any()
+        self._differ = []
         if not gpu.is_on_gpu(differ):
             self._sent = differ
             return
@@ -199,7 +192,9 @@ class LateComparison:
             if not wait and not self._arrived.query():
                 return
             self._arrived.synchronize()
-        sent, self._sent, self._arrived = self._sent, None, None
+        sent = self._sent
+        self._sent = None
+        self._arrived = None
         if bool(sent):
             raise ProvenanceError(
                 "a table was called with another input than the step's operations computed ahead "
@@ -239,7 +234,7 @@ class DifferingCalls:
     def agree_on_weights(self, calls: list[WeightedCall]) -> None:
         """Collective. Raise ShardingError where ranks differ in which weights need a gradient."""
         if calls:
-            number = number_weights(calls)
+            number = number_for([call.learns for call in calls])
             smallest, negated = self._ranks.start_all_reduce_min(number, -number).wait()
             if smallest != -negated:
                 self.raise_unlike_weights(calls)

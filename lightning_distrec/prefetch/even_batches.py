@@ -52,10 +52,8 @@ def even(
     gathered = ranks.all_gather((sized_len(loader), is_exact))
     lengths = [length for length, _ in gathered]
     sizes = [length for length in lengths if length is not None]
-    end, all_exact = (
-        EndPolicy(ranks, mode, warn),
-        None not in lengths and all(is_exact for _, is_exact in gathered),
-    )
+    end = EndPolicy(ranks, mode, warn)
+    all_exact = None not in lengths and all(is_exact for _, is_exact in gathered)
     if not all_exact and repeats != "no" and mode == "stop":
         return RepeatingLoader(loader, None, end, repeats)
     if not all_exact:
@@ -135,15 +133,23 @@ class Wrapper:
             setattr(self._loader, name, value)
 
 
-class ShortenedLoader(Wrapper):
+class CountedLoader(Wrapper):
+    """A wrapper with a number of batches of its own; None: it is not known on some rank."""
+
+    length: int | None
+
+    def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError(f"{type(self._loader).__name__} has no length on some rank")
+        return self.length
+
+
+class ShortenedLoader(CountedLoader):
     """The first `length` batches of a sized loader."""
 
     def __init__(self, loader: Any, length: int) -> None:
         super().__init__(loader)
         self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self._loader), self.length)
@@ -200,7 +206,7 @@ class Repeated:
     batch: Any
 
 
-class RepeatingLoader(Wrapper):
+class RepeatingLoader(CountedLoader):
     """All batches of a loader, and then `Repeated` ones while any rank has batches.
 
     length: the largest of any rank; None: it is not known, ranks agree on each batch, and iterating
@@ -210,15 +216,14 @@ class RepeatingLoader(Wrapper):
 
     def __init__(self, loader: Any, length: int | None, end: EndPolicy, repeats: Repeats) -> None:
         super().__init__(loader)
-        self.length, self.end, self.repeats = length, end, repeats
-
-    def __len__(self) -> int:
-        if self.length is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length on some rank")
-        return self.length
+        self.length = length
+        self.end = end
+        self.repeats = repeats
 
     def __iter__(self) -> Iterator[Any]:
-        batches, last, count = self._begin_late(), None, 0
+        batches = self._begin_late()
+        last = None
+        count = 0
         while self.length is None or count < self.length:
             state, batch, failure = draw_next(batches)
             if self.length is None:
@@ -235,7 +240,7 @@ class RepeatingLoader(Wrapper):
             count += 1
 
 
-class EvenLoader(Wrapper):
+class EvenLoader(CountedLoader):
     """A loader without an exact length; the ranks agree before each batch that all of them have
     one.
 
@@ -246,15 +251,11 @@ class EvenLoader(Wrapper):
 
     def __init__(self, loader: Any, end: EndPolicy, length: int | None = None) -> None:
         super().__init__(loader)
-        self.end, self.length = end, length
+        self.end = end
+        self.length = length
         self.agrees = True
         """Whether iterators that begin now agree on their end; false where the fetcher of the
         batches does it."""
-
-    def __len__(self) -> int:
-        if self.length is None:
-            raise TypeError(f"{type(self._loader).__name__} has no length on some rank")
-        return self.length
 
     def __iter__(self) -> Iterator[Any]:
         """Collective. Return batches while every rank has one. Raises DataError as `EndPolicy`

@@ -66,15 +66,15 @@ class PrefetchFetcher(DataFetcher):
         make_ready: Callable[[InFlightBatch, Any, int], None],
     ) -> None:
         super().__init__()
-        self._kind, self._prefetcher, self._end, self._make_ready = (
-            kind,
-            prefetcher,
-            end,
-            make_ready,
-        )
+        self._kind = kind
+        self._prefetcher = prefetcher
+        self._end = end
+        self._make_ready = make_ready
         self._queue: deque[InFlightBatch] = deque()
-        self._count = self._num_drawn = 0
-        self._has_more, self._agrees_on_draws, self._has_ended = True, False, False
+        self._num_drawn = 0
+        self._has_more = True
+        self._agrees_on_draws = False
+        self._has_ended = False
         self._loader_states: Any = None
 
     @override
@@ -89,7 +89,8 @@ class PrefetchFetcher(DataFetcher):
         ):
             # Each has an end of its own: Lightning restarts it then, leaves it out, or goes on with
             # the next one.
-            self._agrees_on_draws, loaders = bool(loaders), []
+            self._agrees_on_draws = bool(loaders)
+            loaders = []
         # Iterators that begin now leave it to this fetcher to agree: its messages carry the state
         # of each batch.
         for loader in loaders:
@@ -99,7 +100,8 @@ class PrefetchFetcher(DataFetcher):
         finally:
             for loader in loaders:
                 loader.agrees = True
-        self._count, self._num_drawn, self._has_ended = 0, 0, False
+        self._num_drawn = 0
+        self._has_ended = False
         self._has_more = self.length != 0
         self._loader_states = loader_states(self.combined_loader)
         override_loader_states(self.combined_loader, lambda: self._loader_states)
@@ -121,7 +123,6 @@ class PrefetchFetcher(DataFetcher):
         finally:
             self._stop_profiler()
         self.fetched += 1
-        self._count += 1
         # A checkpoint in this step resumes after this batch, though later ones were drawn from the
         # loaders.
         self._loader_states = in_flight.loader_states
@@ -133,7 +134,8 @@ class PrefetchFetcher(DataFetcher):
         ):
             self._end_epoch()  # now: Lightning does not ask again after the last batch
         self.done = counted or self._has_ended
-        self._prefetcher.current, self._prefetcher.following = in_flight, list(self._queue)
+        self._prefetcher.current = in_flight
+        self._prefetcher.following = list(self._queue)
         ready = ReadyBatch(in_flight.batch)
         return Repeated(ready) if in_flight.is_repeated else ready, *in_flight.indices
 
@@ -157,7 +159,7 @@ class PrefetchFetcher(DataFetcher):
         # Lightning may ask again after the end; `apply` is collective, and warns.
         if not self._has_ended:
             self._has_ended = True
-            self._end.apply(self._count, self._queue[0].state, self._queue[0].failure)
+            self._end.apply(self.fetched, self._queue[0].state, self._queue[0].failure)
 
     def _fill(self, size: int) -> None:
         while len(self._queue) < size and self._has_more:
@@ -195,11 +197,13 @@ class PrefetchFetcher(DataFetcher):
             in_flight.loader_states = loader_states(self.combined_loader)
             if state == HAS_BATCH:
                 if isinstance(batch, Repeated):
-                    batch, in_flight.is_repeated = batch.batch, True
+                    batch = batch.batch
+                    in_flight.is_repeated = True
                 try:
                     self._make_ready(in_flight, batch, dataloader_idx)
                 except Exception as error:  # raised when its step is due, and on all ranks
-                    in_flight.state, in_flight.failure = FAILED, error
+                    in_flight.state = FAILED
+                    in_flight.failure = error
             return in_flight
 
     def drop(self) -> None:

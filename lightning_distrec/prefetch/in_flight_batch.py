@@ -32,7 +32,8 @@ class PrefetchedLookup:
     (strategies/tables/prefetching.py)."""
 
     def __init__(self, call: PrefetchedCall, table: Any, roots: BatchRoots) -> None:
-        self.call, self.table = call, table
+        self.call = call
+        self.table = table
         self._arguments = call.get(roots)
         self._versions = versions(*self._arguments)
         self._begun = table.begin(self._arguments)
@@ -90,7 +91,9 @@ class InFlightBatch:
     end, or a failure."""
 
     def __init__(self, kind: str, state: int, failure: Exception | None = None) -> None:
-        self.kind, self.state, self.failure = kind, state, failure
+        self.kind = kind
+        self.state = state
+        self.failure = failure
         self.batch: Any = None
         self.loader_states: Any = None
         self.indices: tuple[int, int] = (0, 0)
@@ -189,7 +192,8 @@ class InFlightBatch:
 
     def announce(self, message: ControlMessage) -> None:
         """Note that `message` carries the status of this batch."""
-        self.message, self._agreed = message, None
+        self.message = message
+        self._agreed = None
 
     def agreed_status(self) -> BatchStatus:
         """Return its status over all ranks; waits for them the first time. It must be announced."""
@@ -212,9 +216,11 @@ class InFlightBatch:
                 unready_paths.add(call.path)
             else:
                 ready.append(i)
-        self.prefetched, self.placed_paths = [], step.placed_paths | unready_paths
+        self.prefetched = []
+        self.placed_paths = step.placed_paths | unready_paths
         for i in ready:
-            path, lookup = step.calls[i].path, self._lookups[i]
+            path = step.calls[i].path
+            lookup = self._lookups[i]
             if lookup is not None and (path in step.regular or path not in unready_paths):
                 lookup.request.sizes = status.size_ranges[i]
                 lookup.request.received = status.counts[i] if status.counts else ()
@@ -269,7 +275,12 @@ class InFlightBatch:
     @property
     def waiting(self) -> list[PrefetchedLookup]:
         """The prefetched lookups that the step has not called yet."""
-        return [lookup for lookup in self.prefetched or [] if not lookup.is_taken]
+        # A loop, not a comprehension, which is a call more in every lookup.
+        waiting = []
+        for lookup in self.prefetched or ():
+            if not lookup.is_taken:
+                waiting.append(lookup)
+        return waiting
 
     def drop(self, wait: bool) -> None:
         """Forget it, and send no more of it. wait: whether to wait for what is in flight."""

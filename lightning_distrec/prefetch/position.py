@@ -56,10 +56,12 @@ class ResumableSampler:
             if _iterates_as(self.entries, kind):
                 distributed.append(kind)
         self.is_distributed = bool(distributed)
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank = rank
+        self.num_ranks = num_ranks
         self.order = _sampler_order(self.entries) if num_ranks == 1 else None
         if distributed:
-            self.rank, self.num_ranks = self.entries.rank, self.entries.num_replicas
+            self.rank = self.entries.rank
+            self.num_ranks = self.entries.num_replicas
             self.order = distributed[0].__name__
         self.start: State | None = None
         self.origin: State = {}
@@ -150,7 +152,9 @@ class ResumableSampler:
                 if is_ours
                 else DistributedSampler(samples, num_replicas=1, rank=0)
             )
-            sampler.num_replicas, sampler.rank, sampler.drop_last = 1, 0, False
+            sampler.num_replicas = 1
+            sampler.rank = 0
+            sampler.drop_last = False
             # Its constructor has computed both for the number of ranks.
             sampler.num_samples = sampler.total_size = len(samples)
             sampler.epoch, sampler.seed, sampler.shuffle = start["of_epoch"]
@@ -294,7 +298,8 @@ def adapt_progress(fit_loop: dict[str, Any], num_ranks: int, num_accumulated: in
 def _reopen_epoch(fit_loop: dict[str, Any]) -> None:
     """Let an epoch continue that max_steps, max_time or should_stop has ended: Lightning counts it
     as complete."""
-    batches, epochs = fit_loop["epoch_loop.batch_progress"], fit_loop["epoch_progress"]
+    batches = fit_loop["epoch_loop.batch_progress"]
+    epochs = fit_loop["epoch_progress"]
     current = epochs["current"]
     if (
         batches["is_last_batch"]
@@ -337,7 +342,9 @@ class PositionedLoader(Wrapper):
         super().__init__(loader)
         for name in ("state_dict", "load_state_dict"):
             vars(self).pop(name, None)  # torchdata's, in place of which are those below
-        self.torch_loader, self.sampler_in_use, self.warn = torch_loader, sampler_in_use, warn
+        self.torch_loader = torch_loader
+        self.sampler_in_use = sampler_in_use
+        self.warn = warn
         self.start: State | None = None
         self.state = self._beginning()
         generators = (_generator_of(torch_loader), sampler_in_use.generator)
@@ -383,7 +390,8 @@ class PositionedLoader(Wrapper):
             state["samples"] and state["generator"] is None
         ):
             return "the checkpoint does not hold the position of such a dataloader"
-        order, layout = self.sampler_in_use.order, self.sampler_in_use.layout()
+        order = self.sampler_in_use.order
+        layout = self.sampler_in_use.layout()
         if order is None or state["order"] is None:
             compared = ("rank", "num_ranks", "length" if layout["num_ranks"] == 1 else "batch_size")
             can_resume = order == state["order"] and all(
@@ -411,7 +419,8 @@ class PositionedLoader(Wrapper):
         self.start, self.state = None, self._beginning()
 
     def __iter__(self) -> Iterator[Any]:
-        start, self.start = self.start, None
+        start = self.start
+        self.start = None
         if start is not None and not (start["samples"] and start["batches"] < len(self)):
             start = None
         self.state = start or self._beginning()
@@ -429,16 +438,15 @@ class PositionedLoader(Wrapper):
             and start["of_epoch"][0] != sampler.entries.epoch
         ):
             start = None
-        sampler.start, sampler.origin = start, {}
+        sampler.start = start
+        sampler.origin = {}
         # A position that continues begins as its epoch began.
         _set_states(
             self.generators,
             self.states_to_set if start is None else start.get("first_generators", []),
         )
-        first_generators, self.states_to_set = (
-            [generator.get_state() for generator in self.generators],
-            [],
-        )
+        first_generators = [generator.get_state() for generator in self.generators]
+        self.states_to_set = []
         with _draw_from(self.torch_loader, sampler):
             # workers' seeds are drawn
             with nullcontext() if start is None else torch.random.fork_rng(devices=[]):

@@ -27,7 +27,6 @@ from lightning_distrec.prefetch.control_message import (
     ControlMessage,
     DifferingCalls,
     WeightedCall,
-    number_weights,
 )
 from lightning_distrec.prefetch.in_flight_batch import (
     InFlightBatch,
@@ -35,7 +34,7 @@ from lightning_distrec.prefetch.in_flight_batch import (
     cause_of_difference,
 )
 from lightning_distrec.prefetch.step_calls import Learner, LookupCounts
-from lightning_distrec.ranks import Ranks
+from lightning_distrec.ranks import Ranks, number_for
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
 
 FAILURE_NOTICE_SECONDS = 5.0
@@ -50,7 +49,9 @@ class Step:
     def __init__(
         self, batch: InFlightBatch, following: list[InFlightBatch], counts: LookupCounts
     ) -> None:
-        self.batch, self.following, self.counts = batch, following, counts
+        self.batch = batch
+        self.following = following
+        self.counts = counts
         self.takes_prefetched = True
         """Whether user code is in its step, whose calls get what was prefetched."""
         self.was_sent = False
@@ -100,8 +101,11 @@ class Prefetcher:
         exchange: IdsExchange,
         learner: Learner,
     ) -> None:
-        self.depth, self.ranks = depth, ranks
-        self._tables, self._exchange, self._learner = tables, exchange, learner
+        self.depth = depth
+        self.ranks = ranks
+        self._tables = tables
+        self._exchange = exchange
+        self._learner = learner
         self._on_gpu = any(table.on_gpu for table in tables.values())
         self._exchanges_counts = any(table.exchanges_counts for table in tables.values())
         self.current: InFlightBatch | None = None
@@ -269,7 +273,8 @@ class Prefetcher:
             return False
         self._learner.abandon(current.kind, lookup.call, cause_of_difference(lookup.call))
         # As in a step of which nothing was prefetched: its end sends another message.
-        step.message, current.prefetched = None, []
+        step.message = None
+        current.prefetched = []
         return True
 
     def rows_arrived(self, request: Any) -> None:
@@ -325,7 +330,8 @@ class Prefetcher:
     def abandon(self, failure: Exception) -> None:
         """Take part in the lookups that the other ranks still make, and report that the step failed
         on this rank."""
-        step, self._step = self._step, None
+        step = self._step
+        self._step = None
         if step is None:
             return
         self.failed = True
@@ -357,7 +363,7 @@ class Prefetcher:
         unannounced = [batch for batch in step.following if batch.message is None]
         batch = unannounced[0] if unannounced else None
         if step.weighted_calls and not weights:
-            weights = number_weights(step.weighted_calls)
+            weights = number_for([call.learns for call in step.weighted_calls])
         step.message = message = self._message_about(batch, failure, weights)
         step.has_read = False
         if batch is not None:
@@ -413,7 +419,9 @@ class Prefetcher:
             batches = [self.current, *batches]
         for batch in batches:
             batch.drop(wait=not self.failed)
-        self.current, self.following, self._step = None, [], None
+        self.current = None
+        self.following = []
+        self._step = None
         self._learner.drop()
 
 

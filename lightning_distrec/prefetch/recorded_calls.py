@@ -48,7 +48,8 @@ class RecordedCall:
         self.reason = ""
         """Why it cannot be prefetched; "" if it can."""
         self.recording: Recording | None = None
-        self._objects, self._recorder = objects, recorder
+        self._objects = objects
+        self._recorder = recorder
         sources: list[Source] = []
         for argument in arguments:
             # Offsets, lengths and weights come after the ids that they belong to.
@@ -62,7 +63,8 @@ class RecordedCall:
             return
         self.recording = Recording(LookupCall(path, tuple(sources)))
         if self.needs_trial and not self._repeats(self.recording, arguments):
-            self.reason, self.recording = "its input is not what its operations compute", None
+            self.reason = "its input is not what its operations compute"
+            self.recording = None
 
     @property
     def needs_trial(self) -> bool:
@@ -115,7 +117,8 @@ class StepCalls:
         is_complete: bool,
         trial: Trial | None = None,
     ) -> None:
-        self.calls, self.is_complete = calls, is_complete
+        self.calls = calls
+        self.is_complete = is_complete
         self.placed_paths: set[str] = set()
         """Tables of which some calls are not prefetched: a call is distinguished by how many come
         before it."""
@@ -125,7 +128,8 @@ class StepCalls:
         """Whether it makes computed calls."""
         self._sizes: Sizes = {}
         if trial is not None:
-            self.placed_paths, self.regular = set(trial.reasons), set(trial.calls)
+            self.placed_paths = set(trial.reasons)
+            self.regular = set(trial.calls)
             self._sizes = trial.sizes
         names: set[str] = set()
         paths: list[Path] = []

@@ -57,7 +57,8 @@ class HeldTensor:
     now."""
 
     def __init__(self, name: str, read: Callable[[], Any]) -> None:
-        self.name, self.read = name, read
+        self.name = name
+        self.read = read
         self._stamp: Any = None
         self._was_written = False
 
@@ -168,7 +169,8 @@ class Recorder:
     """
 
     def __init__(self, module: nn.Module, objects: BatchObjects, roots: BatchRoots) -> None:
-        self.roots, self.objects = roots, objects
+        self.roots = roots
+        self.objects = objects
         self.read_refusal = ""
         """Why nothing is computed ahead any more: Python has read a value."""
         self.has_read_batch = False
@@ -300,7 +302,8 @@ class Recorder:
         if function is aten.lift_fresh.default:
             self._add(output, args[0].detach().clone())
             return
-        inputs, outputs = _tensors_in((args, kwargs)), _tensors_in(output)
+        inputs = _tensors_in((args, kwargs))
+        outputs = _tensors_in(output)
         reason = self._refusal(function, inputs)
         # As of Tensor.item or bool(tensor).
         if not outputs and isinstance(output, (bool, int, float)):

@@ -264,13 +264,15 @@ def _is_same_jagged(
 ) -> bool:
     if argument.keys() != prefetched.keys() or argument.variable_stride_per_key():
         return False
-    prefetched_fields, fields = jagged_fields(prefetched), jagged_fields(argument)
+    prefetched_fields = jagged_fields(prefetched)
+    fields = jagged_fields(argument)
     for name in ("values", "weights"):
         if not is_same_input(fields[name], prefetched_fields[name], compare):
             return False
     # Each of them determines the other, so that one is enough.
     for name in ("lengths", "offsets"):
-        field, prefetched_field = fields[name], prefetched_fields[name]
+        field = fields[name]
+        prefetched_field = prefetched_fields[name]
         if field is None or prefetched_field is None:
             continue
         if is_same_input(field, prefetched_field, compare):

@@ -48,7 +48,9 @@ class Learner:
         self.max_calls = 0
         """The most that any kind has."""
         self.is_recording = False
-        self._ranks, self._warn, self._record = ranks, warn, record
+        self._ranks = ranks
+        self._warn = warn
+        self._record = record
         self._has_reported_unlike = False
         self._trials: dict[str, Trial] = {}
         """Kind of step -> what is known of its computed calls, until its trial is over."""
@@ -64,7 +66,9 @@ class Learner:
 
     def begin_step(self, batch: InFlightBatch) -> None:
         """Begin to record the step of `batch`."""
-        self.is_recording, self._batch, self._recorded = True, batch, []
+        self.is_recording = True
+        self._batch = batch
+        self._recorded = []
         if batch.objects is None:
             batch.objects = BatchObjects(batch.roots)
         self._recorder = None if self._record is None else self._record(batch.objects, batch.roots)
@@ -96,7 +100,8 @@ class Learner:
         of its kind."""
         if not self.is_recording or self._batch is None:
             return False
-        batch, recorded = self._batch, self._recorded
+        batch = self._batch
+        recorded = self._recorded
         self.drop()
         assert batch.objects is not None
         is_first = batch.kind not in self.calls
@@ -116,7 +121,10 @@ class Learner:
 
     def drop(self) -> None:
         """Forget the step that is running."""
-        self.is_recording, self._recorded, self._recorder, self._batch = False, [], None, None
+        self.is_recording = False
+        self._recorded = []
+        self._recorder = None
+        self._batch = None
 
     def _learn_first(self, kind: str, objects: BatchObjects, recorded: list[RecordedCall]) -> None:
         calls, reasons, trial = agree_on_calls(recorded, self._ranks)

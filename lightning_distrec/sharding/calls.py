@@ -145,8 +145,13 @@ def _smallest_margin(values: Tensor, ids_per_feature: Tensor, limits: list[int])
     return (limit_of_id - values).amin()
 
 
-def _check_types(call: str, tensors: Mapping[str, Tensor]) -> None:
+def _check_types(call: str, tensors: Mapping[str, Tensor | None]) -> None:
     for name, tensor in tensors.items():
+        if tensor is None:
+            raise IdsError(
+                f"{call} has ids without {name}. Give the KeyedJaggedTensor lengths or offsets: "
+                "its third argument is weights."
+            )
         if tensor.dtype not in _ID_TYPES or tensor.dim() != 1:
             text = f"{call} has {name} of {tensor.dtype} and shape {tuple(tensor.shape)}"
             raise IdsError(f"{text}. They must be int64 or int32, and of one dimension.")

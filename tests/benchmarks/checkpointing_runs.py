@@ -121,7 +121,7 @@ def load_as_lightning_does(trainer: pl.Trainer, path: Path) -> None:
 def export_peaks(job: Job) -> dict[str, int]:
     """Export our checkpoint in this process, the one of those that `run_on_ranks` runs; returns
     bytes by suffix."""
-    from lightning_distrec.checkpoint.tools.export_checkpoint import export
+    from lightning_distrec.serving.export_checkpoint import export
 
     actual = {}
     for suffix in (".ckpt", ".safetensors"):
@@ -151,7 +151,7 @@ def _must_be_exported(job: Job, path: Path) -> None:
 
 
 NUM_RANKS = 2
-EXPORT = "lightning_distrec.checkpoint.tools.export_checkpoint"
+EXPORT = "lightning_distrec.serving.export_checkpoint"
 
 
 @dataclass

@@ -228,9 +228,9 @@ def resume(life: Life, folder: Path) -> dict[str, Any]:
 def use(life: Life, folder: Path) -> dict[str, Any]:
     """Do in one process what needs no ranks; returns its peaks."""
     from lightning_distrec.checkpoint.contents import read_contents
-    from lightning_distrec.checkpoint.tools.export_checkpoint import export
     from lightning_distrec.serving.answer import Server
     from lightning_distrec.serving.artifact import export_for_serving
+    from lightning_distrec.serving.export_checkpoint import export
     from lightning_distrec.sharding.meta_tables import tables_on_meta
 
     stages, batch, full = Stages(life), next(iter(_data(life))), folder / "full.ckpt"

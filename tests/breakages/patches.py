@@ -220,7 +220,7 @@ BREAKAGES = (
         r"if actual_size != size:",
         "if False:",
         "A truncated copy of a checkpoint is taken for complete.",
-        ("unit/checkpoint/test_checkpoint_attacks.py", "unit/checkpoint/test_describe.py"),
+        ("unit/checkpoint/test_checkpoint_attacks.py", "unit/serving/test_describe.py"),
     ),
     Breakage(
         "unlocked-writer",
@@ -236,7 +236,7 @@ BREAKAGES = (
         r"narrowed\(rows, \(row, \*offsets\[1:\]\), block\)",
         "narrowed(rows, block[0], block)",
         "A checkpoint that is resumed on other ranks puts rows into wrong places.",
-        ("unit/checkpoint/test_export.py", "multiprocess/checkpoint/test_resuming.py"),
+        ("unit/serving/test_export.py", "multiprocess/checkpoint/test_resuming.py"),
     ),
     Breakage(
         "second-chunk-lost",
@@ -244,7 +244,7 @@ BREAKAGES = (
         r"files\[number\]\[name\] = chunk",
         "files[0][name] = chunk",
         "A rank that has two shards of a table saves the second one alone.",
-        ("contracts/test_compat_checkpoint.py", "unit/checkpoint/test_export.py"),
+        ("contracts/test_compat_checkpoint.py", "unit/serving/test_export.py"),
     ),
     Breakage(
         "unverified-bytes",

@@ -42,8 +42,7 @@ SHARDING = {
     "sharding/planning",
     "sharding/weights",
 }
-CHECKPOINT = {"checkpoint", "checkpoint/tools"}
-BELOW_STRATEGIES = GROUND | SHARDING | {"cluster"} | CHECKPOINT | {"prefetch", "optimizers"}
+BELOW_STRATEGIES = GROUND | SHARDING | {"cluster", "checkpoint", "prefetch", "optimizers"}
 STRATEGIES = {
     "strategies",
     "strategies/run",
@@ -89,7 +88,6 @@ MAY_IMPORT = {
     "optimizers": GROUND,
     "prefetch": GROUND,
     "checkpoint": GROUND,
-    "checkpoint/tools": GROUND | {"checkpoint"},
     "cluster": GROUND,
     "sharding/mapping": GROUND,
     "sharding/weights": GROUND,
@@ -233,7 +231,7 @@ def house(tmp_path):
     write("errors.py", "import torch\n")
     write("_compat/torch.py", "from ..errors import DistRecError\n")
     for folder in (
-        SHARDING | {"cluster"} | CHECKPOINT | STRATEGIES | {"prefetch", "optimizers", "cli"}
+        SHARDING | STRATEGIES | {"cluster", "checkpoint", "prefetch", "optimizers", "cli"}
     ):
         write(f"{folder}/__init__.py", "")
     write("sharding/plan.py", "from lightning_distrec._compat import x\nfrom .tables import y\n")

@@ -61,10 +61,10 @@ FIT_NUMBERS = itertools.count(1)
 order."""
 
 
-def run_name(option: str | None, variables: Mapping[str, str] = os.environ) -> str:
+def run_name(option: str | None) -> str:
     """Return the name of the run by the options or the environment; "" for none. Raises
     ConfigError: it is invalid."""
-    name = option if option is not None else variables.get(RUN_NAME, "")
+    name = option if option is not None else os.environ.get(RUN_NAME, "")
     if name and not re.fullmatch(r"[\w.-]{1,100}", name):
         raise ConfigError(
             f"run_name={name!r}: it becomes part of a file's name. Use 1 to 100 letters, digits, "

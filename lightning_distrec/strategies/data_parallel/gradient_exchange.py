@@ -66,7 +66,8 @@ class PowerSGD:
     def __init__(self, module: nn.Module, options: PowerSGDOptions, bucket_cap_mb: float) -> None:
         # DDP asks hooks for their names
         self.__name__ = self.__qualname__ = "powersgd"
-        self._module, self._bucket_cap_mb = module, bucket_cap_mb
+        self._module = module
+        self._bucket_cap_mb = bucket_cap_mb
         self._layout = ""
         """What DDP makes its buckets of."""
         self._state = PowerSGDState(None, options.matrix_rank, orthogonalization_epsilon=1e-8)
@@ -289,7 +290,8 @@ def _average(
 
 def _average_dense(gradients: Tensor) -> torch.futures.Future[Tensor]:
     """Send a dense tensor with a further column, which is 1 in rows that were looked up."""
-    shape, num_ranks = gradients.shape, dist.get_world_size()
+    shape = gradients.shape
+    num_ranks = dist.get_world_size()
     rows, values = rows_and_values(gradients)
     marked = torch.zeros(shape[0], shape[1] + 1, dtype=values.dtype, device=values.device)
     marked[:, :-1].index_add_(0, rows, values)
@@ -308,7 +310,8 @@ def _average_dense(gradients: Tensor) -> torch.futures.Future[Tensor]:
 def _average_rows(gradients: Tensor) -> torch.futures.Future[Tensor]:
     """Gather rows and values, padded to those of the rank with the most rows. Only the numbers of
     rows are awaited."""
-    shape, num_ranks = gradients.shape, dist.get_world_size()
+    shape = gradients.shape
+    num_ranks = dist.get_world_size()
     rows, values = rows_and_values(gradients.coalesce())
     counts = [rows.new_empty(1) for _ in range(num_ranks)]
     dist.all_gather(counts, rows.new_tensor([len(rows)]))

@@ -137,8 +137,11 @@ class BatchSizes:
     """
 
     def __init__(self, trainer: Trainer, ranks: Ranks, notify: Callable[[str], None]) -> None:
-        self._trainer, self._ranks, self._notify = trainer, ranks, notify
-        self._is_done, self._num_steps = ranks.num_ranks == 1, 0
+        self._trainer = trainer
+        self._ranks = ranks
+        self._notify = notify
+        self._is_done = ranks.num_ranks == 1
+        self._num_steps = 0
         self._is_due = True
         self._last: list[int] = []
         """The number of the last step whose batch was looked at, and the sizes of its tensors."""
@@ -187,7 +190,8 @@ ADVICE = "Return a loss of what the step computes, times 0: `(output * 0).sum()`
 def reaches_a_parameter(loss: Tensor) -> bool:
     """Return whether backward may give any parameter a gradient; looks no further than to the first
     sign of one."""
-    nodes, seen = [loss.grad_fn], set()
+    nodes = [loss.grad_fn]
+    seen = set()
     while nodes:
         node: Any = nodes.pop()
         if node is None or node in seen:
@@ -248,7 +252,9 @@ class UnreachedLoss:
         rank: int,
         lookups: Lookups | None = None,
     ) -> None:
-        self._layers, self._rank, self._lookups = layers, rank, lookups
+        self._layers = layers
+        self._rank = rank
+        self._lookups = lookups
         self._order: list[Any] = []
         """Parameters, and numbers of lookups, as the first backward has completed their
         gradients."""
@@ -326,7 +332,8 @@ class UnreachedLoss:
 
     def _record(self, lookups: list[list[Tensor]]) -> None:
         """Note in which order the backward that begins now completes gradients."""
-        self._num_lookups, completed = len(lookups), self._order
+        self._num_lookups = len(lookups)
+        completed = self._order
         for parameter in self._layers().values():
             if parameter.requires_grad:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(completed.append))

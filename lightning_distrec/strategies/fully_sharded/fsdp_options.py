@@ -111,7 +111,8 @@ def choose_dtypes(options: FSDPOptions, precision: str) -> Dtypes:
             "offload with Trainer(precision='16-mixed'): torch's GradScaler reads the scale of "
             "gradients on the host before it is there. Use 'bf16-mixed' or '32-true'."
         )
-    precision_dtype, is_mixed = COMPUTE_DTYPES[precision], precision.endswith("-mixed")
+    precision_dtype = COMPUTE_DTYPES[precision]
+    is_mixed = precision.endswith("-mixed")
     param = precision_dtype
     if options.param_dtype is not None:
         param = DTYPES[options.param_dtype]
@@ -156,7 +157,8 @@ def make_mesh(
     ranks_on_node: for each rank, the number of ranks on its node.
     Raises ConfigError: the ranks cannot be divided evenly among replicas.
     """
-    num_ranks, replicas = len(ranks_on_node), num_replicas(options.replicas, ranks_on_node)
+    num_ranks = len(ranks_on_node)
+    replicas = num_replicas(options.replicas, ranks_on_node)
     if replicas == 1:
         return init_device_mesh(device.type, (num_ranks,), mesh_dim_names=("data_parallel",))
     # By hand, because groups that init_device_mesh makes have torch's default timeout.

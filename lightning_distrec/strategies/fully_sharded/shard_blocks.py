@@ -259,7 +259,8 @@ def _shard(
     leave out.
     Raises ConfigError: what is on the meta device cannot be initialized.
     """
-    reshards, dtypes = settings[0].reshard_after_forward, settings[1]
+    reshards = settings[0].reshard_after_forward
+    dtypes = settings[1]
     offload = (
         CPUOffloadPolicy(pin_memory=device.type != "cpu")
         if settings[0].offload

@@ -179,7 +179,8 @@ def replace_parameters(
         for parameter in [
             parameter for parameter in optimizer.state if id(parameter) in replacements
         ]:
-            shard, state = replacements[id(parameter)], optimizer.state.pop(parameter)
+            shard = replacements[id(parameter)]
+            state = optimizer.state.pop(parameter)
             optimizer.state[shard] = {
                 key: _sharded_as(value, shard) for key, value in state.items()
             }
@@ -244,7 +245,9 @@ def draw_full(operator: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     ):
         drawn = torch.zeros_like(drawn)
     if not operator.name().split("::")[1].split(".")[0].endswith("_"):
-        mesh, placements, shape = target.device_mesh, target.placements, target.shape
+        mesh = target.device_mesh
+        placements = target.placements
+        shape = target.shape
         return DTensor.from_local(
             drawn.clone(), mesh, placements, run_check=False, shape=shape, stride=target.stride()
         )
@@ -380,8 +383,7 @@ def _replace_by_meta(module: nn.Module) -> dict[str, DTensor]:
             if isinstance(parameter, DTensor):
                 shards.setdefault(f"{path}{name}", parameter)
                 if id(parameter) not in full:
-                    memory = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    full[id(parameter)] = nn.Parameter(memory, parameter.requires_grad)
+                    full[id(parameter)] = full_or_meta({}, name, parameter)
                 setattr(submodule, name, full[id(parameter)])
     return shards
 

@@ -31,7 +31,8 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
     would match its messages with their own. look: called with the seconds waited and the number of
     ranks so far; ends the wait by what it raises.
     """
-    store, num_ranks = default_store(), dist.get_world_size()
+    store = default_store()
+    num_ranks = dist.get_world_size()
     begin = time.monotonic()
     pause = 0.0002
     num_arrived = store.add(place, 1)
@@ -54,7 +55,8 @@ def destroy_after_all(limit_seconds: float) -> None:
     NCCL a thread of its own does, until the group is destroyed. All at once, for which NCCL may
     wait.
     """
-    store, rank = default_store(), dist.get_rank()
+    store = default_store()
+    rank = dist.get_rank()
     departed = [f"{DEPARTED}{other}" for other in range(1, dist.get_world_size())]
     with suppress(RuntimeError):  # rank 0 is gone
         wait_for_all(FAREWELL, limit_seconds, lambda *_: None)
@@ -80,7 +82,9 @@ class CallsOutside:
     def begin_run(self, timeout: timedelta) -> None:
         """Let ranks that are in a call after the run before know that this rank has begun
         another."""
-        self._num_runs, self._num_calls, self._num_failures = self._num_runs + 1, 0, 0
+        self._num_runs = self._num_runs + 1
+        self._num_calls = 0
+        self._num_failures = 0
         self._timeout_seconds = timeout.total_seconds()
         # Before the first run there is no group, nor a sharded module to call.
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -104,7 +108,8 @@ class CallsOutside:
         if num_ranks == 1:
             return
         self._num_calls += 1
-        store, has_noted = default_store(), False
+        store = default_store()
+        has_noted = False
 
         def look(seconds: float, num_arrived: int) -> None:
             nonlocal has_noted

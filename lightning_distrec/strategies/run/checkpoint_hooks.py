@@ -177,10 +177,8 @@ class CheckpointHooks(DDPStrategy):
         the ranks ask for different ones;
         ShardingError: a host has not enough memory. Both on every rank.
         """
-        ranks, parameters = (
-            self.session.consensus,
-            dict(self.module.named_parameters(remove_duplicate=False)),
-        )
+        ranks = self.session.consensus
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
         check_call(name, rows, parameters, ranks)
         parameter = parameters[name]
         first, last = rows_of(name, rows, parameter.shape[0] if parameter.dim() else 1)
@@ -203,20 +201,19 @@ class CheckpointHooks(DDPStrategy):
         meta device). Raises ShardingError: a run is in progress. CheckpointError on every rank: a
         host has not enough memory.
         """
-        self.refuse_during_run("unshard")
+        self.refuse_during_run()
         if self._session is None:
             return self.module
         # Before anything is dropped: collecting the state needs the shards, on every rank.
         state = self.lightning_module_state_dict()
-        checkpoints, keeps = self.session.checkpoints, self.is_global_zero or not rank_0_only
+        checkpoints = self.session.checkpoints
+        keeps = self.is_global_zero or not rank_0_only
         full = checkpoints.full_state(state, everywhere=not rank_0_only)
         # Optimizers and schedulers hold the shards, and with them the memory on the device.
-        module, self.model, self.optimizers, self.lr_scheduler_configs = (
-            self.module,
-            self.module,
-            [],
-            [],
-        )
+        module = self.module
+        self.model = self.module
+        self.optimizers = []
+        self.lr_scheduler_configs = []
         self.put_weights_back(full if keeps else {})
         checkpoints.start_run(module)
         if keeps:
@@ -227,7 +224,7 @@ class CheckpointHooks(DDPStrategy):
         """Replace the shards of the module by full weights. full: by key; those that are missing
         stay on meta."""
 
-    def refuse_during_run(self, method: str) -> None:
+    def refuse_during_run(self) -> None:
         """Raise ShardingError: a run is in progress."""
 
     @override

@@ -282,11 +282,9 @@ def check_trainer(strategy: Any, trainer_nodes: int) -> None:
     # Lightning has set it, a private attribute, by now.
     if vars(strategy).get("_layer_sync") is not None and strategy.root_device.type == "cpu":
         vars(strategy)["_layer_sync"] = NoBatchNorm()
-    launched, environment, num_devices = (
-        strategy.launched,
-        strategy.cluster_environment,
-        strategy.num_processes,
-    )
+    launched = strategy.launched
+    environment = strategy.cluster_environment
+    num_devices = strategy.num_processes
     if launched is not None and launched.place is None:
         check_numbers(
             launched, num_devices, strategy.accelerator.auto_device_count(), trainer_nodes
@@ -306,7 +304,8 @@ def connect_ranks(
     Raises RendezvousError: not all ranks arrive in time. ConfigError: there is a group of other
     ranks, or the variables of ranks that were started by hand contradict each other or the Trainer.
     """
-    rank, num_ranks = strategy.global_rank, strategy.world_size
+    rank = strategy.global_rank
+    num_ranks = strategy.world_size
     if dist.is_initialized():
         num_before = dist.get_world_size()
         if num_before != num_ranks:
@@ -317,12 +316,11 @@ def connect_ranks(
             )
         _find_place(strategy, default_store(), trainer_nodes)
         return
-    timeout, start_seconds = waits.timeout, min(waits.start_seconds, waits.timeout.total_seconds())
-    environment, launched, device = (
-        strategy.cluster_environment,
-        strategy.launched,
-        strategy.root_device,
-    )
+    timeout = waits.timeout
+    start_seconds = min(waits.start_seconds, waits.timeout.total_seconds())
+    environment = strategy.cluster_environment
+    launched = strategy.launched
+    device = strategy.root_device
     names = launched.nodes if launched else ()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -386,7 +384,8 @@ def _meeting_point(environment: ClusterEnvironment) -> MeetingPoint:
     if isinstance(environment, LaunchedRanks):
         return environment.launched.point
     is_lightning = isinstance(environment, LightningEnvironment)
-    local_rank, hint = os.environ.get("LOCAL_RANK"), ""
+    local_rank = os.environ.get("LOCAL_RANK")
+    hint = ""
     if is_lightning and local_rank is not None and LAUNCHER_PID not in os.environ:
         hint = (
             f" (the environment has LOCAL_RANK={local_rank}, so that Lightning starts no ranks; "

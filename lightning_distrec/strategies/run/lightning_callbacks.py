@@ -71,7 +71,8 @@ class WeightCopies(nn.Module):
             copied: Any = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
             # a guarded shard (sharding/weights/shard_weight.py); its copy is another
             if hasattr(parameter, "place"):
-                copied.__class__, copied.place = type(parameter), parameter.place
+                copied.__class__ = type(parameter)
+                copied.place = parameter.place
             self.register_parameter(f"p{i}", copied)
         for i, buffer in enumerate(module.buffers()):
             self.register_buffer(f"b{i}", buffer.detach().clone())

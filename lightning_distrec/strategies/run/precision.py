@@ -3,7 +3,7 @@ only."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,22 +62,19 @@ class _JointScaler(ShardedGradScaler):
             super().unscale_(optimizer)
 
 
-@dataclass
-class _Local:
-    """Stands for a DTensor as a scaler sees it: this rank's shard of the gradient, which is
-    unscaled in place."""
-
-    grad: torch.Tensor
-
-
 @contextmanager
 def _joint_gradients(optimizer: Optimizer, joint_optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Inside of the context an optimizer has the parameters of the others too, and shards in the
     place of DTensors."""
     groups = optimizer.param_groups
     parameters = collect_parameters([optimizer, *joint_optimizers])
-    # One list of plain tensors: torch's kernel takes none of both kinds.
-    local = [_Local(p.grad.to_local()) if isinstance(p.grad, DTensor) else p for p in parameters]
+    # One list of plain tensors: torch's kernel takes none of both kinds. Of a DTensor this rank's
+    # shard of the gradient, which is unscaled in place.
+    local: list[Any] = []
+    for p in parameters:
+        gradient: Any = p.grad
+        is_shard = isinstance(gradient, DTensor)
+        local.append(SimpleNamespace(grad=gradient.to_local()) if is_shard else p)
     optimizer.param_groups = [{"params": local}]
     try:
         yield

@@ -230,7 +230,8 @@ def report_causes_only() -> None:
 
     Otherwise a launcher's log has as many long tracebacks as ranks, and the cause is one of them.
     """
-    report, rank = sys.excepthook, getattr(rank_zero_only, "rank", 0)
+    report = sys.excepthook
+    rank = getattr(rank_zero_only, "rank", 0)
     if getattr(report, "__module__", "") == __name__ or rank == 0:
         return
 

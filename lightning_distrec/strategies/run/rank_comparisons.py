@@ -26,7 +26,8 @@ class LoggedKeys:
     """Compares the names over the ranks of one trainer."""
 
     def __init__(self, trainer: Trainer, ranks: Ranks) -> None:
-        self._trainer, self._ranks = trainer, ranks
+        self._trainer = trainer
+        self._ranks = ranks
         self._num_steps = 0
 
     def before_step(self) -> None:
@@ -34,7 +35,8 @@ class LoggedKeys:
 
         Raises RankError on every rank: ranks have reduced values of other names as one.
         """
-        steps, self._num_steps = self._num_steps, self._num_steps + 1
+        steps = self._num_steps
+        self._num_steps = self._num_steps + 1
         if self._ranks.num_ranks == 1 or steps == 0 or steps & (steps - 1):
             return
         self._compare([

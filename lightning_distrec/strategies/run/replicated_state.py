@@ -28,7 +28,8 @@ class ReplicatedState:
     """Compares the param groups and replicas of one fit, a Run, over the ranks."""
 
     def __init__(self, run: Any) -> None:
-        self._run, self._ranks = run, run.session.consensus
+        self._run = run
+        self._ranks = run.session.consensus
         self._flags = self._ranks.flags
         self.trained: set[int] = set()
         """Ids of the parameters whose gradients are exchanged, and of shards."""
@@ -56,7 +57,8 @@ class ReplicatedState:
         self._flags.compared = hash(tuple([number for _, _, number in group_numbers(groups)]))
         if self._projections is not None:
             self._compare_weights()
-        steps, self._num_steps = self._num_steps, self._num_steps + 1
+        steps = self._num_steps
+        self._num_steps = self._num_steps + 1
         # At powers of two: drift shows early. Alike on all ranks by the count.
         if steps and (steps & (steps - 1) == 0 or steps % LONGEST_INTERVAL == 0):
             self._project_weights()

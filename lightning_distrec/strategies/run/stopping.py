@@ -73,8 +73,12 @@ class StopHandler:
         options: StopOptions,
         job: JobFit,
     ) -> None:
-        self._trainer, self._consensus, self._checkpoints = trainer, step_consensus, checkpoints
-        self._options, self._job, self._flags = options, job, step_consensus.flags
+        self._trainer = trainer
+        self._consensus = step_consensus
+        self._checkpoints = checkpoints
+        self._options = options
+        self._job = job
+        self._flags = step_consensus.flags
         # The consensus outlives runs: what an earlier run was asked to do must not stop this one.
         self._flags.reset()
         self._message: PendingMin | None = None
@@ -137,7 +141,8 @@ class StopHandler:
             return self._flags.requested
         # One step late on purpose: the exchange overlaps with the step, and no step waits for it on
         # the host.
-        message, self._message = self._message, None
+        message = self._message
+        self._message = None
         if message is not None:
             message.wait()
         # Flags go along with all messages of a step: one of their own is needed only where there

@@ -202,14 +202,18 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     def _prepare_fit(self, trainer: Trainer) -> ExitStack:
         """Let a fit resume from what the same job has saved before it was restarted."""
-        options, launched, fit = self._stop_options, self.launched, next(FIT_NUMBERS)
-        run, job = run_name(options.run_name), launched.job if launched else ""
+        options = self._stop_options
+        launched = self.launched
+        fit = next(FIT_NUMBERS)
+        run = run_name(options.run_name)
+        job = launched.job if launched else ""
         attempt, launcher = (launched.attempt, launched.launcher) if launched else (0, "")
         point = launched.point if launched is not None and launched.point.is_hosted else None
 
         def begin(job: str) -> Resuming:
             job_fit = JobFit(trainer.default_root_dir, job, fit, run)
-            never, pickles = options.resume == "never", self._checkpoint_options.pickles
+            never = options.resume == "never"
+            pickles = self._checkpoint_options.pickles
             self.resuming = Resuming(trainer, job_fit, attempt, launcher, never, pickles)
             return self.resuming
 
@@ -219,7 +223,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             if not (run or job or point):
                 return None
             self.setup_environment()  # rank 0 decides, so the ranks must have met
-            ranks, last = self.session.consensus, resuming
+            ranks = self.session.consensus
+            last = resuming
             if not (run or job) and point is not None:
                 last = begin(ranks.all_gather(name_in_store(point, ranks.rank))[0])
             return last.find(ckpt_path, ranks)
@@ -230,7 +235,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def setup_environment(self) -> None:
         PROCESS.calls_outside.begin_run(self._wait)
         super().setup_environment()
-        timeout_seconds, place = self._wait.total_seconds(), (self.node_rank, self.num_local_ranks)
+        timeout_seconds = self._wait.total_seconds()
+        place = (self.node_rank, self.num_local_ranks)
         self._session = start_session(
             self.module, self._checkpoint_options, timeout_seconds, self._session, place
         )
@@ -264,7 +270,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         pytorch_lightning's.
         ShardingError: TorchRec has sharded the module already.
         """
-        session, module = self.session, trainer.lightning_module
+        session = self.session
+        module = trainer.lightning_module
         refuse_other_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         refuse_shards_of_torchrec(module)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -301,7 +308,9 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         # a loop was asked for its data outside of a run: there are no others to agree with
         if self._session is None:
             return dataloader
-        trainer, session, mode = self.module.trainer, self.session, self._uneven_inputs
+        trainer = self.module.trainer
+        session = self.session
+        mode = self._uneven_inputs
         loader = even(
             dataloader, session.consensus, mode, rank_zero_warn, choose_repeats(trainer, self)
         )
@@ -385,10 +394,10 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         return self.run.evaluation_step()
 
     @override
-    def refuse_during_run(self, method: str) -> None:
+    def refuse_during_run(self) -> None:
         if self._run is not None:
             raise ShardingError(
-                f"trainer.strategy.{method}() was called while trainer.{self._run.method} runs, "
+                f"trainer.strategy.unshard() was called while trainer.{self._run.method} runs, "
                 "which needs the shards. Call it on every rank after that."
             )
 
@@ -408,7 +417,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
             self._run.stopping.note_failure(exception)
             # Lightning's, out of an evaluation
             if isinstance(exception, SystemExit) and exception.code is None:
-                exception.code, exception.args = STOPPED, (STOPPED,)
+                exception.code = STOPPED
+                exception.args = (STOPPED,)
         strategy = type(self).__name__
         exception.args = tuple(
             name_option(arg, strategy) if isinstance(arg, str) else arg for arg in exception.args
@@ -425,7 +435,8 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
     def teardown(self) -> None:
         # First: a failing teardown is called again by Lightning, and what has been undone must not
         # be undone twice.
-        run, self._run = self._run, None
+        run = self._run
+        self._run = None
         with PROCESS.leaving(run is not None and run.has_failed):
             try:
                 if run is not None:
@@ -461,4 +472,5 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
         ends."""
         self._run = self._session = None
         self._lightning_module = self.model = None
-        self.optimizers, self.lr_scheduler_configs = [], []
+        self.optimizers = []
+        self.lr_scheduler_configs = []

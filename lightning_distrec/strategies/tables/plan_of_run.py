@@ -142,7 +142,7 @@ OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
 def plan_tables(
     inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
 ) -> ShardingPlan:
-    """Collective. Return the plan; rank 0 of a fit prints it, and knows its cost.
+    """Collective. Return the plan, with its cost; rank 0 of a fit prints it.
 
     earlier: the tables of an earlier run of the module. Raises PlanError, on all ranks: tables do
     not fit, or cannot be sharded as in a file.
@@ -154,12 +154,14 @@ def plan_tables(
 
     made = consensus.all_or_none("planning", make)
     content = _sent_by_rank_zero(plan_text(made).encode() if made else b"", inputs)
-    # Rank 0's: what the plan says of repeated ids must be alike on ranks with other batches.
-    batch_size = consensus.all_gather(settings.batch_size)[0]
+    # Rank 0's: what the plan says of repeated ids must be alike on ranks with other batches. The
+    # file has no estimates.
+    cost = None if made is None else made.cost
+    batch_size, cost = consensus.all_gather((settings.batch_size, cost))[0]
     if made is None:
         placed = parse_plan(content, "the plan of rank 0")
         made = _planner(decisions, facts, batch_size).describe(placed)
-        made = _for_run(made, settings, facts)
+        made = replace(_for_run(made, settings, facts), cost=cost)
     elif inputs.fits:
         notes = "\n".join([facts.in_words, *decisions.shipped])
         print_plan(made, inputs.output_dtype, notes, decisions.left_alone)

@@ -27,8 +27,8 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning_distrec.checkpoint import atomic_folder, save
 from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, is_checkpoint
 from lightning_distrec.checkpoint.lazy_tensors import materialized
-from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.serving.export_checkpoint import export
 from tests.support.checkpoint_folders import edit_marker
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.parameters import slow_except

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec.checkpoint.contents import read_full
-from lightning_distrec.checkpoint.tools.describe import describe
-from lightning_distrec.checkpoint.tools.export_checkpoint import export
+from lightning_distrec.serving.describe import describe
+from lightning_distrec.serving.export_checkpoint import export
 from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
 from tests.support.click_model import ClickModel, join_batches, make_batch, seeded
 from tests.support.embedding_models import loader, pairs
@@ -302,7 +302,7 @@ def _export_alone(source: Path, *targets: Path) -> dict[str, Any]:
     code = """
         import json, re, sys, time
         from pathlib import Path
-        from lightning_distrec.checkpoint.tools.export_checkpoint import export
+        from lightning_distrec.serving.export_checkpoint import export
 
         def held(what):
             return int(re.search(what + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000

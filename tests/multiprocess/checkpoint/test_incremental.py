@@ -14,10 +14,10 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.checkpoint.contents import read_full, verify
 from lightning_distrec.checkpoint.difference import Mark
-from lightning_distrec.checkpoint.tools.describe import describe
-from lightning_distrec.checkpoint.tools.export_checkpoint import merge
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.serving.describe import describe
+from lightning_distrec.serving.export_checkpoint import merge
 from lightning_distrec.strategies.checkpoints import resuming
 from lightning_distrec.strategies.checkpoints.incremental_saves import no_longer_needed
 from lightning_distrec.strategies.run import strategy as run_strategy

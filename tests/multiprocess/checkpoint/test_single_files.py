@@ -19,7 +19,7 @@ from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFS
 from lightning_distrec.checkpoint import single_file
 from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.save import wait_for_checkpoint
-from lightning_distrec.checkpoint.tools.describe import describe
+from lightning_distrec.serving.describe import describe
 from tests.support.embedding_models import loader, pairs
 from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.serving.answer import Server
 from lightning_distrec.serving.artifact import export_for_serving
+from lightning_distrec.serving.export_checkpoint import export
 from tests.support.click_model import EvaluatedModel, rank_loader, seeded
 from tests.support.embedding_models import TwoTower, loader, pairs
 from tests.support.host_cuda.matrix import CASES, STRATEGIES, Case, batches_of, module_of

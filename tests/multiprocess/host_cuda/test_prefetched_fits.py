@@ -224,6 +224,6 @@ def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(
         steps = steady_steps(waits)
         assert len(steps) >= 2
         for step in steps:
-            in_stages = [(event, place) for _, event, place in step if "stages/" in place]
-            reads = [event for event, _ in in_stages if event != "synchronize"]
-            assert reads == ["copy to the host"] * rank, in_stages
+            in_pipeline = [(event, place) for _, event, place in step if "pipeline/" in place]
+            reads = [event for event, _ in in_pipeline if event != "synchronize"]
+            assert reads == ["copy to the host"] * rank, in_pipeline

@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec.checkpoint.contents import verify
-from lightning_distrec.checkpoint.tools.describe import describe
 from lightning_distrec.cli.command_line import EXIT_OK
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import DistRecError
+from lightning_distrec.serving.describe import describe
 from lightning_distrec.sharding.planning.plan_file import load_plan
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.strategies.tables.plan_of_run import OF_CHECKPOINT

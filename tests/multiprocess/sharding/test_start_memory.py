@@ -101,7 +101,7 @@ def test_full_tables_of_all_ranks_of_a_node_are_a_warning_where_they_are_large()
 def _fit_after_a_failure() -> None:
     model = Bags(64)
     _fit(model)
-    place = "lightning_distrec.strategies.tables.set_up.shard_tables"
+    place = "lightning_distrec.strategies.tables.set_up.TableSharding.shard"
     with patch(place, side_effect=MemoryError), pytest.raises(MemoryError):
         _fit(model)
     with pytest.raises(

@@ -21,10 +21,10 @@ from lightning_distrec.checkpoint.checksums import (
 )
 from lightning_distrec.checkpoint.contents import check_file, read_full, verify
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
-from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.serving.export_checkpoint import export
 from tests.support.checkpoint_folders import SingleRank, by_rows, edit_marker, write_folder
 from tests.support.plain_checkpoints import load
 

@@ -302,7 +302,7 @@ def test_the_package_runs_as_a_module() -> None:
 def test_an_export_that_gets_sigterm_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lightning_distrec.checkpoint.tools import export_checkpoint
+    from lightning_distrec.serving import export_checkpoint
 
     write = export_checkpoint.write_blocks
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_distrec import chunks as chunks_module
-from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.serving.export_checkpoint import export
 from tests.support.checkpoint_folders import by_columns, by_rows, edit_marker, write_folder
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_distrec.checkpoint.tools.describe import describe, print_description
-from lightning_distrec.checkpoint.tools.export_checkpoint import export
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.serving.describe import describe, print_description
+from lightning_distrec.serving.export_checkpoint import export
 from tests.support.checkpoint_folders import by_columns, by_rows, write_folder
 
 PLAN = {

@@ -1,1 +1,0 @@
-"""What looks at checkpoints, or converts them, outside of any run."""
