@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_distrec._compat.torch import norms_of, scale_all
 
-ON_ALL, ON_ONE = "on all ranks", "on one rank"
+ON_ALL = "on all ranks"
+ON_ONE = "on one rank"
 
 
 def clip_by_norm(

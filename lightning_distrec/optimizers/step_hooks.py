@@ -102,7 +102,8 @@ def refuse_inexact_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Raise UnsupportedError: an optimizer has other numbers over shards than over full
     parameters."""
     for optimizer in optimizers:
-        kind, hint = type(optimizer), "Use another optimizer, or strategy='ddp_tuned'."
+        kind = type(optimizer)
+        hint = "Use another optimizer, or strategy='ddp_tuned'."
         if isinstance(optimizer, LBFGS):
             raise UnsupportedError(
                 f"torch.optim.LBFGS flattens all parameters into one vector. {hint}"
@@ -161,12 +162,14 @@ def uniform_groups(optimizer: Optimizer) -> Iterator[None]:
         # `restore`.
         groups = list(chain.from_iterable(parts))
         if len(groups) > len(parts):
-            unsplit_groups, optimizer.param_groups = optimizer.param_groups, groups
+            unsplit_groups = optimizer.param_groups
+            optimizer.param_groups = groups
 
     def restore() -> None:
         nonlocal unsplit_groups
         if unsplit_groups is not None:
-            optimizer.param_groups, unsplit_groups = unsplit_groups, None
+            optimizer.param_groups = unsplit_groups
+            unsplit_groups = None
 
     def join(*_: Any) -> None:
         if unsplit_groups is not None:

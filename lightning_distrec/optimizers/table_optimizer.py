@@ -81,7 +81,8 @@ def parse_table_optimizer(option: str, value: Any) -> TableOptimizer:
 def _parse_scheduler(option: str, value: Any, trial: optim.Optimizer) -> TableScheduler:
     fields = _as_dict(option, value)
     options = {name: fields.pop(name) for name in SCHEDULER_OPTIONS if fields.get(name) is not None}
-    path, home = fields.pop("class_path"), "torch.optim.lr_scheduler"
+    path = fields.pop("class_path")
+    home = "torch.optim.lr_scheduler"
     kind = _find_class(option, path, home, LRScheduler, "a learning rate scheduler")
     arguments = _read_arguments(option, fields, kind, "optimizer")
     check_choice(f"{option}: interval", options.get("interval", "epoch"), ("step", "epoch"))

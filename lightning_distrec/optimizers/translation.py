@@ -86,7 +86,8 @@ def state_numbers(
 
     A subclass counts as the class that it inherits from; None: no such class is known.
     """
-    shape, numel = parameter.shape, parameter.numel()
+    shape = parameter.shape
+    numel = parameter.numel()
     for kind in type(optimizer).__mro__:
         if kind in ELEMENTWISE:
             return numel * _num_state_tensors(kind, group)
@@ -219,7 +220,8 @@ def name_optimizer(update: TableUpdate, source: str) -> TableUpdate:
 def exact_form(param_group: TableParamGroup) -> TableUpdate | str:
     """Return FBGEMM's form of the group's update with the same numbers, or the reason why there is
     none."""
-    group, kind = param_group.group, type(param_group.optimizer)
+    group = param_group.group
+    kind = type(param_group.optimizer)
     name = kind.__name__
     # By exact class, not by isinstance: a subclass may compute other numbers.
     if kind not in _EXACT:
@@ -253,7 +255,8 @@ def sparse_form(param_group: TableParamGroup, sums_rows: bool = True) -> TableUp
 
     sums_rows: see `can_sum_rows`.
     """
-    kind, name = type(param_group.optimizer), type(param_group.optimizer).__name__
+    kind = type(param_group.optimizer)
+    name = type(param_group.optimizer).__name__
     if kind is optim.SparseAdam:
         reason = f"{name} takes sparse gradients"
         return TableUpdate("sparse", reason, param_group, bytes_per_element=8.0)
@@ -361,7 +364,8 @@ def _dense_form(
 
 
 def _lazy_form(name: str, param_group: TableParamGroup, device_type: str) -> TableUpdate:
-    group, kind = param_group.group, type(param_group.optimizer)
+    group = param_group.group
+    kind = type(param_group.optimizer)
     if kind not in (optim.Adam, optim.AdamW):
         raise OptimizerError(
             f"table '{name}': embedding_update='fused_lazy' is for Adam and AdamW, not "

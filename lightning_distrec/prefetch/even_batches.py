@@ -27,7 +27,9 @@ UnevenInputs = Literal["stop", "error"]
 Repeats = Literal["no", "last", "empty"]
 """What a rank gets that has had its batches, while other ranks have some: nothing; its last one;
 that, or None."""
-FAILED, ENDED, HAS_BATCH = 0, 1, 2
+FAILED = 0
+ENDED = 1
+HAS_BATCH = 2
 """What a loader gives when it is asked for a batch; the minimum over ranks decides."""
 
 

@@ -23,7 +23,8 @@ from lightning_distrec.prefetch.even_batches import Wrapper
 MAX_DEPTH = 5
 """How far below a dataset its random generators are searched for, through attributes and
 containers."""
-MAX_CHILDREN, MAX_OBJECTS = 100, 10_000
+MAX_CHILDREN = 100
+MAX_OBJECTS = 10_000
 """How many children of a container, and objects in total, are searched: they may be a dataset's
 samples."""
 

@@ -58,7 +58,8 @@ def begin_check(
     nothing else has to be read. gpu_of_tables: where all tensors must be. The end raises IdsError:
     types, devices, lengths, offsets or weights do not fit.
     """
-    values, given = features.values(), features.lengths_or_none()
+    values = features.values()
+    given = features.lengths_or_none()
     # Looked at first: `lengths()` below computes and keeps lengths where a batch has offsets only.
     offsets = features.offsets_or_none() if given is None else None
     typed = (
@@ -82,7 +83,8 @@ def begin_check(
     # One sum for each feature, where all have one batch size: torchrec asks for these numbers too
     # (length_per_key).
     sums = lengths.view(-1, bags).sum(1) if bags else lengths.sum()
-    margin, on_gpu = [], gpu.is_on_gpu(values)
+    margin = []
+    on_gpu = gpu.is_on_gpu(values)
     if on_gpu and limits is not None and bags and smallest_and_largest:
         keys = features.keys()
         margin = [_smallest_margin(values, sums, [limits.get(key, _NO_LIMIT) for key in keys])]
@@ -170,7 +172,8 @@ def _check_numbers(
     call: str, features: KeyedJaggedTensor, num_lengths: int, counts_weights: bool
 ) -> int | None:
     """Return the number of bags of each feature; None: features have unequal numbers."""
-    num_ids, weights = features.values().numel(), features.weights_or_none()
+    num_ids = features.values().numel()
+    weights = features.weights_or_none()
     if weights is not None and (
         weights.shape != features.values().shape
         or (counts_weights and not weights.is_floating_point())
@@ -180,7 +183,8 @@ def _check_numbers(
             f"{call} has {num_ids} ids, and weights of {weights.dtype} and shape {shape}: one "
             "float each."
         )
-    keys, variable = features.keys(), features.variable_stride_per_key()
+    keys = features.keys()
+    variable = features.variable_stride_per_key()
     stride = None if variable else features.stride()
     if stride is None or num_lengths != len(keys) * stride:
         bags = features.stride_per_key() if stride is None else [stride] * len(keys)
@@ -269,7 +273,8 @@ def _offsets(path: str, ids: Tensor, offsets: Tensor | None, include_last_offset
 def _without_padding(path: str, features: KeyedJaggedTensor, padding_idx: int) -> KeyedJaggedTensor:
     # Checked before ids are left out: by wrong offsets they would be left out of other bags.
     check_batch(f"'{path}'", features, features.weights_or_none())
-    ids, weights = features.values(), features.weights_or_none()
+    ids = features.values()
+    weights = features.weights_or_none()
     keep = ids != padding_idx
     retained_offsets = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
     return KeyedJaggedTensor(

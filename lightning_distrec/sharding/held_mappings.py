@@ -42,9 +42,11 @@ def hold_mappings(result: ShardedTables, earlier: ShardedTables | None) -> None:
     earlier: the sharding whose mappings go on; other tables begin with those of their unsharded
     modules.
     """
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    num_ranks = dist.get_world_size()
+    rank = dist.get_rank()
     for table in result.tables:
-        name, spec = table.full_name, table.mapping
+        name = table.full_name
+        spec = table.mapping
         if spec is None:
             continue
         mapping_before = None if earlier is None else earlier.mappings.get(name)

@@ -73,7 +73,8 @@ def table_shards(weight: Tensor, groups: ShardingGroups) -> list[TableShard]:
         # same shard.
         holder = metadata.placement.rank()
         assert holder is not None
-        (row, column), (rows, columns) = metadata.shard_offsets, metadata.shard_sizes
+        (row, column) = metadata.shard_offsets
+        (rows, columns) = metadata.shard_sizes
         for rank in groups.same_shards(holder):
             tensor = local[tuple(metadata.shard_offsets)] if rank == groups.rank else None
             shards.append(TableShard(rank, row, column, rows, columns, tensor))
@@ -131,7 +132,8 @@ def gather_rows(
     gathered = torch.empty(last - first, columns, dtype=dtype)
     target = TableShard(0, first, 0, last - first, columns, gathered)
     for source in _without_replicas(sources):
-        top, bottom = max(source.row, first), min(source.row + source.num_rows, last)
+        top = max(source.row, first)
+        bottom = min(source.row + source.num_rows, last)
         if top >= bottom:
             continue
         rows = source.tensor
@@ -161,7 +163,9 @@ def init_rows(table: Table, targets: list[TableShard], seed: int) -> None:
     ranks, threads or plan, for tables of one block whatever the function, for larger ones where it
     treats all elements alike (uniform_, normal_ ...).
     """
-    name, start, next_line = table.full_name, time.monotonic(), PROGRESS_SECONDS
+    name = table.full_name
+    start = time.monotonic()
+    next_line = PROGRESS_SECONDS
     blocks = []
     for target in targets:
         if target.tensor is not None and target.num_rows:
@@ -202,7 +206,8 @@ def _draw_block(
 ) -> None:
     """Fill what a shard, with its tensor, holds of a block. uses_generator: leave the global
     generator alone."""
-    (target, tensor, block), (config, name) = place, (table.config, table.full_name)
+    (target, tensor, block) = place
+    (config, name) = (table.config, table.full_name)
     fill = initial_rows(table.parameter, config.init_fn)
     start = block * BLOCK_ROWS
     rows = min(BLOCK_ROWS, config.num_embeddings - start)
@@ -218,7 +223,8 @@ def _draw_block(
         values = torch.empty(rows, config.embedding_dim, device=tensor.device)
     # Not Python's hash, which differs between processes. 63 bits fit into torch's signed seeds.
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-    block_seed, address = int.from_bytes(digest, "little") >> 1, values.data_ptr()
+    block_seed = int.from_bytes(digest, "little") >> 1
+    address = values.data_ptr()
     with torch.no_grad():
         if uses_generator:
             fill(values, start, generator=torch.Generator().manual_seed(block_seed))
@@ -268,7 +274,8 @@ def _blocks(shard: TableShard) -> Iterator[tuple[TableShard, Any]]:
 def _copy_overlap(values: Tensor, source: TableShard, target: TableShard) -> None:
     if target.tensor is None:
         return
-    top, left = max(source.row, target.row), max(source.column, target.column)
+    top = max(source.row, target.row)
+    left = max(source.column, target.column)
     num_rows = min(source.row + source.num_rows, target.row + target.num_rows) - top
     right = min(source.column + source.num_columns, target.column + target.num_columns)
     if num_rows > 0 and right > left:

@@ -83,7 +83,8 @@ def _collection(original: Any, conversion: Conversion | None) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         # A subclass is left alone by the strategy, and so are odd dims; they need their rows now.
-        device, configs = bound.arguments.get("device"), bound.arguments["tables"]
+        device = bound.arguments.get("device")
+        configs = bound.arguments["tables"]
         reason = odd_dim(configs) or ("it is given a device" if device else "")
         if type(self) not in COLLECTIONS:
             reason = f"{type(self).__name__} is a subclass"
@@ -148,7 +149,8 @@ def _check_memory(
 ) -> None:
     """Raise ShardingError: the host has no memory for tables of (rows, columns) that every rank
     builds whole."""
-    needed, free = sum(rows * columns for rows, columns in sizes) * itemsize, free_bytes()
+    needed = sum(rows * columns for rows, columns in sizes) * itemsize
+    free = free_bytes()
     if needed > free and torch.device(device or torch.get_default_device()).type == "cpu":
         shapes = ", ".join(f"{rows:,} x {columns}" for rows, columns in sizes)
         raise ShardingError(

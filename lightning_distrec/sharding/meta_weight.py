@@ -55,7 +55,8 @@ DESCRIBING = (DESCRIBES | SHAPES) - NEED_ROWS - {"new_tensor"}
 
 
 def _guarded(_: type, func: Operation, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    kwargs, name = kwargs or {}, func.__name__
+    kwargs = kwargs or {}
+    name = func.__name__
     if name in ("__get__", "__set__", "__delete__"):
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
         if attribute in ("device", "is_meta"):
@@ -64,9 +65,11 @@ def _guarded(_: type, func: Operation, types: Any, args: Any = (), kwargs: Any =
         if attribute == "grad_fn" and isinstance(args[0], MetaValues):
             return args[0].node()
         if name == "__get__":
-            reads, name = attribute in VALUES - {"grad"}, attribute
+            reads = attribute in VALUES - {"grad"}
+            name = attribute
         else:
-            reads, name = attribute == "data", f"{attribute} ="
+            reads = attribute == "data"
+            name = f"{attribute} ="
     else:
         reads = name not in DESCRIBING
     if not reads:
@@ -248,7 +251,8 @@ def give_rows(weight: Any, rows: Tensor | None = None) -> None:
     cannot have them."""
     record: Record = weight.record
     if rows is None:
-        num_bytes, free = record.shape[0] * record.shape[1] * weight.dtype.itemsize, free_bytes()
+        num_bytes = record.shape[0] * record.shape[1] * weight.dtype.itemsize
+        free = free_bytes()
         if num_bytes > free and record.device.type == "cpu":
             raise ShardingError(
                 f"{record.description} needs {format_bytes(num_bytes)} for all of its rows on "
@@ -330,7 +334,8 @@ def _recorded(func: Operation, args: Any, kwargs: Any, weights: list[Any]) -> An
             return tensor
         # a view with a base would keep the weight from its rows
         view: Any = tensor.detach().as_subclass(MetaValues)
-        view.record, view.weight = source.record, _weight_of(source)
+        view.record = source.record
+        view.weight = _weight_of(source)
         view.is_traced = tensor.requires_grad
         return view
 

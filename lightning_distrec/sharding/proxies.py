@@ -376,9 +376,12 @@ def make_proxy(
     share_hooks(original, proxy)
     # Only the bound method of torchrec's module is kept: the module itself would become a child,
     # and its parameters would be found by optimizers and DDP.
-    proxy.path, proxy.load, proxy.sharded_state_dict = path, load, sharded.state_dict
+    proxy.path = path
+    proxy.load = load
+    proxy.sharded_state_dict = sharded.state_dict
     proxy.keys = {key: weight.sharded_key for key, weight in weights.items()}
-    proxy.prefetched, proxy.mappings = None, {}
+    proxy.prefetched = None
+    proxy.mappings = {}
     if isinstance(proxy, _PlainProxy):
         proxy.weight_dtype = original.weight.dtype  # type: ignore[assignment, union-attr]
     for key, weight in weights.items():

@@ -24,9 +24,11 @@ def average_gradients(weights: Sequence[nn.Parameter], group: Any) -> None:
     """
     if not weights:
         return
-    gradients, forms = [], []
+    gradients = []
+    forms = []
     for weight in weights:
-        gradient, form = weight.grad, _NONE
+        gradient = weight.grad
+        form = _NONE
         if gradient is not None:
             form = _DENSE
             if gradient.is_sparse:
@@ -95,7 +97,8 @@ def _average_sparse(
 
 
 def _as_type(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    rows, values = gradient.indices(), gradient.values().to(dtype)
+    rows = gradient.indices()
+    values = gradient.values().to(dtype)
     return torch.sparse_coo_tensor(
         rows, values, gradient.shape, is_coalesced=True, check_invariants=False
     )

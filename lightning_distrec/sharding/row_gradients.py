@@ -72,7 +72,8 @@ class SortedRows:
     feature."""
 
     def __init__(self, sorter: RowSorter, rows: Tensor, ends: FeatureEnds) -> None:
-        self._sorter, self._ends = sorter, ends
+        self._sorter = sorter
+        self._ends = ends
         first_keys, first_features = sorter.on_device(rows.device)
         lengths = ends.on_device.diff()
         # A shard's rows follow those of the shard before, so that one sort serves all shards. With
@@ -93,8 +94,10 @@ class SortedRows:
     def sums(self, shard: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of a shard, ascending, and the sum of `values`, (num_ids of the shard,
         dim), of each."""
-        ends, first_feature = self._ends.read(), self._sorter.first_features
-        begin, end = ends[first_feature[shard]], ends[first_feature[shard + 1]]
+        ends = self._ends.read()
+        first_feature = self._sorter.first_features
+        begin = ends[first_feature[shard]]
+        end = ends[first_feature[shard + 1]]
         first_number, until = self._before_shards.read()[shard : shard + 2]
         numbers = torch.arange(first_number + 1, until + 1, device=values.device)
         starts = torch.searchsorted(self._numbers[begin:end], numbers)
@@ -250,7 +253,10 @@ class _Lookup(torch.autograd.Function):
         ctx: Any, output: Tensor, layout: _Layout, ids: _Ids, shards: list[LocalShard], *used: Any
     ) -> Tensor:
         """used: `LocalShard.used`, then the weights of ids and of shards."""
-        ctx.layout, ctx.ids, ctx.shards, ctx.used = layout, ids, shards, used[0]
+        ctx.layout = layout
+        ctx.ids = ids
+        ctx.shards = shards
+        ctx.used = used[0]
         if ctx.needs_input_grad[5]:
             ctx.versions = _versions(shards)
         return output.view_as(output)
@@ -284,7 +290,9 @@ def _versions(shards: list[LocalShard]) -> list[int]:
 def _weight_gradients(ctx: Any, gradient: Tensor) -> Tensor:
     """Return the gradients of the ids' weights, (num_ids,). Raises OptimizerError: rows have
     changed since."""
-    layout, ids, shards = ctx.layout, ctx.ids, ctx.shards
+    layout = ctx.layout
+    ids = ctx.ids
+    shards = ctx.shards
     # Of each the dot product of its row, which is read from the kernel's memory, and its bag's
     # gradient.
     if ctx.versions != _versions(shards):
@@ -322,10 +330,12 @@ def _row_gradients(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield feature by feature its table, the rows it looked up (num_ids,) and their gradients
     (num_ids, dim)."""
-    num_bags, ends = ids.ends.bags, ids.ends.read()
+    num_bags = ids.ends.bags
+    ends = ids.ends.read()
     bag_gradients = gradient.split(layout.dims, dim=1) if layout.pooled else None
     for feature, table in enumerate(layout.tables):
-        start, end = ends[feature], ends[feature + 1]
+        start = ends[feature]
+        end = ends[feature + 1]
         if start == end:
             continue
         if bag_gradients is None:
@@ -371,7 +381,8 @@ def _gradient(
         ).coalesce()
         if weight.dtype not in HALF:
             return summed
-        rows, values = summed.indices()[0], summed.values()
+        rows = summed.indices()[0]
+        values = summed.values()
     # Summed in float32, because sums in half precision round at every row.
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0),

@@ -81,7 +81,8 @@ class TableSharding:
 
     def shard(self) -> ShardedTables:
         """Collective. Shard the tables by the plan, and bring their rows to the shards."""
-        tables, device = self.tables, self.device
+        tables = self.tables
+        device = self.device
         for table in tables:
             stop_recording(table.parameter)
         # torchrec initialises shards, a different number of draws on each rank; the user's
@@ -198,7 +199,8 @@ def _set_offsets(local: list[LocalShard], shards: list[TableShard]) -> None:
     for shard in local:
         if shard.weight.numel():
             place = shard_at[shard.weight.data_ptr()]
-            shard.row, shard.column = place.row, place.column
+            shard.row = place.row
+            shard.column = place.column
 
 
 def _guard(
@@ -229,7 +231,8 @@ def _guard(
 
 
 def _proxy(result: ShardedTables, path: str) -> ShardedProxy:
-    sharded, weights = result.sharded[path], {}
+    sharded = result.sharded[path]
+    weights = {}
     for table in result.tables_of(path):
         local = [shard.weight for shard in result.shards[table.full_name]]
         weights[table.original_key] = ProxyWeight(table.full_name, table.local_key, local)
@@ -295,7 +298,8 @@ class ReplicatedTable(TableBatchedEmbeddingSlice):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The averaged gradient; None while the table is frozen."""
-        return TableBatchedEmbeddingSlice.grad.fget(self) if self.learns else None  # type: ignore[attr-defined, no-any-return]
+        gradient: Any = TableBatchedEmbeddingSlice.grad
+        return gradient.fget(self) if self.learns else None  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

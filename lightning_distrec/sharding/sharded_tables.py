@@ -204,7 +204,8 @@ class ShardedTables:
         # Replicas may differ between two synchronisations, and ranks of all groups must return the
         # same rows.
         self.synchronize()
-        weight, device = self._weight(name), self.shards[name][0].weight.device
+        weight = self._weight(name)
+        device = self.shards[name][0].weight.device
         return gather_rows(table_shards(weight, self.groups), first, last, weight.dtype, device)
 
     def put_originals_back(self) -> None:
@@ -286,7 +287,8 @@ class ShardedTables:
         self.put_originals_back()
         for table in self.tables:
             if table.key in rows:
-                weight, placeholder = rows[table.key].to(table.parameter.dtype), table.parameter
+                weight = rows[table.key].to(table.parameter.dtype)
+                placeholder = table.parameter
                 fill_weight(table.module, table.local_key, weight, placeholder.requires_grad)
                 # Without a hook of its own it would stay as it is in a fit in one process.
                 apply_in_backward(in_backward_optimizers(placeholder), table.parameter)
@@ -303,7 +305,10 @@ class ShardedTables:
     def _free_shards(self) -> None:
         # Proxies hold bound methods of torchrec's modules, and with them the kernels' memory: all
         # must go.
-        self.sharded, self.proxies, self.shards, self.kernels = {}, {}, {}, []
+        self.sharded = {}
+        self.proxies = {}
+        self.shards = {}
+        self.kernels = []
         tables_of_modules.pop(self._module(), None)
 
     def _module(self) -> nn.Module:

@@ -345,7 +345,8 @@ def feature_names(tables: Iterable[Table]) -> list[str]:
 def output_names(tables: Iterable[Table]) -> list[str]:
     """Return the keys of the unsharded collection's output in its order; "feature@table" for shared
     features."""
-    names_by_table = get_embedding_names_by_table([table.config for table in tables])  # type: ignore[arg-type]
+    configs: list[Any] = [table.config for table in tables]
+    names_by_table = get_embedding_names_by_table(configs)
     return [name for names in names_by_table for name in names]
 
 

@@ -150,7 +150,8 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         is_first = self.model is run.module
         run.buffers.stop()
         # the last references: an old wrapper's hooks go with it
-        run.buffers, self.model = NoBroadcasts(), run.module
+        run.buffers = NoBroadcasts()
+        self.model = run.module
         # Wrapped again in the middle of a run too: DDP decides at construction which parameters it
         # averages.
         device_ids = self.determine_ddp_device_ids()

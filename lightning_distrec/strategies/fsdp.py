@@ -125,7 +125,8 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         run = self.begin_run(trainer, Run)
         refuse_absent(run.module, self.strategy_name)
         refuse_sharded_tables(run.module, self.strategy_name)
-        module, consensus = run.module, run.session.consensus
+        module = run.module
+        consensus = run.session.consensus
         trainer.accelerator.setup(trainer)
         if run.is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
@@ -135,7 +136,9 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
         # Before sharding: fully_shard groups parameters by their types, and gathers one type at a
         # time.
         self.precision_plugin.convert_module(module)
-        options, mesh, precision = self._fsdp_options, self.device_mesh, str(trainer.precision)
+        options = self._fsdp_options
+        mesh = self.device_mesh
+        precision = str(trainer.precision)
         shard_module(module, options, mesh, self.root_device, precision, consensus)
         run.dense = sharded = FullyShardedModule(module, options, consensus)
         run.undo.callback(sharded.teardown)

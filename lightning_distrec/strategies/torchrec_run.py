@@ -196,7 +196,8 @@ class TorchRecRun(Run):
         if nodes.num_nodes > 1:
             # Before planning, which measures what links carry in this form.
             self.undo.enter_context(receive_first(nodes.node_of_rank, EXCHANGING_MODULES))
-        checkpoints, consensus = self.session.checkpoints, self.session.consensus
+        checkpoints = self.session.checkpoints
+        consensus = self.session.consensus
         refuse_with_checkpoints(settings.groups, checkpoints.options)
         tables = set_up_tables(
             SetUpInputs(
@@ -242,7 +243,9 @@ class TorchRecRun(Run):
         fsdp, mesh: how they are sharded, over which ranks; None: DDP averages their gradients, and
         ignores the shards.
         """
-        module, plugin, consensus = self.module, strategy.precision_plugin, self.session.consensus
+        module = self.module
+        plugin = strategy.precision_plugin
+        consensus = self.session.consensus
         # convert_module and model_to_device would cast and move tables, whose kernels own their
         # memory.
         with tables.shards.removed():  # tables keep their type and their device
@@ -268,13 +271,12 @@ class TorchRecRun(Run):
         ignore_in_ddp(module, self.shard_names())
         if self.is_fitting:
             # DDPStrategy.setup would run configure_optimizers again, on shards.
-            strategy.optimizers, strategy.lr_scheduler_configs = (
-                tables.optimizers,
-                tables.lr_scheduler_configs,
-            )
+            strategy.optimizers = tables.optimizers
+            strategy.lr_scheduler_configs = tables.lr_scheduler_configs
             if fsdp is None:
                 strategy.configure_ddp()
-            shards, table_optimizers = tables.shards.sharded_parameters, tables.table_optimizers
+            shards = tables.shards.sharded_parameters
+            table_optimizers = tables.table_optimizers
             # Of tables that step in backward no gradient is left to clip, in one process either.
             fused: dict[int, str] = {}
             for name in tables.shards.fused_tables:
@@ -308,8 +310,10 @@ class TorchRecRun(Run):
         tables' shards."""
         self.buffers.stop()
         # the last references: an old wrapper's hooks go too
-        self.buffers, strategy.model = NoBroadcasts(), self.module
-        shard_names, dense = self.shard_names(), list(self.layers().values())
+        self.buffers = NoBroadcasts()
+        strategy.model = self.module
+        shard_names = self.shard_names()
+        dense = list(self.layers().values())
         self.frozen = [parameter for parameter in dense if not parameter.requires_grad]
         if shard_names and len(self.frozen) == len(dense):
             # DDP refuses a module without gradients to average

@@ -95,7 +95,8 @@ class IdsExchange(_Exchange):
     def send_ids(self) -> None:
         """Collective. Wait for the sizes, and send the ids, the first time it is called."""
         if self._sizes is not None:
-            sizes, self._sizes = self._sizes, None
+            sizes = self._sizes
+            self._sizes = None
             with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
                 started = sizes.start_ids()
             self._ids = [awaitable.wait for awaitable in started]
@@ -107,7 +108,8 @@ class IdsExchange(_Exchange):
         """Wait for the ids of all lookups, and put them into `LookupRequest.ids`, the first time it
         is called."""
         self.send_ids()
-        waits, self._ids = self._ids, []
+        waits = self._ids
+        self._ids = []
         if not waits:
             return
         with spans.span(spans.WAIT_INPUT_DIST):
@@ -122,7 +124,8 @@ class IdsExchange(_Exchange):
         if self._sizes is not None:
             self._sizes.wait_for_numbers()
             self._sizes = None
-        waits, self._ids = self._ids, []
+        waits = self._ids
+        self._ids = []
         # which owns the buffers: freed, it gives them to what comes after the exchange
         with self._on_stream():
             for wait in waits:
@@ -148,11 +151,13 @@ class ShortExchange(_Exchange):
         self._was_sent = True
         with self._on_stream(), torch.no_grad(), spans.span(spans.START_INPUT_DIST):
             numbers: list[Tensor] = []
-            sent, received = [], []
+            sent = []
+            received = []
             for request in self._requests:
                 # For each rank: lengths and ids of the first lookup, then those of the second, and
                 # so on.
-                ids, counts = _short(request), request.received
+                ids = _short(request)
+                counts = request.received
                 assert counts is not None
                 lengths = ids.path.num_lengths(ids.examples)
                 numbers += [ids.lengths, ids.ids]
@@ -198,7 +203,9 @@ class ShortExchange(_Exchange):
             if self._stream is not None:
                 self._hand_over(self._stream)
         # Not slices, which would keep the memory as long as this object lives.
-        self._work, self._sent, self._received = None, torch.empty(0), torch.empty(0)
+        self._work = None
+        self._sent = torch.empty(0)
+        self._received = torch.empty(0)
 
     def drop(self) -> None:
         """Wait for what this rank has sent, without sending more: other ranks may not take part."""

@@ -107,8 +107,10 @@ class SharedBags:
     """
 
     def __init__(self, path: str, features: KeyedJaggedTensor) -> None:
-        keys, sizes = features.keys(), features.stride_per_key()
-        self._features, self._sizes = features, sizes
+        keys = features.keys()
+        sizes = features.stride_per_key()
+        self._features = features
+        self._sizes = sizes
         names, indices = features.inverse_indices_or_none() or (
             [],
             features.lengths().new_empty(0, 0),
@@ -227,7 +229,8 @@ class DistinctIds:
         """Return rows of what was sent as rows of all ids. feature_of: output -> its feature."""
         expanded = {}
         for name, distinct in rows.items():
-            feature, values = feature_of[name], distinct.values()
+            feature = feature_of[name]
+            values = distinct.values()
             if feature in self._places:
                 # Its backward adds up the gradients of equal ids, before they are sent.
                 values = values.index_select(0, self._places[feature])

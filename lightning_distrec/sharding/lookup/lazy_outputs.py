@@ -129,7 +129,8 @@ class LazyOutput:
         """Return the rows; waits for them the first time."""
         if self._wait is not None:
             # The closure refers to the request and its ids: they are freed with the first access.
-            wait, self._wait = self._wait, None
+            wait = self._wait
+            self._wait = None
             with torch.set_grad_enabled(self._with_gradient), spans.span(spans.WAIT_OUTPUT_DIST):
                 self._rows = wait()
         return self._rows
@@ -153,8 +154,11 @@ class PooledEmbeddings:
         columns: dict[str, Tensor] | None = None,
         values: Tensor | None = None,
     ) -> None:
-        self._names, self._widths, self._order = names, widths, order
-        self._columns, self._values = columns, values
+        self._names = names
+        self._widths = widths
+        self._order = order
+        self._columns = columns
+        self._values = values
 
     @property
     @torch.compiler.disable

@@ -53,7 +53,9 @@ class LookupInputs:
     """
 
     def __init__(self, setup: LookupSetup) -> None:
-        self._setup, self._path, self._name = setup, setup.path, f"'{setup.path}'"
+        self._setup = setup
+        self._path = setup.path
+        self._name = f"'{setup.path}'"
         self._features = feature_names(setup.tables)
         plain = setup.tables[0].plain
         # nn.EmbeddingBag takes per_sample_weights, though its collection is not declared as
@@ -100,7 +102,8 @@ class LookupInputs:
             features = with_weights(features, None)
         learned = None
         if weights is not None and (weights.requires_grad or type(weights) is LateWeights):
-            learned, features = weights, with_places(features)
+            learned = weights
+            features = with_places(features)
         features = self._in_known_order(contiguous(features))
         # With an error, too, ids go on in range: this rank takes part in the exchange by which
         # others learn of it.
@@ -165,7 +168,8 @@ class LookupInputs:
     ) -> Tensor | None:
         """Return which ids, (num_ids,), are out of range; None where none is. smallest, largest: of
         all ids."""
-        keys, values = features.keys(), features.values()
+        keys = features.keys()
+        values = features.values()
         limits = [self._limits[key] for key in keys]
         # Nearly every batch: two numbers that are on the host already are compared, and no tensor
         # is made.
@@ -210,7 +214,8 @@ class LookupOutputs:
             self._tables[name] = table.name
         self._summed_means = setup.summed_means
         self._uses = setup.uses
-        self._output_dtype, self._note_gradients = setup.output_dtype, setup.note_gradients
+        self._output_dtype = setup.output_dtype
+        self._note_gradients = setup.note_gradients
         self._weights = {name: use.weight for name, use in setup.uses.items()}
 
     @without_guards
@@ -275,7 +280,8 @@ class LookupOutputs:
             return KeyedTensor(self.names, self.widths, self._typed(zeros))
         outputs = {}
         for name, width in zip(self.names, self.widths, strict=True):
-            ids, rows = features[self.features[name]], looked_up[name].values()
+            ids = features[self.features[name]]
+            rows = looked_up[name].values()
             outputs[name] = _with_values(
                 ids, rows.new_zeros(len(ids.values()), width) + rows[:0].sum()
             )

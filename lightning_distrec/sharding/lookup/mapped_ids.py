@@ -32,7 +32,9 @@ class RowReset:
     chooses."""
 
     def __init__(self, shard: LocalShard, initial_rows: Tensor, states: States) -> None:
-        self._shard, self._initial_rows, self._states = shard, initial_rows, states
+        self._shard = shard
+        self._initial_rows = initial_rows
+        self._states = states
 
     @without_guards
     def __call__(self, rows: Tensor, ids: Tensor) -> None:
@@ -74,15 +76,19 @@ class MappedIds:
         learns: Callable[[str], bool],
         is_sequence: bool,
     ) -> None:
-        num_ranks, rank = dist.get_world_size(), dist.get_rank()
-        self._mappings, self._resets, self._learns = mappings, resets, learns
+        num_ranks = dist.get_world_size()
+        rank = dist.get_rank()
+        self._mappings = mappings
+        self._resets = resets
+        self._learns = learns
         self._place, sharding = row_wise_sharding(sharded)
         self._num_features: dict[str, int] = {}
         self._first_rows: dict[str, int] = {}
         self._sent: dict[str, Any] = {}
         buckets = {}
         for table in sharding.embedding_tables():
-            name, mapping = table.name, mappings.get(table.name)
+            name = table.name
+            mapping = mappings.get(table.name)
             self._num_features[name] = len(table.feature_names)
             if mapping is None:
                 # torchrec gives ranks blocks of this size, rounded up; the last ones may have fewer
@@ -100,7 +106,8 @@ class MappedIds:
         is wrong."""
         if not self._sent:
             return features
-        keys, ids = features.keys(), features.values().long()
+        keys = features.keys()
+        ids = features.values().long()
         parts = zip(keys, ids.split(features.length_per_key()), strict=True)
         sent = [self._sent[key](part) if key in self._sent else part for key, part in parts]
         return with_ids(features, torch.cat(sent))
@@ -117,7 +124,8 @@ class MappedIds:
             )
         features = arrived[self._place]
         ids_per_feature = iter(features.values().long().split(features.length_per_key()))
-        parts, learned = {}, {}
+        parts = {}
+        learned = {}
         for name, num_features in self._num_features.items():
             parts[name] = torch.cat(list(islice(ids_per_feature, num_features)))
             if name in self._mappings and self._learns(name):
@@ -145,7 +153,9 @@ class MappedIds:
         numbers = torch.cat(list(noted.values())).tolist() if sum(counts) else []
         end = 0
         for name, count in zip(noted, counts, strict=True):
-            mapping, first, end = self._mappings[name], end, end + count
+            mapping = self._mappings[name]
+            first = end
+            end = end + count
             evicted = mapping.learn(numbers[first:end])
             evicted = evicted[flagged(evicted >= 0)]
             # Before the kernel reads them: an id must not start with another's row and optimizer

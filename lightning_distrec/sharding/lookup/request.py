@@ -102,7 +102,8 @@ class LookupRequest:
     def pad(self) -> None:
         """Pad this rank's batch to the largest of all ranks where it must be; `sizes` is known
         then."""
-        features, sizes = self.features, self.sizes
+        features = self.features
+        sizes = self.sizes
         if not self.setup.pooled:
             # torchrec cannot reshape the rows of no examples.
             if not self.distinct and features.stride() == 0:
@@ -172,7 +173,8 @@ class LookupConsensus:
     """What ranks agree on about each lookup of the collection at `path`."""
 
     def __init__(self, path: str, ranks: Ranks) -> None:
-        self._path, self._ranks = path, ranks
+        self._path = path
+        self._ranks = ranks
 
     def agree(self, request: LookupRequest) -> tuple[int, int]:
         """Collective. Return the minimum and maximum of examples over ranks. All ranks raise what

@@ -54,7 +54,8 @@ class ShardedLookup:
     """The forward of one sharded collection."""
 
     def __init__(self, setup: LookupSetup) -> None:
-        self.setup, self.path = setup, setup.path
+        self.setup = setup
+        self.path = setup.path
         self.on_rows_arrived: Callable[[LookupRequest], None] | None = None
         """Called when the rows of a lookup have arrived; prefetching sets it for the time of its
         run."""
@@ -66,7 +67,8 @@ class ShardedLookup:
         self.sums_gradients = False
         """Whether gradients are left on shards of tables that were fused at the start; see
         `sum_gradients`."""
-        tables, uses = setup.tables, setup.uses
+        tables = setup.tables
+        uses = setup.uses
         self.outputs = LookupOutputs(setup)
         self.second_gradients = SecondGradients(
             setup.path, [t.full_name for t in tables if not uses[t.name].adds_up]
@@ -195,7 +197,9 @@ class ShardedLookup:
     def look_up(self, request: LookupRequest) -> LookedUp:
         """Collective. Look up the ids that have arrived and send the rows back; returns lazy
         outputs."""
-        setup, outputs, late = self.setup, self.outputs, request.late_weights
+        setup = self.setup
+        outputs = self.outputs
+        late = request.late_weights
         request.learns = late is not None and late.requires_grad and torch.is_grad_enabled()
         # What is frozen passes a gradient to weights that learn.
         rows = PendingRows(self, request, set() if request.learns else outputs.frozen())
@@ -225,7 +229,8 @@ class ShardedLookup:
         if not torch.is_grad_enabled() or len(frozen) == len(self.outputs.names):
             return
         self.has_checked_gradients = True
-        leaves, reached = reached_leaves(tensors), []
+        leaves = reached_leaves(tensors)
+        reached = []
         for kernel in self._kernels:
             # fused; where gradients are kept, shards get them
             shards = [self.setup.uses[name].weight for name in kernel.table_names]
@@ -265,7 +270,8 @@ class ShardedLookup:
         self.second_gradients.forget()
         # An exchange of rows that no code has accessed is waited for here, and does not outlive its
         # step.
-        lazy_outputs, self._lazy_outputs = self._lazy_outputs, []
+        lazy_outputs = self._lazy_outputs
+        self._lazy_outputs = []
         for output in lazy_outputs:
             output.get()
 
@@ -300,7 +306,8 @@ class PendingRows:
     back."""
 
     def __init__(self, lookup: ShardedLookup, request: LookupRequest, frozen: set[str]) -> None:
-        self._lookup, self._request = lookup, request
+        self._lookup = lookup
+        self._request = request
         self.frozen = frozen
         self.used: set[str] = set()
         """Names of the tables that get gradients; backward fills it."""
@@ -317,7 +324,9 @@ class PendingRows:
         return self._output
 
     def _wait(self) -> PooledEmbeddings | dict[str, JaggedTensor]:
-        lookup, request, outputs = self._lookup, self._request, self._lookup.outputs
+        lookup = self._lookup
+        request = self._request
+        outputs = self._lookup.outputs
         tensors: list[Tensor] = []
         # Columns of the short path have one node.
         with self._order.number(lambda: tensors if request.short is None else tensors[:1]):

@@ -33,7 +33,9 @@ class ShortPath:
     def __init__(
         self, sharding: PooledSharding, kernel: Kernel | None, device: torch.device
     ) -> None:
-        self.sharding, self._kernel, self._device = sharding, kernel, device
+        self.sharding = sharding
+        self._kernel = kernel
+        self._device = device
         self.num_ranks = sharding.group.size()
         local_features = sharding.features[sharding.group.rank()]
         self.num_features = len(local_features)
@@ -62,8 +64,10 @@ class ShortPath:
         if features.keys() != self._keys:
             self._set_keys(features.keys())
         # 32 bits are enough: collections with more rows have no short path (`has_small_ids`).
-        lengths, ids = features.lengths().to(torch.int32), features.values().to(torch.int32)
-        examples, num_ids = features.stride(), features.length_per_key()
+        lengths = features.lengths().to(torch.int32)
+        ids = features.values().to(torch.int32)
+        examples = features.stride()
+        num_ids = features.length_per_key()
         if self._order_on_device is not None:
             num_ids = [num_ids[i] for i in self._order]
             lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
@@ -95,7 +99,8 @@ class ShortPath:
         self, lengths: list[Tensor], ids: list[Tensor], examples: int
     ) -> tuple[Tensor, Tensor]:
         """Return ids and offsets as the kernel takes them, given what every rank has sent."""
-        all_lengths, all_ids = torch.cat(lengths), torch.cat(ids)
+        all_lengths = torch.cat(lengths)
+        all_ids = torch.cat(ids)
         if self._feature_order is not None:
             all_lengths, all_ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
                 self._feature_order, all_lengths.view(-1, examples), all_ids, None, all_ids.numel()
@@ -161,7 +166,8 @@ class RowsExchange:
     """
 
     def __init__(self, sharding: PooledSharding, rows: Tensor, examples: int) -> None:
-        self._sharding, self._group = sharding, sharding.group
+        self._sharding = sharding
+        self._group = sharding.group
         self._holder = sharding.single_holder
         self._examples = examples
         self._shape = rows.shape
@@ -182,7 +188,8 @@ class RowsExchange:
     def wait(self) -> dict[str, Tensor]:
         """Wait for the rows; return output -> (examples, width)."""
         # its node refers to this object, in a cycle that would keep the graph
-        out, self._out = self._out, None
+        out = self._out
+        self._out = None
         return dict(zip(self._sharding.names, _ReceiveRows.apply(self, out), strict=True))
 
     def send_rows(self, rows: Tensor) -> None:
@@ -266,7 +273,8 @@ class RowsExchange:
         """Wait for the gradients of the rows that this rank has looked up, and return their mean
         over ranks' losses."""
         self._wait()
-        gradient, self._buffer = self._buffer, self._buffer[:0]
+        gradient = self._buffer
+        self._buffer = self._buffer[:0]
         return gradient.div_(self._sharding.divisor) if self._sharding.divisor != 1 else gradient
 
     def _wait(self) -> None:

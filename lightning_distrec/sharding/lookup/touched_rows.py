@@ -97,7 +97,8 @@ class _KernelRows:
 
     def _looked_up(self, _: nn.Module, __: Any, arguments: dict[str, Any], output: Tensor) -> None:
         if output.requires_grad:
-            ids, offsets = arguments["indices"], arguments["offsets"]
+            ids = arguments["indices"]
+            offsets = arguments["offsets"]
             sizes = arguments.get("batch_size_per_feature_per_rank")
             # Not noted in the forward: rows of a lookup without a backward do not change.
             output.register_hook(partial(self._note, ids, offsets, sizes))
@@ -125,10 +126,12 @@ class _KernelRows:
             rows = rows + self._first_of_feature.repeat_interleave(counts, output_size=len(rows))
         elif self._first_of_all:
             rows = rows.long() + self._first_of_all
-        count, end = self._num_pending, self._num_pending + len(rows)
+        count = self._num_pending
+        end = self._num_pending + len(rows)
         if end > len(self._pending):
             self.write()
-            count, end = 0, len(rows)
+            count = 0
+            end = len(rows)
         if end > len(self._pending):
             self.flags.index_fill_(0, rows.long(), True)
         else:

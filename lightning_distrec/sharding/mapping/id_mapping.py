@@ -102,8 +102,11 @@ class IdMapping(RowsOfIds):
     def learn(self, numbers: Sequence[int]) -> Tensor:
         """Let new ids have rows, and note the use of the others. Return rows that an id was evicted
         from, and -1s."""
-        (num_far,), (ids, is_first, rows, is_far), self._noted = numbers, self._noted, ()
-        spec, hour = self.spec, current_hour()
+        (num_far,) = numbers
+        (ids, is_first, rows, is_far) = self._noted
+        self._noted = ()
+        spec = self.spec
+        hour = current_hour()
         stamp = hour + spec.ttl_hours if spec.counts_hours else self.num_lookups
         limit = hour
         if not spec.counts_hours:
@@ -111,7 +114,8 @@ class IdMapping(RowsOfIds):
         num_sights = is_first.int()
         if self.sights.numel() or self.newcomers.numel():
             num_sights = _run_lengths(is_first)
-        num_ids, none = is_first.sum(), ids.new_zeros(())
+        num_ids = is_first.sum()
+        none = ids.new_zeros(())
         if not num_far:  # as in most steps, once a table knows its ids
             self.used.view(-1).index_fill_(0, rows, stamp)
             self._note_sights(rows, is_first, num_sights)
@@ -120,7 +124,8 @@ class IdMapping(RowsOfIds):
         # What the kernel does not find soon is compared with all that it would probe, which takes
         # less time.
         places = is_far.nonzero_static(size=num_far).squeeze(1)
-        ids, num_sights_far = ids[places], num_sights[places]
+        ids = ids[places]
+        num_sights_far = num_sights[places]
         windows = self._windows(self._probe(ids, 1, may_share=True, among_own=True))
         is_known, probe_places = (
             (_read(self.ids, windows) == ids.unsqueeze(1)).byte().max(1, keepdim=True)
@@ -132,7 +137,8 @@ class IdMapping(RowsOfIds):
         is_present = is_first & (rows >= 0)
         _set(self.used, rows, stamp, is_present)
         self._note_sights(rows, is_present, num_sights)
-        num_new, unmapped = is_new.sum(), flagged(is_new)
+        num_new = is_new.sum()
+        unmapped = flagged(is_new)
         ids, windows, waiting, num_sights = (
             values[unmapped] for values in (ids, windows, is_new, num_sights_far)
         )
@@ -163,7 +169,8 @@ class IdMapping(RowsOfIds):
         """Return how often ids were seen, by the row that each probes `first`, and which wait,
         often enough seen."""
         # By rows, since there is no bound to ids: those that share a row may be admitted earlier.
-        counts, first = self.newcomers.view(-1), first.long()
+        counts = self.newcomers.view(-1)
+        first = first.long()
         counts.index_add_(0, first, num_sights * waiting)
         sights = counts[first]
         waiting = waiting & (sights >= self.spec.min_sights)
@@ -195,7 +202,8 @@ class IdMapping(RowsOfIds):
         from now on.
         """
         rows = torch.full((len(windows),), -1, dtype=torch.int64, device=windows.device)
-        evicted, places = rows.clone(), torch.arange(len(rows), device=rows.device)
+        evicted = rows.clone()
+        places = torch.arange(len(rows), device=rows.device)
         for _ in range(min(_ROUNDS, len(rows))):
             if not len(places):
                 break
@@ -215,10 +223,8 @@ class IdMapping(RowsOfIds):
                 best[full] = key.masked_fill(last_uses >= limit, torch.iinfo(key.dtype).max).argmin(
                     1, keepdim=True
                 )
-            targets, last_use = (
-                windows.gather(1, best).squeeze(1).long(),
-                used.gather(1, best).squeeze(1),
-            )
+            targets = windows.gather(1, best).squeeze(1).long()
+            last_use = used.gather(1, best).squeeze(1)
             has_choice = waiting & (last_use < limit)
             # num_rows is above all rows. Of ids that want the same row, the first has it.
             in_order, order = torch.sort(
@@ -232,7 +238,9 @@ class IdMapping(RowsOfIds):
             evicted[places] = torch.where(wins & (last_use >= 0), targets, evicted[places])
             waiting = has_choice & ~wins
             contested = flagged(waiting)
-            places, windows, waiting = places[contested], windows[contested], waiting[contested]
+            places = places[contested]
+            windows = windows[contested]
+            waiting = waiting[contested]
         return rows, evicted
 
 
@@ -286,7 +294,8 @@ def _run_lengths(is_first: Tensor) -> Tensor:
 
 def _set(values: Tensor, rows: Tensor, new: Tensor | int, flags: Tensor) -> None:
     """Write integers to flagged rows, which must differ; other rows may be any."""
-    values, rows = values.view(-1), rows.clamp(min=0)
+    values = values.view(-1)
+    rows = rows.clamp(min=0)
     # By adding, since nothing is added where there is no flag, whatever is written to that row at
     # the same time.
     values.index_add_(0, rows, (new - _read(values, rows)).mul_(flags))

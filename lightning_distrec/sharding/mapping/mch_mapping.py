@@ -44,12 +44,11 @@ class MchMapping(RowsOfIds):
     ) -> None:
         super().__init__(spec, first_bucket, num_buckets, device)
         settings = mch_settings(module)
-        self._module, self._interval, self._policy = (
-            module,
-            settings["interval"],
-            settings["policy"],
-        )
-        self._draws, self._hash = settings["filters"], settings["hash_function"]
+        self._module = module
+        self._interval = settings["interval"]
+        self._policy = settings["policy"]
+        self._draws = settings["filters"]
+        self._hash = settings["hash_function"]
         self.ids = torch.full((self.num_rows, 1), ANY_ID, device=device)
         size = spec.bucket_rows
         self._state = {name: self.ids.new_zeros(num_buckets, size) for name in mch_state(module)}
@@ -69,7 +68,8 @@ class MchMapping(RowsOfIds):
         bucket ends."""
         # Due: an eviction interval has ended. Wait: rows were looked up, and no optimizer has
         # stepped since.
-        self._is_due, self._rows_wait = False, False
+        self._is_due = False
+        self._rows_wait = False
         self._set_rows({})
 
     @property
@@ -174,7 +174,8 @@ class MchMapping(RowsOfIds):
         self.num_lookups = int(
             num_lookups if isinstance(num_lookups, Tensor) else num_lookups.read()
         )
-        ids, buckets = self.ids.view(-1), (self._rows() - self.first_row) // self.spec.bucket_rows
+        ids = self.ids.view(-1)
+        buckets = (self._rows() - self.first_row) // self.spec.bucket_rows
         if not torch.equal(torch.where(ids == ANY_ID, buckets, self._bucket_of(ids)), buckets):
             return (
                 "some ids have rows outside of the bucket that they have with "
@@ -190,7 +191,8 @@ class MchMapping(RowsOfIds):
 
     def note(self, noted: Mapping[str, Any]) -> None:
         """Continue with what `noted` has returned."""
-        device, self._is_due = self.ids.device, bool(noted["is_due"])
+        device = self.ids.device
+        self._is_due = bool(noted["is_due"])
         noted_lookups = zip(noted["lookups"], noted["ids"], strict=True)
         self._history = [(int(number), ids.to(device)) for number, ids in noted_lookups]
 
@@ -233,7 +235,8 @@ class MchMapping(RowsOfIds):
 
     def _index(self) -> None:
         """Make what lookups search in: it ascends over all buckets, as ids do within each."""
-        ids, rows = self._state[MCH_IDS], self._state[MCH_ROWS]
+        ids = self._state[MCH_IDS]
+        rows = self._state[MCH_ROWS]
         self._sorted_ids = self._search_keys = ids.view(-1)
         if len(ids) > 1:
             buckets = torch.arange(len(ids), device=ids.device).unsqueeze(1)
@@ -266,7 +269,8 @@ class MchMapping(RowsOfIds):
     def _update(self, ends: Sequence[int]) -> Tensor:
         """Let the module choose the ids of each bucket; return rows that an id was evicted from,
         and -1s."""
-        (ids, order), self._noted = self._noted, ()
+        (ids, order) = self._noted
+        self._noted = ()
         kinds = self._policy.metadata_info
         recorded = {}
         for kind in kinds:
@@ -280,7 +284,8 @@ class MchMapping(RowsOfIds):
             )
             first = part.stop
         self._history = self._history[:0]
-        ids, recorded = ids[order], {name: values[order] for name, values in recorded.items()}
+        ids = ids[order]
+        recorded = {name: values[order] for name, values in recorded.items()}
         changed = [ids[:0]]
         for bucket, part in enumerate(map(slice, [0, *ends], ends)):
             if part.start < part.stop:
@@ -297,7 +302,8 @@ class MchMapping(RowsOfIds):
 
     def _update_bucket(self, number: int, ids: Tensor, recorded: dict[str, Tensor]) -> Tensor:
         """Let the module choose the ids of one bucket; return the rows that have another id now."""
-        module, first_row = self._bucket, number * self.spec.bucket_rows
+        module = self._bucket
+        first_row = number * self.spec.bucket_rows
         state = {name: values[number] for name, values in self._state.items()}
         # A policy that draws does so alike on any number of ranks, and leaves the draws of the run
         # alone.

@@ -159,7 +159,9 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
     reason = hash_zch_difference(module, name)
     if reason:
         return f"HashZchManagedCollisionModule with {reason} is not sharded"
-    rows, buckets, settings = module.output_size(), module.buckets(), hash_zch_settings(module)
+    rows = module.output_size()
+    buckets = module.buckets()
+    settings = hash_zch_settings(module)
     policies: dict[str, Policy] = {"": "none", "LRU_EVICTION": "ttl_lru"}
     return MappingSpec(
         num_rows=rows,
@@ -175,7 +177,8 @@ def spec_of(module: Any, name: str) -> MappingSpec | str:
 
 
 def _spec_of_mch(module: MCHManagedCollisionModule) -> MchSpec | str:
-    rows, buckets = module.output_size(), module.buckets()
+    rows = module.output_size()
+    buckets = module.buckets()
     reason = mch_difference(module)
     if reason:
         return f"MCHManagedCollisionModule with {reason} is not sharded"
@@ -242,10 +245,8 @@ class RowsOfIds(ABC):
         self, spec: MappingSpec, first_bucket: int, num_buckets: int, device: torch.device
     ) -> None:
         self.spec = spec
-        self.first_row, self.num_rows = (
-            first_bucket * spec.bucket_rows,
-            num_buckets * spec.bucket_rows,
-        )
+        self.first_row = first_bucket * spec.bucket_rows
+        self.num_rows = num_buckets * spec.bucket_rows
         self.initial_rows = torch.empty(0, 0)
         """What a row starts from when an id gets another's, alike on all ranks."""
         self.num_lookups = 0

@@ -281,7 +281,8 @@ def mch_modules_of(root: nn.Module, state: Mapping[str, Any]) -> Iterator[tuple[
 def _share(
     spec: MappingSpec, module: Any, arguments: tuple[Any, ...], mapped: dict[str, JaggedTensor]
 ) -> Any:
-    ids, shared = module.preprocess(arguments[0]), {}
+    ids = module.preprocess(arguments[0])
+    shared = {}
     for name, rows in mapped.items():
         # Unsharded, torchrec gives all ids without a row the last row of the table.
         last = (bucket_of(spec, ids[name].values()) + 1) * spec.bucket_rows - 1

@@ -32,7 +32,9 @@ DEFAULTS = {
 }
 """torchrec's own, in bytes per second."""
 
-MIN_BYTES, MAX_BYTES, GROWTH = 64 * 2**10, 64 * 2**20, 4
+MIN_BYTES = 64 * 2**10
+MAX_BYTES = 64 * 2**20
+GROWTH = 4
 """What a rank sends in one exchange: more and more, until that takes long enough."""
 LONG_ENOUGH_SECONDS = 0.05
 MIN_COPIES = 3
@@ -140,7 +142,8 @@ def bandwidth_request(option: BandwidthOption, environment: Mapping[str, str]) -
     configured: dict[str, Bandwidth] = {}
     to_measure = []
     for name in NAMES:
-        value, variable = getattr(argument, name), VARIABLES.get(name, "")
+        value = getattr(argument, name)
+        variable = VARIABLES.get(name, "")
         text = environment.get(variable, "").strip()
         if value == MEASURE:
             to_measure.append(name)

@@ -65,7 +65,8 @@ def plan_for_run(
         wrong.append(f"it is for {quantity(plan.num_ranks, 'rank')}, and there {are}")
     sizes = {}
     for table in tables:
-        rows, dim = table.config.num_embeddings, table.config.embedding_dim
+        rows = table.config.num_embeddings
+        dim = table.config.embedding_dim
         sizes[table.full_name] = f"{rows:,} x {dim:,} {table.config.data_type.value}"
     wrong += _size_differences({name: table.size for name, table in plan.tables.items()}, sizes)
     # Tables can be compared one by one only where the plan has the same tables, for the same number
@@ -115,7 +116,8 @@ def _table_misfit(
     layout: NodeLayout,
     device: str,
 ) -> str:
-    sharding_type, kernel = planned.sharding_type, planned.compute_kernel
+    sharding_type = planned.sharding_type
+    kernel = planned.compute_kernel
     user_types = constraints.options.sharding_types
     if user_types is not None and sharding_type not in user_types:
         return f"is {sharding_type}, and sharding_types={user_types} does not allow that"
@@ -188,7 +190,9 @@ def _unequal_widths(tables: list[Table], plan: ShardingPlan) -> list[str]:
 
 def placement_error(table: PlannedTable, num_ranks: int, ranks_per_node: int) -> str:
     """Return why torchrec cannot hold a table in these shards; "" where it can."""
-    kind, rows, dim = table.sharding_type, table.num_rows, table.dim
+    kind = table.sharding_type
+    rows = table.num_rows
+    dim = table.dim
     if kind == "data_parallel":
         replicas = tuple(PlannedShard(rank, (0, 0), (rows, dim)) for rank in range(num_ranks))
         if table.shards == replicas:
@@ -239,7 +243,8 @@ def _row_block_error(
 ) -> str:
     """Return why the shards of some columns, by their first row, are not the blocks of rows that
     torchrec has."""
-    first, num_blocks = 0, num_ranks
+    first = 0
+    num_blocks = num_ranks
     if table.sharding_type != "row_wise":
         first = strip[0].rank // ranks_per_node * ranks_per_node
         num_blocks = ranks_per_node

@@ -122,7 +122,8 @@ def type_obstacle(
 
 
 def _width_obstacle(table: Table, sharding_type: str, options: TableOptions) -> str:
-    width, dim = options.min_partition, table.config.embedding_dim
+    width = options.min_partition
+    dim = table.config.embedding_dim
     if (
         table.pooled
         or sharding_type != "column_wise"
@@ -207,7 +208,8 @@ def check_sequence_widths(
 
 def torchrec_constraint(table: Table, constraints: TableConstraints) -> ParameterConstraints:
     """Return a table's constraints as torchrec takes them."""
-    options, features = constraints.options, table.config.feature_names
+    options = constraints.options
+    features = table.config.feature_names
     factors = constraints.pooling_factors or [POOLING_FACTOR] * len(features)
     if options.pooling_factor is not None:
         factors = [options.pooling_factor] * len(features)

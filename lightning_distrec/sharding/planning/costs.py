@@ -143,8 +143,10 @@ def exchange_milliseconds(
     times = np.zeros((len(option.shards), 3))
     if links.num_ranks == 1:
         return times
-    num_rows, batch = option.tensor.shape[0], option.batch_size
-    per_example, features = sum(option.input_lengths), len(option.input_lengths)
+    num_rows = option.tensor.shape[0]
+    batch = option.batch_size
+    per_example = sum(option.input_lengths)
+    features = len(option.input_lengths)
     if not option.is_pooled and option.sharding_type != "data_parallel":
         ids_by_feature = [batch * factor for factor in option.input_lengths]
         repeated = estimate_batch_ids(ids_by_feature, num_rows, constraints.distinct_share)
@@ -213,10 +215,12 @@ CPU_FUSED_ELEMENT = 40
 """... one element of a touched row, which FBGEMM reads and writes out of order."""
 CPU_FUSED_STATE = 115
 """... its Adagrad state: a square root and a division, one by one."""
-CPU_SUMMED_ID, CPU_SUMMED_ELEMENT = 1100, 14
+CPU_SUMMED_ID = 1100
+CPU_SUMMED_ELEMENT = 14
 """... one id, and one element of its gradient, that are sorted and summed into a sparse
 gradient."""
-CPU_SPARSE_ROW, CPU_SPARSE_ELEMENT = 2400, 26
+CPU_SPARSE_ROW = 2400
+CPU_SPARSE_ELEMENT = 26
 """... one row with state, and one element, that torch's optimizer steps on with a sparse
 gradient."""
 CPU_SPARSE_STATE = 185
@@ -248,8 +252,10 @@ def update_milliseconds(
 
     ids: those that reach a shard in a step. bytes_per_millisecond: of the memory that rows are in.
     """
-    kind, state_bytes = constraints.update, constraints.bytes_per_element
-    states, share = round(state_bytes / FLOAT_BYTES), constraints.distinct_share
+    kind = constraints.update
+    state_bytes = constraints.bytes_per_element
+    states = round(state_bytes / FLOAT_BYTES)
+    share = constraints.distinct_share
     moved = []
     for rows, columns in sizes:
         # Two upper bounds: ids that are spread evenly touch the most rows, and counted ids repeat

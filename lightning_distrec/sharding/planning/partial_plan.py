@@ -55,7 +55,8 @@ class PartialPlan:
     @property
     def num_links(self) -> int:
         """How many links there are: one of each rank on one node, one of each node on several."""
-        num_ranks, on_node = self.budget.num_ranks, self.budget.ranks_on_node
+        num_ranks = self.budget.num_ranks
+        on_node = self.budget.ranks_on_node
         return num_ranks if num_ranks == on_node else num_ranks // on_node
 
     def copy(self) -> "PartialPlan":
@@ -64,7 +65,8 @@ class PartialPlan:
         # thousands of times. `_count` changes arrays in place, hence the copies; those in `ranks`
         # are only replaced.
         copied = copy(self)
-        copied.option_numbers, copied.ranks = list(self.option_numbers), list(self.ranks)
+        copied.option_numbers = list(self.option_numbers)
+        copied.ranks = list(self.ranks)
         for name in ("compute", "exchange", "device_left", "host_left"):
             setattr(copied, name, getattr(self, name).copy())
         return copied
@@ -93,11 +95,13 @@ class PartialPlan:
     def put(self, table: int, number: int, ranks: Ranks) -> None:
         """Put a table on ranks. ranks: see `find_ranks`."""
         self._count(self.options[table][number], ranks, 1)
-        self.option_numbers[table], self.ranks[table] = number, ranks
+        self.option_numbers[table] = number
+        self.ranks[table] = ranks
 
     def take(self, table: int) -> tuple[int, Ranks]:
         """Take a table off its ranks; returns what `put` takes to undo it."""
-        number, ranks = self.option_numbers[table], self.ranks[table]
+        number = self.option_numbers[table]
+        ranks = self.ranks[table]
         self._count(self.options[table][number], ranks, -1)
         self.option_numbers[table] = -1
         return number, ranks
@@ -171,11 +175,13 @@ class PartialPlan:
         """Return a rank of start..stop for each shard."""
         ranks = np.empty(len(option.size_numbers), dtype=np.intp)
         busy = self.milliseconds[start:stop]
-        device, host = self.device_left[start:stop], self.host_left[start:stop]
+        device = self.device_left[start:stop]
+        host = self.host_left[start:stop]
         if len(ranks) > 1:
             # A table's own shards compete for work and memory too. With one shard nothing is
             # written, and views do.
-            device, host = device.copy(), host.copy()
+            device = device.copy()
+            host = host.copy()
         for i, (time, on_device, on_host) in enumerate(
             zip(option.milliseconds, option.device_bytes, option.host_bytes, strict=True)
         ):
@@ -194,7 +200,8 @@ class PartialPlan:
     def _node_in_order(self, option: EstimatedOption, prefer_memory: bool) -> Ranks | None:
         """Return the ranks of one node: the first shard goes to its first rank, and so on."""
         on_node = self.budget.ranks_on_node
-        device, host = self.device_left.reshape(-1, on_node), self.host_left.reshape(-1, on_node)
+        device = self.device_left.reshape(-1, on_node)
+        host = self.host_left.reshape(-1, on_node)
         # torchrec fixes which local rank has which block of a table_row_wise table: only the node
         # is free.
         fits = ((device >= option.device_bytes) & (host >= option.host_bytes)).all(axis=1)
@@ -240,7 +247,8 @@ def no_option_fits(
     """Return by how much a table, of which no option fits on empty ranks, is too large."""
     closest = min(options, key=lambda option: max(_missing(option, budget)))
     shard_lack, total_lack = _missing(closest, budget)
-    needs, has = format_bytes(closest.device_bytes.max()), format_bytes(budget.device_bytes.max())
+    needs = format_bytes(closest.device_bytes.max())
+    has = format_bytes(budget.device_bytes.max())
     if budget.host_bytes.any():
         needs += f" of its GPU's memory and {format_bytes(closest.host_bytes.max())} of its host's"
         has += f" and {format_bytes(budget.host_bytes.max())}"

@@ -30,7 +30,8 @@ class PlannedShard(NamedTuple):
     """Rows and columns."""
 
     def __str__(self) -> str:
-        (row, column), (rows, columns) = self.offsets, self.sizes
+        (row, column) = self.offsets
+        (rows, columns) = self.sizes
         return f"rows {row}-{row + rows - 1} of columns {column}-{column + columns - 1}"
 
 
@@ -180,7 +181,8 @@ class PlannedTable:
     ) -> "PlannedTable":
         """Return where `table` is in a plan of torchrec's. first_rank: see
         `ShardingPlan.for_torchrec`."""
-        spec, cache = sharding.sharding_spec, sharding.cache_params
+        spec = sharding.sharding_spec
+        cache = sharding.cache_params
         # A sharding without a spec is data_parallel: each rank has all of the table.
         if isinstance(spec, EnumerableShardingSpec):
             shards = in_order(_from_metadata(shard, first_rank) for shard in spec.shards)
@@ -202,7 +204,8 @@ def in_order(shards: Iterable[PlannedShard]) -> tuple[PlannedShard, ...]:
 
 
 def _from_metadata(shard: ShardMetadata, first_rank: int) -> PlannedShard:
-    (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
+    (row, column) = shard.shard_offsets
+    (rows, columns) = shard.shard_sizes
     # By its type a placement may be missing or lack a rank; those of torchrec's plans have one.
     rank: int = shard.placement.rank()  # type: ignore[union-attr, assignment]
     return PlannedShard(rank - first_rank, (row, column), (rows, columns))

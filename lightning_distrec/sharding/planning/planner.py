@@ -58,7 +58,8 @@ class Planner:
         each other.
         """
         check_sequence_widths(self.tables, self.constraints)
-        budget, options = self.budget, []
+        budget = self.budget
+        options = []
         empty = PartialPlan([], budget)
         for number, table_options in enumerate(self.estimated_options()):
             choices = without_duplicates(table_options)
@@ -79,7 +80,8 @@ class Planner:
         best = Search(options, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
         placed = {}
         for number, table in enumerate(self.tables):
-            option, ranks = best.option_of(number), best.ranks[number].tolist()
+            option = best.option_of(number)
+            ranks = best.ranks[number].tolist()
             placed[table.full_name] = PlannedTable.placed(
                 table,
                 sharding_type=option.sharding_type,
@@ -118,7 +120,8 @@ class Planner:
         """Return the plan with what a run knows of its tables, alike on every rank."""
         described = {}
         for table in self.tables:
-            update, planned = self.constraints[table.full_name], plan.tables[table.full_name]
+            update = self.constraints[table.full_name]
+            planned = plan.tables[table.full_name]
             constraint = torchrec_constraint(table, update)
             factors = constraint.pooling_factors
             numbers = [self.batch_size * factor for factor in factors]
@@ -145,7 +148,8 @@ class Planner:
     def budget(self) -> MemoryBudget:
         """What tables may take of every rank."""
         on_gpu = self.topology.compute_device == "cuda"
-        device, host = [], []
+        device = []
+        host = []
         for rank in self.topology.devices:
             # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count
             # twice.
@@ -162,7 +166,8 @@ class Planner:
 
     def _with_times(self, plan: ShardingPlan, packed_tables: PartialPlan) -> ShardingPlan:
         """Return the plan with what runs and reports need to know of its tables."""
-        plan, timed = self.describe(plan), {}
+        plan = self.describe(plan)
+        timed = {}
         for number, (name, planned) in enumerate(plan.tables.items()):
             option = packed_tables.option_of(number)
             updates = option.milliseconds_by_part[option.size_numbers, TIME_PARTS.index("update")]

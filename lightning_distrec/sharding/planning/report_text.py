@@ -34,7 +34,8 @@ def memory_in_words(memory: RankUsage, memory_kind: str) -> str:
     # The rank with the fewest free bytes, which is not always the one with the largest tables:
     # memories may differ.
     worst = memory.worst
-    held, usable = int(memory.tables[worst]), int(memory.usable[worst])
+    held = int(memory.tables[worst])
+    usable = int(memory.usable[worst])
     is_single = len(memory.tables) == 1
     sizes = f"{format_bytes(held)} of {format_bytes(usable)}"
     if held > usable:
@@ -52,8 +53,10 @@ def time_in_words(plan: ShardingPlan) -> str:
     """Return how long the slowest rank spends on tables; "" if the plan was not estimated."""
     if not plan.cost.known:
         return ""
-    rank_times, path = plan.cost.milliseconds_by_rank, plan.cost.critical_path
-    slowest, mean = float(rank_times.max()), float(rank_times.mean())
+    rank_times = plan.cost.milliseconds_by_rank
+    path = plan.cost.critical_path
+    slowest = float(rank_times.max())
+    mean = float(rank_times.mean())
     # Within half a percent ranks count as equal: the numbers are printed with three digits.
     is_even = slowest <= 1.005 * mean
     text = f"Estimated time for tables, per step: {milliseconds_in_words(slowest)}"
@@ -83,7 +86,8 @@ def updates_in_words(plan: ShardingPlan) -> str:
         times[table.update, table.optimizer] += table.update_on(slowest)
         tables_by_update[table.update, table.optimizer].append(table)
     kind, optimizer = max(times, key=times.__getitem__)
-    time, tables = times[kind, optimizer], tables_by_update[kind, optimizer]
+    time = times[kind, optimizer]
+    tables = tables_by_update[kind, optimizer]
     name = f"'{tables[0].name}'" if len(tables) == 1 else quantity(len(tables), "table")
     share = f"{time:.3g} of {milliseconds_in_words(all_of_it)} on rank {slowest}"
     rows = f"{'all' if kind == 'dense' else 'touched'} rows of {name}"
@@ -104,7 +108,8 @@ def ids_in_words(plan: ShardingPlan) -> str:
     if not plan.batch_size:
         return ""
     factors = [factor for table in plan.tables.values() for factor in table.pooling_factors]
-    low, high = min(factors), max(factors)
+    low = min(factors)
+    high = max(factors)
     ids = f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
     return (
         f"Estimates take each example to have {ids} ids per feature; planning.estimate_pooling "
@@ -142,7 +147,8 @@ def replicas_in_words(plan: ShardingPlan) -> str:
 
 def start_in_words(plan: ShardingPlan) -> str:
     """Return what tables take of the host while ranks start, by how they are built."""
-    shards, full = plan.start_bytes(full=False), plan.start_bytes(full=True)
+    shards = plan.start_bytes(full=False)
+    full = plan.start_bytes(full=True)
     text = (
         f"Host memory for tables while a rank starts: {format_bytes(int(shards.max()))} if "
         f"configure_model builds them; if __init__ does, {format_bytes(int(full[0]))} on rank 0"
@@ -195,7 +201,8 @@ def print_plan(
     output_dtype: of looked up rows; None for float32. left_alone: path -> reason, of modules that
     are not sharded.
     """
-    tables, layout = list(plan.tables.values()), plan.layout
+    tables = list(plan.tables.values())
+    layout = plan.layout
     title = f"Embedding tables over {quantity(layout.num_ranks, 'rank')}"
     title += f" in each of {layout.num_replicas} groups" if layout.num_replicas > 1 else ""
     lines = [
@@ -317,7 +324,8 @@ def _types(tables: Sequence[PlannedTable], output_dtype: torch.dtype | None) -> 
 def rank_columns(plan: ShardingPlan) -> list[tuple[str, NDArray[Any], Callable[[float], str]]]:
     """Return what each rank holds, takes and sends: name, (R,) numbers, how one of them is
     written."""
-    memory, sent = plan.memory, plan.traffic
+    memory = plan.memory
+    sent = plan.traffic
     columns: list[tuple[str, NDArray[Any], Callable[[float], str]]] = [
         ("memory for tables", memory.tables, format_bytes),
     ]

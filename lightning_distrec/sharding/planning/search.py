@@ -53,12 +53,16 @@ class Totals:
         shape = (len(options), max(map(len, options)))
         # Tables have unequal numbers of options; those that do not exist take infinite time, so
         # that none is chosen.
-        self.time, self.longest = np.full(shape, np.inf), np.full(shape, np.inf)
-        self.device, self.host = np.zeros(shape), np.zeros(shape)
-        num_ranks, num_links = budget.num_ranks, PartialPlan(options, budget).num_links
+        self.time = np.full(shape, np.inf)
+        self.longest = np.full(shape, np.inf)
+        self.device = np.zeros(shape)
+        self.host = np.zeros(shape)
+        num_ranks = budget.num_ranks
+        num_links = PartialPlan(options, budget).num_links
         # Of each exchange and of compute: the mean over links or ranks, and what one of them takes
         # at least.
-        means, peaks = np.zeros((4, *shape)), np.full((4, *shape), np.inf)
+        means = np.zeros((4, *shape))
+        peaks = np.full((4, *shape), np.inf)
         types = sorted({
             option.sharding_type for table_options in options for option in table_options
         })
@@ -128,7 +132,8 @@ def _lower_bound(means: NDArray[np.float64], peaks: NDArray[np.float64], parts: 
     known: all are tried. The least that plans with options up to that peak can take is added up,
     and the least is it.
     """
-    peak, part_means = peaks[parts].sum(axis=0), means[parts].sum(axis=0)
+    peak = peaks[parts].sum(axis=0)
+    part_means = means[parts].sum(axis=0)
     other_means = means.sum(axis=0) - part_means
     order = peak.argsort(axis=1, kind="stable")
     peak = np.take_along_axis(peak, order, 1)
@@ -258,7 +263,8 @@ class Search:
             # A gain within rounding errors must not reset `failures`, or the search would go on
             # without progress.
             elif self._polish(tried).critical_path < best.critical_path * (1 - 1e-9):
-                best, failures = tried, 0
+                best = tried
+                failures = 0
         return best
 
     def _polish(self, plan: PartialPlan) -> PartialPlan:

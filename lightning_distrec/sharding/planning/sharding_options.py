@@ -95,7 +95,9 @@ class OptionEstimator:
         topology: Topology,
         batch_size: int,
     ) -> None:
-        self._constraints, self._topology, self._batch_size = constraints, topology, batch_size
+        self._constraints = constraints
+        self._topology = topology
+        self._batch_size = batch_size
         # By full name, where torchrec has the name alone, which tables of two collections may
         # share.
         self._requirements = {
@@ -113,7 +115,8 @@ class OptionEstimator:
 
     def options_of(self, table: Table) -> list[EstimatedOption]:
         """Return all options of a table, in a fixed order."""
-        constraint, topology = self._requirements[table.full_name], self._topology
+        constraint = self._requirements[table.full_name]
+        topology = self._topology
         device = topology.compute_device
         (sharder,) = [s for s in self._sharders if isinstance(table.module, s.module_type)]
         types = set(constraint.sharding_types or []) & set(sharder.sharding_types(device))
@@ -141,7 +144,8 @@ class OptionEstimator:
         """Return the option that a plan has for a table."""
         sizes = tuple(shard.sizes for shard in planned.shards)
         offsets = tuple(shard.offsets for shard in planned.shards)
-        kind, kernel = planned.sharding_type, planned.compute_kernel
+        kind = planned.sharding_type
+        kernel = planned.compute_kernel
         return self._estimate(table, kind, kernel, sizes, offsets)
 
     def _estimate(
@@ -184,9 +188,11 @@ class OptionEstimator:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return what a shard of each size takes of its device and of the host beside it, (D,)."""
         constraints = self._constraints[option.name]
-        per_element, per_row = constraints.bytes_per_element, constraints.bytes_per_row
+        per_element = constraints.bytes_per_element
+        per_row = constraints.bytes_per_row
         on_gpu = self._topology.compute_device == "cuda"
-        device_bytes, host_bytes = [], []
+        device_bytes = []
+        host_bytes = []
         for (rows, columns), shard in zip(sizes, option.shards, strict=True):
             storage: Any = shard.storage
             # On CPU torchrec counts all memory as ddr, which is `device` here: it must not count
@@ -209,7 +215,8 @@ class OptionEstimator:
         self, option: ShardingOption, sizes: list[tuple[int, int]], num_blocks: int
     ) -> NDArray[np.float64]:
         """Return, (D, 7), the time of a shard of each size by `TIME_PARTS`. num_blocks: of rows."""
-        constraints, topology = self._constraints[option.name], self._topology
+        constraints = self._constraints[option.name]
+        topology = self._topology
         on_gpu = topology.compute_device == "cuda"
         # torchrec estimates each block of rows as if all of the table's ids went there. A replica
         # looks up the ids of its own rank's batch, a shard those of the batches of all ranks.
@@ -229,7 +236,8 @@ class OptionEstimator:
             share = 1.0
             if not on_gpu:
                 share = narrow_rows_on_cpu(option.sharding_type, shard.size[1])
-            forward, backward = perf.fwd_compute * share, perf.bwd_compute * share
+            forward = perf.fwd_compute * share
+            backward = perf.bwd_compute * share
             prefetch = perf.prefetch_compute
             # In the order of TIME_PARTS.
             parts.append((forward, rows_time, backward, gradients_time, prefetch, ids_time, update))

@@ -220,7 +220,8 @@ class ShardingPlan:
         """Return what tables take of a memory, as `memory` and `host_memory` sum it up: part ->
         (R,) bytes."""
         usage = self.host_memory if on_host else self.memory
-        rows, held = self.table_bytes(on_host, updates=False), self.table_bytes(on_host)
+        rows = self.table_bytes(on_host, updates=False)
+        held = self.table_bytes(on_host)
         parts = {"rows": rows, "optimizer state and gradients": held - rows}
         if usage is not None:
             # Estimates are rounded shard by shard and sums only once, so that this may be below 0
@@ -255,7 +256,8 @@ class ShardingPlan:
     def host_memory(self) -> RankUsage | None:
         """The host's memory, for tables that a GPU reads from there; None without such tables."""
         if self.cost.known:
-            tables, usable = self.cost.host_bytes, self.cost.host_bytes_usable
+            tables = self.cost.host_bytes
+            usable = self.cost.host_bytes_usable
         else:  # only the planner knows how much the host has
             tables = usable = self.table_bytes(on_host=True)
         return RankUsage(tables=tables, usable=usable, capacity=usable) if tables.any() else None

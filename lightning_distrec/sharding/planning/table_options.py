@@ -122,7 +122,8 @@ class TableOptions:
                 raise ConfigError(f"{name}={value!r} is for a table with ids: dynamic. Set ids.")
 
     def _check_cache(self) -> None:
-        share, kernels = self.cache_load_factor, self.compute_kernels
+        share = self.cache_load_factor
+        kernels = self.compute_kernels
         if share is not None and not 0 < share < 1:
             raise ConfigError(
                 f"cache_load_factor={share}: must be a share of the rows, between 0 and 1. For all "

@@ -103,7 +103,8 @@ class Traffic:
 
         groups: that of each rank, (num_ranks,): its node; or, on one node, itself.
         """
-        node, ranks = self._node_of_rank, np.arange(len(groups))
+        node = self._node_of_rank
+        ranks = np.arange(len(groups))
         sizes = np.bincount(groups)
         is_own = groups[:, None] == np.arange(len(sizes))
         next_group = groups[np.roll(ranks, -1)]
@@ -139,7 +140,8 @@ def estimate_traffic(
     comms = comms or QuantizedComms()
     traffic = Traffic(layout, {kind: _no_flow(layout) for kind in TRAFFIC_KINDS})
     groups: dict[tuple[str, str], list[PlannedTable]] = {}
-    wide, flat = set(), set()
+    wide = set()
+    flat = set()
     for table in tables:
         # A collection's ids are sent in one tensor: one large table makes those of all its tables 8
         # bytes long.
@@ -229,7 +231,8 @@ class _Exchange:
         self.traffic.flows[IDS].to_rank[node_ranks] += ids
         numbers = self._num_bags(table) * table.dim
         ring = (on_node - 1) * layout.num_nodes * numbers
-        rows, gradients = self.traffic.flows[ROWS], self.traffic.flows[ROW_GRADIENTS]
+        rows = self.traffic.flows[ROWS]
+        gradients = self.traffic.flows[ROW_GRADIENTS]
         rows.ring_on_node[node] += ring * self.forward_bytes
         rows.from_node[node] += numbers * self.forward_bytes
         gradients.ring_on_node[node] += ring * self.backward_bytes
@@ -303,15 +306,18 @@ def replica_bytes(
 
     In the mean over steps, where they meet at some only. Collectives are counted as rings.
     """
-    total, replicas = np.zeros(layout.num_ranks), layout.num_replicas
+    total = np.zeros(layout.num_ranks)
+    replicas = layout.num_replicas
     # Bytes sent for each byte: by a ring's all-gather, and by its all-reduce, a reduce-scatter and
     # an all-gather.
-    gathered, reduced = replicas - 1.0, 2.0 * (replicas - 1) / replicas
+    gathered = replicas - 1.0
+    reduced = 2.0 * (replicas - 1) / replicas
     for table in tables:
         if not table.learns:
             continue
         ids = batch_size * layout.num_ranks * sum(table.pooling_factors) * sync_interval
-        rows, row_bytes = table.shard_rows, FLOAT_BYTES * table.shard_columns
+        rows = table.shard_rows
+        row_bytes = FLOAT_BYTES * table.shard_columns
         shard_ids = ids * rows / table.num_rows
         state = table.shard_columns * table.update_bytes_per_element + table.update_bytes_per_row
         is_dense = table.update == "dense"

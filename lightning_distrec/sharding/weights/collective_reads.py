@@ -43,14 +43,17 @@ class Gathering:
     def __init__(
         self, shape: tuple[int, int], rectangles: list[list[Rectangle]], state: SharedState
     ) -> None:
-        self.shape, self.rectangles, self.state = shape, rectangles, state
+        self.shape = shape
+        self.rectangles = rectangles
+        self.state = state
         self.num_elements = max(map(_num_elements, rectangles))
         self._last: tuple[Any, Tensor] | None = None
 
     def full(self, values: Any) -> Tensor:
         """Collective, but for a second read in a step. Return the full table of which `values` is a
         shard."""
-        table, is_weight = values.place.table, not values.place.is_computed
+        table = values.place.table
+        is_weight = not values.place.is_computed
         # With the graph or without: what was gathered under no_grad has none, and a loss may read
         # it next.
         has_graph = torch.is_grad_enabled() and values.requires_grad
@@ -89,7 +92,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gathering: Gathering, *shards: Tensor) -> Tensor:
-        ctx.gathering, num_ranks = gathering, len(gathering.rectangles)
+        ctx.gathering = gathering
+        num_ranks = len(gathering.rectangles)
         # As long as the largest rank's shards: all_gather_into_tensor takes equal sizes.
         values = torch.cat([shard.reshape(-1) for shard in shards])
         local = pad(values, (0, gathering.num_elements - len(values)))
@@ -107,7 +111,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        gathering, num_ranks = ctx.gathering, len(ctx.gathering.rectangles)
+        gathering = ctx.gathering
+        num_ranks = len(ctx.gathering.rectangles)
         _ = ctx.saved_tensors  # raises where they have changed
         # the graph is freed; a second backward in the step needs another
         gathering.state.num_changes += 1
@@ -139,7 +144,8 @@ def call_on_full(func: Operation, args: Any, kwargs: Any) -> Any:
     What is written in place to a weight, or to a view of it that was returned, is written to the
     shards.
     """
-    target, fulls = first_of(args), dict[int, Tensor]()
+    target = first_of(args)
+    fulls = dict[int, Tensor]()
     is_written = is_guarded(target) and _writes(func.__name__)
     if is_written:
         if target.place.is_computed:
@@ -191,7 +197,8 @@ class FullView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, view = func.__name__, first_of(args)
+        name = func.__name__
+        view = first_of(args)
         if name in ("__reduce_ex__", "__deepcopy__") and isinstance(view, FullView):
             return func(view.as_subclass(Tensor), *args[1:], **(kwargs or {}))
         with without_guard():
@@ -215,7 +222,8 @@ def _view(result: Any, full: Tensor, table: GuardedTable) -> Any:
     if result.requires_grad or storage_key(result) != storage_key(full):
         return result
     view = result.as_subclass(FullView)
-    view.full, view.table = full, table
+    view.full = full
+    view.table = table
     return view
 
 

@@ -32,7 +32,8 @@ def words(text: str) -> frozenset[str]:
 NORMS = words("norm vector_norm linalg_vector_norm linalg_norm frobenius_norm")
 WITHOUT_ZEROS = NORMS | words("sum mean any count_nonzero")
 """What needs no elements that are 0, so that the values of a sparse gradient are enough."""
-INPUTS, ORDERS = ("input", "self", "x"), ("p", "ord")
+INPUTS = ("input", "self", "x")
+ORDERS = ("p", "ord")
 
 
 def is_reduction(place: ShardPlace, name: str, args: Any, kwargs: Any) -> bool:
@@ -70,7 +71,8 @@ def _sum(values: Tensor, place: ShardPlace) -> Tensor:
     kind = result = torch.int64
     if values.is_floating_point():
         # In float64, so that the result hardly depends on how the table is sharded.
-        kind, result = torch.float64, values.dtype
+        kind = torch.float64
+        result = values.dtype
     total = values.sum(dtype=kind)
     summed: Tensor = _SumOverRanks.apply(total, place.table.state, f"the sum of {place.table.name}")
     return summed.to(result)
@@ -186,7 +188,8 @@ class _ToShard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, place: ShardPlace) -> Tensor:
-        ctx.place, ctx.size = place, value.shape
+        ctx.place = place
+        ctx.size = value.shape
         if value.numel() == 1:  # of no dims, it decides about no types
             return value.clone()
         return place.narrow(torch.broadcast_to(value, place.table.shape)).clone()
@@ -305,7 +308,8 @@ def _local(value: Tensor, place: ShardPlace) -> Tensor:
 def _compute_sparse(func: Operation, args: Any, kwargs: Any, place: ShardPlace) -> Any:
     """Call an operation on sparse gradients. The result is sparse where elements that are 0 stay
     0."""
-    target, in_place = first_of(args), is_in_place(func.__name__)
+    target = first_of(args)
+    in_place = is_in_place(func.__name__)
     if func.__name__.startswith("_foreach_"):
         raise place.refusal(f"{func.__name__} of sparse gradients")
     tensors = tensors_in([args, kwargs])
@@ -371,7 +375,8 @@ def write_rows(target: Any, index: Any, value: Any) -> None:
     values = torch.as_tensor(value, dtype=plain.dtype, device=plain.device).expand(
         *rows.shape, num_columns
     )
-    rows, values = rows.reshape(-1), values.reshape(-1, num_columns)
+    rows = rows.reshape(-1)
+    values = values.reshape(-1, num_columns)
     is_local = (rows >= place.row) & (rows < place.row + place.num_rows)
     columns = slice(place.column, place.column + place.num_columns)
     plain[rows[is_local] - place.row] = values[is_local, columns]

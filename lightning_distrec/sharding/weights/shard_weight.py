@@ -74,7 +74,8 @@ def _guarded(_: type, func: Operation, types: Any, args: Any = (), kwargs: Any =
         with without_guard():
             if args[0].grad is None and not args[0].place.table.state.reached:
                 return None
-    name, is_attribute = func.__name__, False
+    name = func.__name__
+    is_attribute = False
     if name in ("__get__", "__set__", "__delete__"):
         is_attribute = True
         attribute = func.__self__.__name__  # type: ignore[attr-defined]
@@ -149,7 +150,8 @@ def guard_state(optimizer: Optimizer) -> None:
 
 
 def _attribute(func: Operation, name: str, args: Any) -> Any:
-    shard, place = args[0], args[0].place
+    shard = args[0]
+    place = args[0].place
     if name in ("data =", "grad ="):
         with rewriting():
             return _assign(shard, name, *args[1:])
@@ -323,7 +325,8 @@ def _full_like(shard: Any) -> Tensor:
     for it."""
     shape = shard.place.meta().shape
     with without_guard():
-        device, dtype = shard.device, shard.dtype
+        device = shard.device
+        dtype = shard.dtype
     # Checked before: on the host, Linux kills a process that takes too much, without an error.
     num_bytes = shape.numel() * dtype.itemsize
     free = free_host_bytes() if device.type == "cpu" else gpu.free_bytes(device)

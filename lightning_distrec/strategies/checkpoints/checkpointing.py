@@ -388,7 +388,8 @@ def announce_in_flight(trainer: Trainer, saver: Saver) -> None:
                 )
             # On the instance: ModelCheckpoints of other trainers, without async_save, keep the
             # method of the class.
-            callback.file_exists = partial(_is_written, saver, callback)  # type: ignore[method-assign]
+            is_written = partial(_is_written, saver, callback)
+            callback.file_exists = is_written  # type: ignore[method-assign]
 
 
 def _is_written(saver: Saver, callback: ModelCheckpoint, filepath: Any, trainer: Trainer) -> bool:
@@ -437,7 +438,8 @@ def add_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
 
     Raises CheckpointError: their parameters are not known, or not there.
     """
-    if not any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if not any(isinstance(callback, BaseFinetuning) for callback in callbacks):
         return
     parameters = dict(trainer.lightning_module.named_parameters(remove_duplicate=False))
     pairs = zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)

@@ -95,7 +95,8 @@ class ClusterFacts:
 
     @property
     def _memory_in_words(self) -> str:
-        smallest, largest = min(self.memory.device_bytes), max(self.memory.device_bytes)
+        smallest = min(self.memory.device_bytes)
+        largest = max(self.memory.device_bytes)
         if smallest == largest:
             return format_bytes(smallest)
         return f"{format_bytes(smallest)} to {format_bytes(largest)}"
@@ -109,17 +110,17 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     memory_bytes_per_rank has an impossible value. PlanError: the reservation leaves no memory for
     tables.
     """
-    settings, consensus, device, layout = (
-        inputs.settings,
-        inputs.consensus,
-        inputs.device,
-        inputs.layout,
-    )
-    groups, in_group = inputs.groups, consensus.all_or_none("setup", lambda: inputs.group_layout)
+    settings = inputs.settings
+    consensus = inputs.consensus
+    device = inputs.device
+    layout = inputs.layout
+    groups = inputs.groups
+    in_group = consensus.all_or_none("setup", lambda: inputs.group_layout)
     local_ranks = layout.ranks_by_node[layout.node_of_rank[consensus.rank]]
 
     def look() -> tuple[tuple[BandwidthRequest, Reservation] | None, int, int]:
-        planning, choices = settings.planning, None
+        planning = settings.planning
+        choices = None
         if consensus.rank == 0:
             choices = (
                 bandwidth_request(planning.bandwidths, os.environ),
@@ -132,7 +133,8 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     local_facts = consensus.all_or_none("setup", look)
     gathered = consensus.all_gather((*local_facts, device))
     request, reservation = gathered[0][0]
-    device_bytes, host_bytes = [], []
+    device_bytes = []
+    host_bytes = []
     for rank in range(groups.size):
         # Replicas of a shard lie on several ranks, of which the smallest must hold it.
         replicas = [gathered[replica] for replica in groups.same_shards(rank)]
@@ -178,7 +180,9 @@ def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingP
     were built in full.
     """
     _warn_of_full_tables(tables, max(inputs.layout.ranks_by_node))
-    ranks, layout, on_gpu = inputs.consensus, inputs.layout, inputs.device.type == "cuda"
+    ranks = inputs.consensus
+    layout = inputs.layout
+    on_gpu = inputs.device.type == "cuda"
     position = ranks.rank % inputs.groups.size
     device_share = int(plan.table_bytes()[position])
     host_share = int(plan.table_bytes(on_host=True)[position])
@@ -191,7 +195,8 @@ def check_start_memory(inputs: SetUpInputs, tables: list[Table], plan: ShardingP
     local = (host_share, device_share, free_host_bytes(), free_process_bytes(), free_device)
     needs = ranks.all_gather(local)
     lacks = []
-    host_needs, free_on_host = [0] * layout.num_nodes, [UNLIMITED] * layout.num_nodes
+    host_needs = [0] * layout.num_nodes
+    free_on_host = [UNLIMITED] * layout.num_nodes
     for rank, (host, device, free_host, free_process, free) in enumerate(needs):
         lacks.append((f"rank {rank}'s process", host, free_process))
         lacks.append((f"rank {rank}'s GPU", device, free))

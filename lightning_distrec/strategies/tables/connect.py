@@ -54,13 +54,17 @@ def look_up(
 
 def _lookup_setup(inputs: SetUpInputs, run_tables: RunTables, path: str) -> LookupSetup:
     """Return what the lookup of the collection at `path` is made of."""
-    shards, updates = run_tables.shards, run_tables.updates
+    shards = run_tables.shards
+    updates = run_tables.updates
     tables = shards.tables_of(path)
-    uses, rowless, fused_optimizers = {}, {}, {}
+    uses = {}
+    rowless = {}
+    fused_optimizers = {}
     all_fused_optimizers = shards.fused_optimizers()
     for table in tables:
         name = table.full_name
-        first_shard, update = shards.shards[name][0], updates[name]
+        first_shard = shards.shards[name][0]
+        update = updates[name]
         uses[table.name] = TableUse(
             shards.plan[name].sharding_type,
             first_shard.weight,

@@ -96,7 +96,8 @@ def select_tables(
     records = []
     for table in tables:
         name = table.full_name
-        read_in, table_options = read.get(name, ""), options[name]
+        read_in = read.get(name, "")
+        table_options = options[name]
         if read_in and _stays_full(table, settings):
             reasons[name] = (
                 f"its weight is read in {read_in}. To shard it, set tables={{'{name}': "
@@ -169,14 +170,16 @@ def decide_updates(
     what else needs the gradients. Tables with an optimizer of their own leave those of the module.
     Raises OptimizerError, UnsupportedError.
     """
-    records, optimizers = decisions.records, decisions.optimizers
+    records = decisions.records
+    optimizers = decisions.optimizers
     parameters = {record.name: record.table.parameter for record in records}
     described = {}
     for record in records:
         if record.options.optimizer is not None:
             place = f"optimizer of table '{record.name}'"
             described[record.name] = parse_table_optimizer(place, record.options.optimizer)
-    members, automatic = members_of(optimizers), module.automatic_optimization
+    members = members_of(optimizers)
+    automatic = module.automatic_optimization
     in_backward = take_in_backward(parameters, described, members, earlier)
     decisions.own_optimizers = build_table_optimizers(
         parameters, described, optimizers, automatic, earlier
@@ -212,7 +215,9 @@ def _refuse_inexact(
     decisions: Decisions, module: LightningModule, trainer: Any, precision: Any, retained_for: str
 ) -> None:
     """Raise where updates inside of backward are not exact; add warnings."""
-    fused, averaged, half = [], [], []
+    fused = []
+    averaged = []
+    half = []
     for record in decisions.records:
         if not record.update.in_backward and record.in_backward is None:
             continue
@@ -266,7 +271,9 @@ def decide(
     For fit, configure_optimizers runs, and its updates are translated. Raises what is refused: see
     docs.
     """
-    trainer, module, tables = inputs.trainer, inputs.module, decisions.tables
+    trainer = inputs.trainer
+    module = inputs.module
+    tables = decisions.tables
     unsharded = decisions.left_alone | dict.fromkeys(decisions.replicated, "replicated=True")
     if inputs.fits:
         refuse_unsharded_mappings(module, decisions.left_alone, inputs.layout.num_ranks)
@@ -275,11 +282,13 @@ def decide(
         with StateOnMeta(table.parameter for table in tables):
             optimizers, schedulers = init_optimizers_and_schedulers(module, refuse_markers)
             decisions.optimizers = see_through(optimizers)
-            plugin, retained_for = trainer.precision_plugin, why_kept(inputs.groups)
+            plugin = trainer.precision_plugin
+            retained_for = why_kept(inputs.groups)
             decide_updates(decisions, module, trainer, plugin, inputs.device, earlier, retained_for)
         _warn_of_untrained(decisions)
         decisions.warnings += warn_of_replicas(inputs.groups)
-        refuse_with_groups(inputs.groups, decisions.records, trainer.callbacks)  # type: ignore[attr-defined]
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        refuse_with_groups(inputs.groups, decisions.records, callbacks)
         decisions.lr_scheduler_configs = list(schedulers)
         for own_optimizer in decisions.own_optimizers:
             decisions.lr_scheduler_configs += own_optimizer.schedulers
@@ -326,7 +335,8 @@ def _mode(name: str, options: TableOptions) -> str:
 
 
 def _constraints(record: TableRecord, device: torch.device, layout: NodeLayout) -> TableConstraints:
-    table, update = record.table, record.update
+    table = record.table
+    update = record.update
     # Ids are mapped where their rows are, so such a table is row-wise whatever else is allowed.
     options = with_mapping(table, record.options, layout)
     if options.sharding_types == ["data_parallel"] and update.kind == "frozen":

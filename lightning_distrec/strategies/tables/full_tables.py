@@ -75,7 +75,8 @@ class FullTables(DistRecStrategy[AnyRun]):
         in on_before_optimizer_step. Raises OptimizerError: a table is updated inside of backward
         and has no gradient.
         """
-        order, tables = float(norm_type), self.run_tables
+        order = float(norm_type)
+        tables = self.run_tables
         if order <= 0:
             raise ConfigError(f"gradient_norms: norm_type={order} must be above 0.")
         if tables is not None and tables.fused_tables:

@@ -46,7 +46,8 @@ def with_dynamic_ids(table: Table, options: TableOptions) -> Table:
             "and mask the looked up rows."
         )
     policies: dict[str, Policy] = {"never": "none", "lru": "lru", "lfu": "lfu"}
-    rows, policy = options.rows or table.config.num_embeddings, policies[options.evict or "lru"]
+    rows = options.rows or table.config.num_embeddings
+    policy = policies[options.evict or "lru"]
     spec = dynamic_spec(rows, options.buckets, policy, options.min_sights or 1)
     if spec.num_rows != table.config.num_embeddings:
         _resize(table, spec.num_rows)
@@ -83,10 +84,12 @@ def _resize(table: Table, rows: int) -> None:
     carry_record(old_weight, table.parameter)
     # torchrec's sharder reads the number of rows from the config, checkpoints and reprs from the
     # module.
-    table.module.get_submodule(table.local_key.removesuffix(".weight")).num_embeddings = rows  # type: ignore[assignment]
+    embedding: Any = table.module.get_submodule(table.local_key.removesuffix(".weight"))
+    embedding.num_embeddings = rows
     table.config.num_embeddings = rows
     if table.plain is not None:
-        table.plain.weight, table.plain.num_embeddings = table.parameter, rows
+        table.plain.weight = table.parameter
+        table.plain.num_embeddings = rows
 
 
 def with_mapping(table: Table, options: TableOptions, layout: NodeLayout) -> TableOptions:
@@ -142,7 +145,8 @@ def mapped_ids(
 ) -> MappedIds | None:
     """Return what maps the ids of the collection at `path`; None where ids are numbers of rows."""
     tables = shards.tables_of(path)
-    mappings, resets = {}, {}
+    mappings = {}
+    resets = {}
     for table in tables:
         mapping = shards.mappings.get(table.full_name)
         if mapping is not None:

@@ -54,7 +54,9 @@ def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, Tab
     pooling_factor that the user set stays. A message names what cannot be counted; those tables are
     planned without counts.
     """
-    counts, total, notes = IdCounts(), 0, []
+    counts = IdCounts()
+    total = 0
+    notes = []
     num_batches = inputs.settings.planning.estimate_pooling
     # Every rank takes part in the exchange below, also one that counts nothing.
     local = (
@@ -81,7 +83,8 @@ def _count(
     trainer: Trainer, module: LightningModule, num_batches: int, device: torch.device
 ) -> tuple[IdCounts, int, list[str]]:
     """Return what this rank has counted, in how many batches, and what it could not read."""
-    counts, total = IdCounts(), 0
+    counts = IdCounts()
+    total = 0
     notes: list[str] = []
     declare = getattr(module, "sparse_inputs", None)
     try:
@@ -107,7 +110,8 @@ def _count(
 def _report(
     tables: list[Table], counts: IdCounts, total: int, num_ranks: int, notes: list[str]
 ) -> None:
-    texts, unknown = [], []
+    texts = []
+    unknown = []
     for table in tables:
         factors = counts.factors(table)
         if factors is None:
@@ -147,7 +151,8 @@ def plan_tables(
     earlier: the tables of an earlier run of the module. Raises PlanError, on all ranks: tables do
     not fit, or cannot be sharded as in a file.
     """
-    consensus, settings = inputs.consensus, inputs.settings
+    consensus = inputs.consensus
+    settings = inputs.settings
 
     def make() -> ShardingPlan | None:
         return _make_plan(inputs, decisions, earlier, facts) if consensus.rank == 0 else None
@@ -171,7 +176,9 @@ def plan_tables(
 def _make_plan(
     inputs: SetUpInputs, decisions: Decisions, earlier: ShardedTables | None, facts: ClusterFacts
 ) -> ShardingPlan:
-    old, resumes_from, settings = None, None, inputs.settings
+    old = None
+    resumes_from = None
+    settings = inputs.settings
     # A plan of other groups names ranks that are in another group now.
     if earlier is not None and earlier.groups.size == inputs.groups.size:
         old = plan_of(earlier, inputs)
@@ -317,7 +324,8 @@ def follow(source: str | TorchRecPlan, decisions: Decisions, facts: ClusterFacts
     """
     device = facts.topology.compute_device
     if isinstance(source, str):
-        plan, description = load_plan(source, read_plan), f"plan_file='{source}'"
+        plan = load_plan(source, read_plan)
+        description = f"plan_file='{source}'"
     else:
         plan = plan_from_torchrec(source, decisions.tables, facts.layout, device)
         description = "plan_file=ShardingPlan(...)"
@@ -337,7 +345,8 @@ def save_with_logs(trainer: Trainer, plan: ShardingPlan) -> None:
     """Write the plan into the folder of the first logger that has one, on rank 0; warn where that
     fails."""
     folder = next(filter(None, map(folder_of, trainer.loggers)), None)
-    if trainer.fast_dev_run or not trainer.is_global_zero or folder is None:  # type: ignore[attr-defined]
+    trial = trainer.fast_dev_run  # type: ignore[attr-defined]
+    if trial or not trainer.is_global_zero or folder is None:
         return
     try:
         save_plan(folder / PLAN_FILE, plan)

@@ -182,7 +182,8 @@ class PrefetchableTable:
                 "looked up in it, and by no optimizer. Write to them in a hook before the step, or "
                 "set prefetch={'depth': 1}."
             )
-        self._written, self._changed = written, changed
+        self._written = written
+        self._changed = changed
         return (
             self._lookup.state(),
             [float(group.group["lr"]) for group in self._param_groups],
@@ -213,7 +214,8 @@ class Prefetching:
         self._end = end
         self._changes = RowChanges()
         self._streams = Streams(strategy.root_device)
-        movers = [mover for mover in (module, trainer.datamodule) if mover is not None]  # type: ignore[attr-defined]
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        movers = [mover for mover in (module, datamodule) if mover is not None]
         hooks = []
         for mover in movers:
             hooks += [hook for hook in TRANSFER_HOOKS if is_overridden(hook, mover)]
@@ -318,7 +320,8 @@ class Prefetching:
     def _ahead_of_step(self, kind: type) -> Patches:
         """Return the context in which the user's hooks are called ahead of the step that they are
         for."""
-        patches, trainer = Patches(), self._module.trainer
+        patches = Patches()
+        trainer = self._module.trainer
         if trainer.training:  # counters stay in an evaluation
             patches.replace_class(trainer, kind)
         return patches

@@ -102,9 +102,12 @@ class AveragedRows(Replicas):
         optimizers: Callable[[], list[Optimizer]],
         ranks: Ranks,
     ) -> None:
-        self._tables, self._updates = tables, updates
-        self._optimizers, self._ranks = optimizers, ranks
-        self._group, self._interval = tables.groups.replicas, tables.groups.sync_interval
+        self._tables = tables
+        self._updates = updates
+        self._optimizers = optimizers
+        self._ranks = ranks
+        self._group = tables.groups.replicas
+        self._interval = tables.groups.sync_interval
         self._touched = TouchedRows(tables.kernels)
         self._has_stepped = False
         self._num_steps = 0
@@ -149,7 +152,8 @@ class AveragedRows(Replicas):
         self._tables.synchronize = do_nothing
 
     def _average(self) -> None:
-        shards, by_rows = [], []
+        shards = []
+        by_rows = []
         for name, table_shards in self._tables.shards.items():
             update = self._updates[name]
             if update.kind == "frozen" and name not in self._unfrozen:
@@ -182,7 +186,8 @@ class AveragedRows(Replicas):
     def _states(self, shards: list[LocalShard]) -> list[list[Tensor]]:
         """Collective over all ranks. Return the optimizer state of each shard that lies along its
         rows."""
-        fused, optimizers = self._tables.fused_state(), self._optimizers()
+        fused = self._tables.fused_state()
+        optimizers = self._optimizers()
         row_states = [list(fused.get(id(shard), ())) for shard in shards]
         optimizer_of: dict[int, Optimizer] = {}
         local_widths = []

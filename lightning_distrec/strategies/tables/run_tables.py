@@ -127,7 +127,8 @@ class RunTables:
 
         in_backward: full name of a table -> its optimizer by apply_optimizer_in_backward.
         """
-        self.optimizers, self.table_optimizers = optimizers, table_optimizers
+        self.optimizers = optimizers
+        self.table_optimizers = table_optimizers
         if in_backward:
             self.in_backward = InBackwardSteps(in_backward, self.shards.parameters(), self.updates)
         members = members_of(optimizers)
@@ -158,7 +159,8 @@ class RunTables:
         # Under automatic optimization Lightning's order of backward and step is known; by hand any
         # order may come.
         if groups and not self.automatic:
-            watch_after_run, self.backward_watch = self.backward_watch, BackwardWatch([])
+            watch_after_run = self.backward_watch
+            self.backward_watch = BackwardWatch([])
             self._manual_watch = ManualWatch(groups)
             for lookup in self.lookups_of(fused):
                 tables = []
@@ -224,7 +226,8 @@ class RunTables:
 
     def _zero_grad(self, optimizer: Optimizer) -> Callable[..., None]:
         # It reads the gradient of each weight, which takes the guard of a shard two microseconds.
-        zero_grad, state = without_guards(optimizer.zero_grad), self.shards.state
+        zero_grad = without_guards(optimizer.zero_grad)
+        state = self.shards.state
 
         def forgetting(*args: Any, **options: Any) -> None:
             if state.reached:

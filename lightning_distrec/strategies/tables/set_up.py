@@ -72,7 +72,9 @@ from lightning_distrec.strategies.tables.set_up_inputs import (
 
 def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
     """Collective. Shard the module's tables and return them; None where it has none."""
-    module, settings, consensus = inputs.module, inputs.settings, inputs.consensus
+    module = inputs.module
+    settings = inputs.settings
+    consensus = inputs.consensus
     earlier = sharded_tables_of(module)
     # Whatever may raise on one rank alone goes through all_or_none: the others would wait in the
     # next collective.
@@ -179,8 +181,11 @@ def _refuse_to_replicate(inputs: SetUpInputs, decisions: Decisions, earlier: Sha
 def _check_same_tables(inputs: SetUpInputs, tables: list[Table]) -> bool:
     """Collective. Raise ShardingError where ranks have different tables; return whether any rank
     counts ids."""
-    ranks, names = inputs.consensus, [table.full_name for table in tables]
-    shapes, are_meta, writes = [], [], []
+    ranks = inputs.consensus
+    names = [table.full_name for table in tables]
+    shapes = []
+    are_meta = []
+    writes = []
     for table in tables:
         config = table.config
         sizes = (config.num_embeddings, config.embedding_dim, config.feature_names)
@@ -217,7 +222,8 @@ def _shard(
         # both in full.
         rows = earlier.take_rows(decisions.tables)
         # The optimizers of the earlier fit hold shards and momentum.
-        inputs.trainer.strategy.optimizers, inputs.trainer.strategy.lr_scheduler_configs = [], []
+        inputs.trainer.strategy.optimizers = []
+        inputs.trainer.strategy.lr_scheduler_configs = []
         # Twice: what holds a shard from C++ hides the shard's own cycle from the pass that frees
         # it.
         gc.collect()
@@ -229,7 +235,8 @@ def _shard(
         # have freed theirs.
         rows |= _detach_rows(inputs, decisions.tables, optimizers)
         unsharded = {table.full_name: table.parameter for table in decisions.tables}
-        fused, gathered = {}, set()
+        fused = {}
+        gathered = set()
         for record in decisions.records:
             update = record.update
             if plan[record.name].sharding_type != "data_parallel":
@@ -255,9 +262,11 @@ def _shard(
         )
         with without_in_backward(unsharded.values()):
             shards = sharding.shard()
-        rows_only, initial_states = {}, {}
+        rows_only = {}
+        initial_states = {}
         for record in decisions.records:
-            update, dtype = record.update, unsharded[record.name].dtype
+            update = record.update
+            dtype = unsharded[record.name].dtype
             if not update.in_backward:
                 rows_only[record.name] = _rows_only(update, can_sum_rows(dtype, inputs.device.type))
                 continue

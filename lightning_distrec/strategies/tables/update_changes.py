@@ -100,8 +100,10 @@ class SummedLookups:
         num_steps: Callable[[str], int],
         on_change: Callable[[str], None],
     ) -> None:
-        self._shards, self._updates = shards, updates
-        self._num_steps, self._on_change = num_steps, on_change
+        self._shards = shards
+        self._updates = updates
+        self._num_steps = num_steps
+        self._on_change = on_change
         self.followed: list[tuple[ShardedLookup, list[Any]]] = []
         """Lookups that the first step may make twice, and the handles of hooks on their kernels."""
 
@@ -126,10 +128,8 @@ class SummedLookups:
         self.followed = []
 
     def _can_be_summed(self, table: Table) -> bool:
-        update, kernel = (
-            self._updates[table.full_name],
-            self._shards.plan[table.full_name].compute_kernel,
-        )
+        update = self._updates[table.full_name]
+        kernel = self._shards.plan[table.full_name].compute_kernel
         # An optimizer reaches neither rows in UVM nor, for ids that are evicted, the state of their
         # rows.
         is_reached = table.mapping is None and not kernel.startswith("fused_uvm")
@@ -145,7 +145,8 @@ class SummedLookups:
         the same lookups."""
         memory = self._shards.fused_state()
         for name in sorted(names):
-            update, shards = self._updates[name], self._shards.shards[name]
+            update = self._updates[name]
+            shards = self._shards.shards[name]
             weight = shards[0].weight
             self._updates[name] = summed_form(
                 name, update, can_sum_rows(weight.dtype, weight.device.type)

@@ -75,7 +75,8 @@ def _chains_in(
     except (OSError, TypeError, SyntaxError):  # made at run time: there the read itself raises
         return []
     parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    variables, chains = _variables(tree, arguments), []
+    variables = _variables(tree, arguments)
+    chains = []
     for node in ast.walk(tree):
         chain = _chain(node, variables)
         if chain and chain[-1] == "weight" and not _is_harmless(node, parents):
