@@ -92,7 +92,9 @@ def test_an_earlier_attempt_that_still_listens_is_passed_by(point: MeetingPoint)
 
 
 @pytest.mark.parametrize(
-    "greeting", [b"", b"220 mail server ready\n", b"\xff\xfe\n"], ids=["silent", "text", "bytes"]
+    "greeting",
+    [b"", b"220 mail server ready\n", b"\xff\xfe\n", b'{"job": "job 0.9", "port": 1}'],
+    ids=["silent", "text", "bytes", "rank 0 of another job"],
 )
 def test_whoever_else_listens_at_the_port_is_passed_by(
     point: MeetingPoint, greeting: bytes
