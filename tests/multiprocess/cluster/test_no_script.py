@@ -22,8 +22,8 @@ from lightning_distrec.errors import CheckpointError, ConfigError
 
 assert first.strategy.unshard() is module and type(module.items) is nn.Embedding
 module.layer(module.items(torch.tensor([1])))
-assert all(torch.equal(value, found["state"][name]) for name, value in module.state_dict().items())
-loaded = Ratings.load_from_checkpoint(found["best"][1])
+assert all(torch.equal(value, actual["state"][name]) for name, value in module.state_dict().items())
+loaded = Ratings.load_from_checkpoint(actual["best"][1])
 assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in module.state_dict().items())
 with pytest.raises(ConfigError, match="Make a new Trainer"):
     first.fit(module, DataLoader(ids, 8))
@@ -31,7 +31,7 @@ with pytest.raises(CheckpointError, match="with their optimizers' state"):
     first.save_checkpoint(FOLDER + "/half.ckpt")
 second = trainer(1)
 second.fit(module, DataLoader(ids, 8), DataLoader(ids, 8))
-assert second.callback_metrics["error"] < found["metrics"]["error"]
+assert second.callback_metrics["error"] < actual["metrics"]["error"]
 assert not {"MASTER_PORT", "LIGHTNING_DISTREC_LAUNCHER_PID"} & os.environ.keys()
 torch.randn(1_000_000).exp().sum()
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
