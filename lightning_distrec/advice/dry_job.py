@@ -31,8 +31,7 @@ from lightning_distrec.sharding.sharding_groups import (
     ShardingGroupOptions,
     checked_size,
 )
-from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
-from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
+from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts, dense_bytes
 from lightning_distrec.strategies.tables.decisions import (
     decide_constraints,
     decide_updates,

@@ -28,7 +28,6 @@ from lightning_distrec.pipeline.chain import (
 )
 from lightning_distrec.sharding.tables import Table, find_tables
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_weights
-from lightning_distrec.strategies.estimates.module_sizes import TRUE_ITEMSIZE
 from lightning_distrec.strategies.fully_sharded.fsdp_options import FSDPOptions
 from lightning_distrec.strategies.fully_sharded.shard_blocks import (
     choose_blocks,
@@ -36,6 +35,7 @@ from lightning_distrec.strategies.fully_sharded.shard_blocks import (
     refuse_module,
 )
 from lightning_distrec.strategies.fully_sharded.shards import refuse_sharded
+from lightning_distrec.strategies.tables.cluster_facts import TRUE_ITEMSIZE
 from lightning_distrec.strategies.torchrec import TorchRecShardedStrategy
 from lightning_distrec.units import describe_error, shortened
 
@@ -110,10 +110,10 @@ class ModuleSizes:
         """The share of parameters and optimizer state that belongs to tables."""
         total = tables = 0
         for size in self.parameters:
-            kept = size.parameters + size.optimizer_state
-            total += kept
+            num_bytes = size.parameters + size.optimizer_state
+            total += num_bytes
             if size.is_table:
-                tables += kept
+                tables += num_bytes
         return tables / total if total else 0.0
 
 

@@ -49,7 +49,6 @@ STRATEGIES = {
     "strategies/checkpoints",
     "strategies/data_parallel",
     "strategies/fully_sharded",
-    "strategies/estimates",
     "strategies/tables",
 }
 ANNEXES = {
@@ -98,9 +97,7 @@ MAY_IMPORT = {
     "strategies/run": BELOW_STRATEGIES | {"strategies/checkpoints", "strategies/data_parallel"},
     "strategies/data_parallel": BELOW_STRATEGIES,
     "strategies/fully_sharded": BELOW_STRATEGIES | {"strategies/data_parallel", "strategies/run"},
-    "strategies/estimates": {"optimizers", "sharding"},
-    "strategies/tables": BELOW_STRATEGIES
-    | {"strategies/data_parallel", "strategies/run", "strategies/estimates"},
+    "strategies/tables": BELOW_STRATEGIES | {"strategies/data_parallel", "strategies/run"},
     "strategies": BELOW_STRATEGIES | STRATEGIES,
     "pipeline": BELOW_STRATEGIES | STRATEGIES | {"observe"},
     # For any strategy: it reads its attributes and its spans.

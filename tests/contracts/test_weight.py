@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "lightning_distrec"
 
 BUDGETS = {
     "_compat": 19346,
-    "advice": 9504,
+    "advice": 9503,
     "callbacks": 4126,
     "checkpoint": 18274,
     "cli": 10472,
@@ -28,7 +28,7 @@ BUDGETS = {
     "optimizers": 12112,
     "pipeline": 15965,
     "prefetch": 26509,
-    "retrieval": 7473,
+    "retrieval": 7531,
     "serving": 11063,
     "sharding": 25987,
     "sharding/lookup": 16953,
@@ -38,10 +38,9 @@ BUDGETS = {
     "strategies": 4524,
     "strategies/checkpoints": 17439,
     "strategies/data_parallel": 6838,
-    "strategies/estimates": 289,
     "strategies/fully_sharded": 7576,
     "strategies/run": 14500,
-    "strategies/tables": 22342,
+    "strategies/tables": 22623,
 }
 """Room, as `room_of` calls it -> the most nodes that it may have."""
 

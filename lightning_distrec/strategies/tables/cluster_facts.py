@@ -2,15 +2,19 @@
 memory is free."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
 from torchrec.distributed.planner import Topology
 
 from lightning_distrec import gpu
 from lightning_distrec.errors import InfeasiblePlanError
 from lightning_distrec.host_memory import free_host_bytes, free_process_bytes, host_memory_bytes
+from lightning_distrec.optimizers.translation import UNKNOWN_TENSORS, state_numbers
 from lightning_distrec.sharding.planning.bandwidths import (
     AssumedBandwidths,
     BandwidthRequest,
@@ -29,9 +33,11 @@ from lightning_distrec.sharding.planning.topology import (
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.sharding.weights.shard_access import without_guards
-from lightning_distrec.strategies.estimates.module_sizes import dense_bytes
 from lightning_distrec.strategies.tables.set_up_inputs import Decisions, SetUpInputs
 from lightning_distrec.units import format_bandwidth, format_bytes
+
+TRUE_ITEMSIZE = {"16-true": 2, "bf16-true": 2, "64-true": 8}
+"""Precision of a Trainer that changes types -> bytes of an element of any parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,3 +255,31 @@ def _message(place: str, needed: int, free: int, tables: list[Table], plan: Shar
         f"{format_bytes(needed)} more, and {format_bytes(free)} are "
         f"free.{''.join(lines)}\n{way_out}"
     )
+
+
+def dense_bytes(
+    module: nn.Module,
+    tables: Iterable[Table],
+    optimizers: Iterable[Optimizer],
+    precision: str,
+    shares: int,
+) -> int:
+    """Return bytes of parameters, gradients, optimizer state and buffers that are not of `tables`.
+
+    shares: number of ranks that share them, 1 where they are replicated. An unknown optimizer
+    counts as Adam.
+    """
+    table_ids = {id(table.parameter) for table in tables}
+    dense = {id(p): p for p in module.parameters() if id(p) not in table_ids}
+    itemsize = {key: TRUE_ITEMSIZE.get(precision, p.itemsize) for key, p in dense.items()}
+    total = sum(
+        p.numel() * itemsize[key] * (2 if p.requires_grad else 1) for key, p in dense.items()
+    )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in dense and parameter.requires_grad:
+                    numbers = state_numbers(optimizer, group, parameter)
+                    numbers = UNKNOWN_TENSORS * parameter.numel() if numbers is None else numbers
+                    total += numbers * itemsize[id(parameter)]
+    return total // shares + sum(buffer.numel() * buffer.itemsize for buffer in module.buffers())
