@@ -2,29 +2,10 @@
 
 from dataclasses import replace
 
+from recipes.criteo_dlrm.columns import MLPERF_BAG_SIZES, MLPERF_ROWS
 from tests.benchmarks.planning_jobs import Job, Timed
 from tests.support.planned_tables import TableSet, table_set
 
-MLPERF_ROWS = (
-    *(
-        40_000_000,
-        39_060,
-        17_295,
-        7_424,
-        20_265,
-        3,
-        7_122,
-        1_543,
-        63,
-        40_000_000,
-        3_067_956,
-        405_282,
-        10,
-        2_209,
-    ),
-    *(11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36),
-)
-MLPERF_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 MLPERF_DIM, MLPERF_GLOBAL_BATCH = 128, 65_536
 """Tables of MLPerf's DLRM-DCNv2: num_embeddings_per_feature, multi_hot_sizes, embedding_dim and the
 batch of the reference. Source: github.com/mlcommons/training,
@@ -68,6 +49,10 @@ def published_tables(job: Job) -> TableSet:
         return table_set(sizes, job.num_ranks, job.ranks_on_node, job.memory_gb)
     sizes = [(rows, MLPERF_DIM) for rows in MLPERF_ROWS]
     tables = table_set(
-        sizes, job.num_ranks, job.ranks_on_node, job.memory_gb, [float(ids) for ids in MLPERF_IDS]
+        sizes,
+        job.num_ranks,
+        job.ranks_on_node,
+        job.memory_gb,
+        [float(ids) for ids in MLPERF_BAG_SIZES],
     )
     return replace(tables, batch_size=MLPERF_GLOBAL_BATCH // job.num_ranks)
