@@ -54,11 +54,10 @@ def softmax_loss(
     problem = problem_of_call(queries, rows, max_bytes, targets, is_counted)
     if problem is None and bias is not None and bias.shape != (rows.num_rows,):
         problem = ConfigError(f"bias {tuple(bias.shape)} must be ({rows.num_rows},), of each row.")
-    if problem is None and not (0 <= label_smoothing <= 1 and reduction in REDUCTIONS):
-        problem = ConfigError(
-            f"label_smoothing={label_smoothing} must be in 0 to 1, and reduction={reduction!r} one "
-            f"of {REDUCTIONS}."
-        )
+    if problem is None and not 0 <= label_smoothing <= 1:
+        problem = ConfigError(f"label_smoothing={label_smoothing} must be in 0 to 1.")
+    if problem is None:
+        problem = problem_of_reduction(reduction)
     counted_queries = queries
     if problem is None:
         # What does not count is neither sent nor scored.
@@ -83,6 +82,13 @@ def softmax_loss(
         scoring, with_gradient(counted_queries, is_needed), counted_targets, bias, *rows.weights
     )
     return reduced(losses, reduction, counts, is_counted.view(targets.shape))
+
+
+def problem_of_reduction(reduction: str) -> ConfigError | None:
+    """Return what is wrong with a reduction."""
+    if reduction in REDUCTIONS:
+        return None
+    return ConfigError(f"reduction={reduction!r} must be one of {REDUCTIONS}.")
 
 
 def reduced(losses: Tensor, reduction: Reduction, counts: list[int], is_counted: Tensor) -> Tensor:
@@ -190,16 +196,16 @@ class _SoftmaxLosses(torch.autograd.Function):
             all_queries = ranks.gather_rows(queries.to(scoring.dtype), scoring.counts)
             all_targets = ranks.gather_rows(targets.long(), scoring.counts)
             sums = torch.zeros(2, len(all_targets), dtype=scoring.sum_dtype, device=queries.device)
-            exponentials, wanted = sums
+            exponentials, target_scores = sums
             exponentials.fill_(-torch.inf)
             for block, _, scores in scoring.blocks(all_queries, bias, list(weights)):
                 if not scores.numel():
                     continue
                 is_here, columns = _columns(all_targets, block)
-                here = torch.where(is_here, scores.gather(1, columns)[:, 0], 0)
-                wanted += (1 - smoothing) * here
+                block_scores = torch.where(is_here, scores.gather(1, columns)[:, 0], 0)
+                target_scores += (1 - smoothing) * block_scores
                 if smoothing:
-                    wanted += smoothing / rows.num_rows * scores.sum(1)
+                    target_scores += smoothing / rows.num_rows * scores.sum(1)
                 exponentials.copy_(torch.logaddexp(exponentials, scores.logsumexp(1)))
             largest = ranks.all_reduce(exponentials.clone(), dist.ReduceOp.MAX)
             exponentials.sub_(largest).exp_()
@@ -207,7 +213,7 @@ class _SoftmaxLosses(torch.autograd.Function):
         log_sums = exponentials.log() + largest
         ctx.scoring = scoring
         ctx.save_for_backward(all_queries, all_targets, log_sums, bias, *weights)
-        return (log_sums - wanted).split(scoring.counts)[ranks.rank].clone()
+        return (log_sums - target_scores).split(scoring.counts)[ranks.rank].clone()
 
     @staticmethod
     @once_differentiable
@@ -236,14 +242,14 @@ class _SoftmaxLosses(torch.autograd.Function):
                 # The mean of the ranks' gradients, as lookups have it and DDP.
                 row_gradients = (scores.T @ all_queries).div_(ranks.num_ranks)
                 rows.write(block, row_gradients, weight_gradients)
-        own = None
+        query_gradient = None
         if needs_queries:
-            own = ranks.send_rows(query_gradients, scoring.counts).sum(0)
+            query_gradient = ranks.send_rows(query_gradients, scoring.counts).sum(0)
         learned = [
             values if needed else None
             for values, needed in zip(weight_gradients, needs_weights, strict=True)
         ]
-        return None, own, None, bias_gradient, *learned
+        return None, query_gradient, None, bias_gradient, *learned
 
 
 def _columns(targets: Tensor, block: Block) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.retrieval.full_softmax import Reduction, reduced
+from lightning_distrec.retrieval.full_softmax import Reduction, problem_of_reduction, reduced
 from lightning_distrec.retrieval.rank_group import (
     RankGroup,
     gathered_rows,
@@ -38,12 +38,14 @@ def in_batch_loss(
     gather: False: keys of this rank alone. reduction: as of `softmax_loss`.
     Raises ConfigError on every rank: arguments do not fit.
     """
-    batch = _scored("in_batch_loss", queries, keys, ids, temperature, log_q, negatives, gather)
-    is_other = batch.is_same.scatter(1, batch.own[:, None], False)
+    batch = _scored(
+        "in_batch_loss", queries, keys, ids, temperature, log_q, negatives, gather, reduction
+    )
+    is_other = batch.is_same.scatter(1, batch.own_columns[:, None], False)
     num_keys = is_other.shape[1]
     batch.scores[:, :num_keys].masked_fill_(is_other, -torch.inf)
-    losses = functional.cross_entropy(batch.scores, batch.own, reduction="none")
-    return reduced(losses, reduction, batch.counts, batch.own >= 0)
+    losses = functional.cross_entropy(batch.scores, batch.own_columns, reduction="none")
+    return reduced(losses, reduction, batch.counts, batch.own_columns >= 0)
 
 
 def contrastive_loss(
@@ -63,19 +65,21 @@ def contrastive_loss(
     negatives and the others: as of `in_batch_loss`.
     Source: Khosla et al., Supervised Contrastive Learning, 2020, equation 2.
     """
-    batch = _scored("contrastive_loss", queries, keys, labels, temperature, None, negatives, gather)
+    batch = _scored(
+        "contrastive_loss", queries, keys, labels, temperature, None, negatives, gather, reduction
+    )
     num_keys = batch.is_same.shape[1]
     positives = torch.where(batch.is_same, batch.scores[:, :num_keys], 0)
     means = positives.sum(1) / batch.is_same.sum(1)
     losses = batch.scores.logsumexp(1) - means
-    return reduced(losses, reduction, batch.counts, batch.own >= 0)
+    return reduced(losses, reduction, batch.counts, batch.own_columns >= 0)
 
 
 @dataclass(frozen=True)
 class _Scored:
     scores: Tensor
     """(queries, keys of all ranks and own negatives), float32 or float64."""
-    own: Tensor
+    own_columns: Tensor
     """(queries,), the column of each query's key."""
     is_same: Tensor
     """(queries, keys of all ranks): whether the key is of the same item."""
@@ -92,6 +96,7 @@ def _scored(
     log_q: Tensor | None,
     negatives: Tensor | None,
     gather: bool,
+    reduction: Reduction,
 ) -> _Scored:
     ranks = ranks_of(None) if gather else RankGroup()
     fits = queries.ndim == 2 and queries.shape == keys.shape
@@ -99,7 +104,7 @@ def _scored(
         fits &= numbers is None or numbers.shape == queries.shape[:1]
     if negatives is not None:
         fits &= negatives.ndim == 3 and negatives[:, 0].shape == queries.shape
-    problem = None
+    problem = problem_of_reduction(reduction)
     if not fits:
         problem = ConfigError(
             f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} must be (queries, dim), "
@@ -121,11 +126,11 @@ def _scored(
         padding = scores.shape[1] - len(corrections)
         scores = scores - functional.pad(corrections, (0, padding))
     places = torch.arange(sum(counts), device=keys.device)
-    own = places.split(counts)[ranks.rank]
+    own_columns = places.split(counts)[ranks.rank]
     if ids is None:
-        return _Scored(scores, own, own[:, None] == places, counts)
+        return _Scored(scores, own_columns, own_columns[:, None] == places, counts)
     is_same = ids[:, None] == ranks.gather_rows(ids, counts)
-    return _Scored(scores, own, is_same, counts)
+    return _Scored(scores, own_columns, is_same, counts)
 
 
 class SampledFrequency(nn.Module):

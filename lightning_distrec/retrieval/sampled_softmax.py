@@ -15,6 +15,7 @@ from lightning_distrec.retrieval.full_softmax import (
     MAX_BYTES,
     Reduction,
     problem_of_call,
+    problem_of_reduction,
     reduced,
 )
 from lightning_distrec.retrieval.table_rows import Table, rows_of
@@ -100,6 +101,7 @@ def sampled_softmax_loss(
             f"num_negatives={num_negatives} must be at least 1, and sampler={sampler!r} one of "
             f"{list(SAMPLERS)} or an object."
         )
+    problem = problem or problem_of_reduction(reduction)
     equal = {"step": step, "seed": seed, "num_negatives": num_negatives}
     ids = targets.reshape(-1)[is_counted].long()
     counts = rows.ranks.agree("sampled_softmax_loss", problem, equal, len(ids))
@@ -108,12 +110,12 @@ def sampled_softmax_loss(
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     negatives = source.draw(num_negatives, rows.num_rows, generator).to(ids.device)
     vectors = _looked_up(table, ids, negatives)
-    wanted = vectors[: len(ids)]
-    others = vectors[len(ids) :]
+    target_rows = vectors[: len(ids)]
+    negative_rows = vectors[len(ids) :]
     counted = queries.reshape(-1, rows.dim)[is_counted]
     # Without targets no negatives were looked up.
-    negative_scores = (counted @ others.T).view(len(ids), num_negatives)
-    scores = torch.cat([(counted * wanted).sum(1, keepdim=True), negative_scores], 1)
+    negative_scores = (counted @ negative_rows.T).view(len(ids), num_negatives)
+    scores = torch.cat([(counted * target_rows).sum(1, keepdim=True), negative_scores], 1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
     if log_q:
         # How often each is expected among the negatives. The target is there once, not drawn.

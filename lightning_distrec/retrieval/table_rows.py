@@ -94,14 +94,14 @@ class ExchangedRows(TableRows):
         for shard, in_rows in self._overlaps(block, weights, rows):
             in_rows.copy_(shard)
         # Each value is of one rank, and 0 on the others.
-        own = self.ranks.send_rows(rows, [block.part] * self.ranks.num_ranks).sum(0)
-        return own[: block.num_rows]
+        rows_of_block = self.ranks.send_rows(rows, [block.part] * self.ranks.num_ranks).sum(0)
+        return rows_of_block[: block.num_rows]
 
     def write(self, block: Block, rows: Tensor, weights: Weights) -> None:
         """Collective. Write each rank's block of rows to the shards that it lies in."""
-        own = weights[0].new_zeros(block.part, self.dim)
-        own[: block.num_rows] = rows
-        all_rows = self.ranks.gather_rows(own, [block.part] * self.ranks.num_ranks)
+        rows_of_block = weights[0].new_zeros(block.part, self.dim)
+        rows_of_block[: block.num_rows] = rows
+        all_rows = self.ranks.gather_rows(rows_of_block, [block.part] * self.ranks.num_ranks)
         for shard, in_rows in self._overlaps(block, weights, all_rows):
             shard.copy_(in_rows)
 

@@ -13,6 +13,7 @@ from lightning_distrec.errors import ConfigError, IdsError
 from lightning_distrec.retrieval import (
     SampledFrequency,
     by_frequency,
+    contrastive_loss,
     in_batch_loss,
     sampled_softmax_loss,
     softmax_loss,
@@ -100,6 +101,18 @@ def test_bad_input_is_refused() -> None:
         softmax_loss(queries, table, targets * 0 + ROWS)
     with pytest.raises(ConfigError, match="reduction='max'"):
         softmax_loss(queries, table, targets, reduction="max")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="reduction='max'"):
+        sampled_softmax_loss(
+            queries,
+            table,
+            targets,
+            num_negatives=2,
+            step=0,
+            reduction="max",  # type: ignore[arg-type]
+        )
+    for loss in (in_batch_loss, contrastive_loss):
+        with pytest.raises(ConfigError, match="reduction='max'"):
+            loss(queries, queries, targets, reduction="max")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="k=41 must be 1 to 40"):
         top_k(queries, table, ROWS + 1)
     with pytest.raises(ConfigError, match="keys .*2, 8.* must be .queries, dim."):
