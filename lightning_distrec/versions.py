@@ -251,8 +251,8 @@ def cuda_of(torch_version: str, version_file: str) -> str:
     torch/version.py."""
     suffix = re.search(r"\+cu(\d+)\d$", torch_version)
     in_file = re.search(r"^cuda\b[^=\n]*=\s*['\"](\d+)", version_file, re.MULTILINE)
-    found = suffix or in_file
-    return found[1] if found else ""
+    match = suffix or in_file
+    return match[1] if match else ""
 
 
 def linked_cuda(folder: str | Path = "") -> str:

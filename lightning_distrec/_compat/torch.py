@@ -79,8 +79,10 @@ def without_in_backward(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     hidden = []
     for parameter in parameters:
         attributes = parameter.__dict__
-        own = {name: attributes.pop(name) for name in IN_BACKWARD if name in attributes}
-        hidden.append((parameter, own))
+        hidden_attributes = {
+            name: attributes.pop(name) for name in IN_BACKWARD if name in attributes
+        }
+        hidden.append((parameter, hidden_attributes))
     try:
         yield
     finally:

@@ -246,9 +246,9 @@ def _arrive(
 
 def _find_store(point: MeetingPoint, waiting: _Waiting) -> tuple[Store, str]:
     """Return rank 0's store once it is there, and rank 0's host."""
-    _, *others = point.ports
-    more = f" and {len(others)} others" if others else ""
-    place = f"{point.host}, port {point.ports[0]}{more}{point.hint}"
+    _, *next_ports = point.ports
+    ports_in_words = f" and {len(next_ports)} others" if next_ports else ""
+    place = f"{point.host}, port {point.ports[0]}{ports_in_words}{point.hint}"
     places = [(point.identity, point.host, port) for port in point.ports]
     launchers_store = _find_launchers_store(point, waiting) if point.is_hosted else None
     while True:

@@ -47,15 +47,15 @@ def is_waiting(thread: int) -> bool:
     frame = frames.pop(thread, None)
     if frame is None:
         return False
-    own: list[FrameType] = []
+    frames_of_torch: list[FrameType] = []
     # On GPUs it runs on threads that torch starts: hooks compute there, and what is compiled on
     # first use.
     if frame.f_code.co_name == "_engine_run_backward":
         for other in frames.values():
             *_, (outermost, _) = traceback.walk_stack(other)
             if outermost.f_code.co_filename != threading.__file__:
-                own.append(other)
-    return all(map(is_wait, own or [frame]))
+                frames_of_torch.append(other)
+    return all(map(is_wait, frames_of_torch or [frame]))
 
 
 def find_place(thread: int) -> int:

@@ -267,8 +267,8 @@ class NodeLayout:
 
     def ranks_on_same_node(self, rank: int) -> list[int]:
         """Return the other ranks on a rank's node."""
-        others = set(self.ranks_on_other_nodes(rank))
-        return [r for r in range(self.num_ranks) if r != rank and r not in others]
+        far_ranks = set(self.ranks_on_other_nodes(rank))
+        return [r for r in range(self.num_ranks) if r != rank and r not in far_ranks]
 
     def ranks_on_other_nodes(self, rank: int) -> list[int]:
         """Return the ranks on other nodes than a rank's."""

@@ -149,7 +149,7 @@ BREAKAGES = (
     Breakage(
         "work-in-backward",
         "lightning_distrec/cluster/places.py",
-        r"own or \[frame\]",
+        r"frames_of_torch or \[frame\]",
         "[frame]",
         "Ranks are ended as stuck while one compiles or runs a hook in backward on a GPU.",
         ("unit/cluster/test_places.py",),

@@ -268,10 +268,10 @@ def _join_by_rank(tensors: list[Tensor], sizes: list[list[int]]) -> Tensor:
         iter(tensor.split(list(filter(None, counts))))
         for tensor, counts in zip(tensors, sizes, strict=True)
     ]
-    by_rank = []
+    rank_parts = []
     for counts in zip(*sizes, strict=True):
-        by_rank += [next(part) for part, size in zip(parts, counts, strict=True) if size]
-    return torch.cat(by_rank)
+        rank_parts += [next(part) for part, size in zip(parts, counts, strict=True) if size]
+    return torch.cat(rank_parts)
 
 
 def _short(request: LookupRequest) -> ShortIds:

@@ -56,8 +56,8 @@ class ShortPath:
         self._feature_order = None
         if self.num_features > 1:
             places = torch.arange(self.num_ranks * self.num_features, dtype=torch.int32)
-            by_feature = places.view(self.num_ranks, -1).t().flatten()
-            self._feature_order = by_feature.to(device)
+            order = places.view(self.num_ranks, -1).t().flatten()
+            self._feature_order = order.to(device)
 
     def prepare(self, features: KeyedJaggedTensor) -> "ShortIds":
         """Return the ids of a lookup, of which nothing has left this rank."""

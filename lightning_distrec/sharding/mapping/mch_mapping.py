@@ -141,11 +141,11 @@ class MchMapping(RowsOfIds):
         rows = self._state[MCH_ROWS]
         state: dict[str, ChunkedTensor | Tensor] = {}
         for name, values in self._state.items():
-            by_row = values.new_empty(values.shape).scatter_(1, rows, values).view(-1)
+            row_values = values.new_empty(values.shape).scatter_(1, rows, values).view(-1)
             if name == MCH_ROWS:
-                by_row = self._rows()
-            chunks = [Chunk((self.first_row,), by_row)]
-            state[name] = ChunkedTensor((self.spec.num_rows,), by_row.dtype, chunks)
+                row_values = self._rows()
+            chunks = [Chunk((self.first_row,), row_values)]
+            state[name] = ChunkedTensor((self.spec.num_rows,), row_values.dtype, chunks)
         ends = torch.arange(self.spec.num_buckets + 1) * self.spec.bucket_rows
         state[MCH_SEGMENTS] = torch.cat([ends, torch.full((_SEGMENTS - len(ends),), -1)])
         state[MCH_LOOKUPS] = torch.tensor([self.num_lookups])

@@ -131,8 +131,8 @@ def swap_parameters(
     swapped: dict[int, tuple[nn.Parameter, nn.Parameter | None]] = {}
     with kept_up(module):
         for path, submodule in module.named_modules():
-            own = submodule.named_parameters(path, recurse=False, remove_duplicate=False)
-            for name, parameter in list(own):
+            parameters = submodule.named_parameters(path, recurse=False, remove_duplicate=False)
+            for name, parameter in list(parameters):
                 if id(parameter) not in swapped:
                     swapped[id(parameter)] = parameter, make(name, parameter)
                 new = swapped[id(parameter)][1]

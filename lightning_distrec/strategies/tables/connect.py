@@ -16,17 +16,12 @@ from lightning_distrec.optimizers.translation import (
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup, TableUse
 from lightning_distrec.sharding.lookup.sharded_lookup import ShardedLookup
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.sharded_tables import (
-    ShardedTables,
-)
+from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.data_parallel.losses import LossWeight
 from lightning_distrec.strategies.tables.mapped_tables import mapped_ids
 from lightning_distrec.strategies.tables.run_tables import RunTables
-from lightning_distrec.strategies.tables.set_up_inputs import (
-    Decisions,
-    SetUpInputs,
-)
+from lightning_distrec.strategies.tables.set_up_inputs import Decisions, SetUpInputs
 
 
 def look_up(

@@ -117,8 +117,8 @@ class PrefetchableTable:
         # Learning rates are read from the param groups, not from the kernels, which some ranks do
         # not have.
         groups = [tables.updates[name].param_group for name in names]
-        by_label = {group.label: group for group in groups if group is not None}
-        self._param_groups = list(by_label.values())
+        group_by_label = {group.label: group for group in groups if group is not None}
+        self._param_groups = list(group_by_label.values())
         self.on_gpu = streams.on_gpu
         """Whether a call is only begun when its batch is drawn, and prepared when its copy has
         arrived."""

@@ -26,10 +26,7 @@ from lightning_distrec.optimizers.step_hooks import (
     zero_with,
 )
 from lightning_distrec.optimizers.torchrec_optimizers import InBackwardSteps, members_of
-from lightning_distrec.optimizers.translation import (
-    LearningRates,
-    TableUpdate,
-)
+from lightning_distrec.optimizers.translation import LearningRates, TableUpdate
 from lightning_distrec.optimizers.updates_in_backward import (
     BackwardWatch,
     CollectionWatch,
@@ -177,11 +174,11 @@ class RunTables:
 
     def lookups_of(self, names: Container[str]) -> list[ShardedLookup]:
         """Return the lookups of collections with some of these tables."""
-        found = []
+        lookups = []
         for lookup in self.lookups:
             if any(table.full_name in names for table in lookup.setup.tables):
-                found.append(lookup)
-        return found
+                lookups.append(lookup)
+        return lookups
 
     def connect_replicas(self, ranks: Ranks) -> None:
         """Keep the replicas of the tables equal, where groups of ranks have one each."""
