@@ -104,7 +104,9 @@ def _fit(trainer: pl.Trainer, model: Model, steps: int, **options: Any) -> str:
 def _names(folder: Path) -> list[str]:
     """Return what is in a folder; all hidden ones have one name."""
     return sorted(
-        UNFINISHED if path.name.startswith(UNFINISHED) else path.name for path in folder.iterdir()
+        # A folder has the second name for a moment, until it is locked.
+        UNFINISHED if path.name.startswith((UNFINISHED, ".distrec-new-")) else path.name
+        for path in folder.iterdir()
     )
 
 
