@@ -100,7 +100,7 @@ def _run(block: Block, place: str, names: dict[str, Any]) -> None:
     elif block.language == "yaml":
         _make_classes(yaml.safe_load(block.text))
     elif block.language == "console":
-        for command, shown in _commands(block.text):
+        for command, shown in commands_of(block.text):
             _compare(command, shown, _output_of(command))
 
 
@@ -117,7 +117,7 @@ def _make_classes(node: Any) -> None:
         _make_classes(inner)
 
 
-def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
+def commands_of(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each command of a console block with the lines that it is shown to print."""
     for first in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
         command, *shown = first.splitlines()

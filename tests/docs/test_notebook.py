@@ -49,7 +49,7 @@ def test_the_notebook_is_one_that_jupyter_opens() -> None:
 @pytest.mark.slow
 def test_the_search_finds_the_best_of_three_trials(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    for page in ("index.md", "how_to/train_sharded.md", "how_to/search.md"):
+    for page in ("index.md", "how_to/search.md"):
         for block in blocks_of((ROOT / "docs" / page).read_text("utf-8")):
             if block.file:
                 (tmp_path / block.file).write_text(block.text)
