@@ -1,4 +1,4 @@
-"""Everything that lightning_distrec raises on purpose; docs/reference/errors.md has the usual ways
+"""Everything that lightning_distrec raises on purpose; docs/faq.md has the usual ways
 out."""
 
 import difflib

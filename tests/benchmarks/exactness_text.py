@@ -81,4 +81,4 @@ The largest difference of any step's mean loss, and of any weight, to one proces
 REFUSED = f"""## What is refused
 
 Each refusal was provoked on 2 ranks, and all ranks raised it. [This file]({REFUSALS}) has the messages. The
-[errors](reference/errors.md) page has them by class."""
+[page by symptom](faq.md#errors-by-name) has them by class."""
