@@ -35,6 +35,15 @@ BREAKAGES = (
         "silently.",
         ("multiprocess/sharding/test_lazy_outputs.py",),
     ),
+    Breakage(
+        "hooks-see-a-shard-as-the-table",
+        "lightning_distrec/sharding/weights",
+        r"hook\(_wrap\(gradient, place\)\)",
+        "hook(gradient)",
+        "A hook that divides a table's gradient by its norm divides by that of each rank's shard, "
+        "silently.",
+        ("multiprocess/sharding/test_gradient_hooks_of_tables.py",),
+    ),
     # ---- groups of ranks with a replica of the tables each
     Breakage(
         "replicas-keep-their-state",

@@ -34,7 +34,7 @@ BUDGETS = {
     "sharding/lookup": 16953,
     "sharding/mapping": 8873,
     "sharding/planning": 29717,
-    "sharding/weights": 8529,
+    "sharding/weights": 8660,
     "strategies": 4524,
     "strategies/checkpoints": 17439,
     "strategies/data_parallel": 6838,

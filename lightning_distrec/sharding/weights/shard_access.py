@@ -33,7 +33,10 @@ plain_shards = ExitStack()
 """Holds `without_guard` while an optimizer of torch's updates, after its closure has called the
 user's step."""
 
+HOOKED = "hooked gradient"
+"""The gradient that a hook of `register_hook` is called with."""
 WAYS = {
+    HOOKED: "Compute it in on_before_optimizer_step, which all ranks call.",
     "weight": (
         "To use rows, look them up. trainer.strategy.full_parameter('{table}'), called on every "
         "rank, returns the full "
@@ -149,7 +152,7 @@ class ShardPlace:
     num_rows: int
     num_columns: int
     kind: str = "weight"
-    """Whose values they are: the weight's or its gradient's."""
+    """Whose values they are: "weight", "gradient" or HOOKED."""
     is_computed: bool = False
     """Whether they were computed from those, and are not they themselves."""
 

@@ -13,6 +13,7 @@ table with gathered_weight=True is computed of the full table, as in one process
 (collective_reads.py). Everything else that needs values is refused, naming the table.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.sharding.weights.collective_reads import call_on_full
 from lightning_distrec.sharding.weights.shard_access import (
+    HOOKED,
     GuardedTable,
     Operation,
     ShardPlace,
@@ -55,7 +57,7 @@ VALUES = frozenset({"data", "grad", "T", "mT", "H", "mH", "real", "imag", "data 
 SHAPES = words("shape ndim size dim ndimension numel nelement nbytes __len__")
 DESCRIBES = words("""
     __hash__ __repr__ __format__ stride storage_offset is_contiguous is_floating_point is_complex
-    element_size is_inference untyped_storage get_device requires_grad_ retain_grad register_hook
+    element_size is_inference untyped_storage get_device requires_grad_ retain_grad
     register_post_accumulate_grad_hook type share_memory_ __deepcopy__ new_tensor is_pinned
     _has_compatible_shallow_copy_type backward
 """)
@@ -75,6 +77,8 @@ def _guarded(_: type, func: Operation, types: Any, args: Any = (), kwargs: Any =
             if args[0].grad is None and not args[0].place.table.state.reached:
                 return None
     name = func.__name__
+    if name == "register_hook":
+        return _register_hook(*args)
     is_attribute = False
     if name in ("__get__", "__set__", "__delete__"):
         is_attribute = True
@@ -169,6 +173,19 @@ def _attribute(func: Operation, name: str, args: Any) -> Any:
     return _on_full(func, name, args, {}, place)
 
 
+def _register_hook(weight: Any, hook: Callable[[Any], Any]) -> Any:
+    """Show a hook values of a shard, and take plain ones, as the optimizers do."""
+    # Ranks without rows of the table call no hook, so that it must not reduce over ranks.
+    place = replace(weight.place, kind=HOOKED)
+
+    def call_with_values(gradient: Tensor) -> Any:
+        result = hook(_wrap(gradient, place))
+        return result if result is None or result.is_sparse else result.as_subclass(Tensor)
+
+    with without_guard():
+        return weight.register_hook(call_with_values)
+
+
 def _assign(shard: Any, name: str, value: Any = None) -> None:
     """Set the shard's data or gradient to values of a shard, or to its part of a full tensor."""
     place: ShardPlace = shard.place
@@ -229,7 +246,8 @@ def _in_user_code(func: Operation, name: str, args: Any, kwargs: Any) -> Any:
     # Lightning looks a parameter up in param groups so; shards of two tables may be alike
     if name == "equal":
         return _same_place(*args)
-    if is_reduction(place, name, args, kwargs) and place.table.state.reaches_all_ranks():
+    reduces = place.kind != HOOKED and is_reduction(place, name, args, kwargs)
+    if reduces and place.table.state.reaches_all_ranks():
         return reduce_over_ranks(name, args, kwargs)
     if is_elementwise(name, args) and not _takes_full(name, args, kwargs, place):
         return _on_elements(func, name, args, kwargs, place)
