@@ -43,4 +43,4 @@ def test_the_start_page_leads_from_a_dataframe_to_answers(tmp_path: Path) -> Non
                 outputs[command.split()[1]] = _output_of(command, tmp_path)
     assert "Epoch 1/1" in outputs["fit"], "it goes on with the second epoch"
     assert "Wrote 20,000 predictions to predictions.parquet." in outputs["predict"]
-    assert 0.5 < float(outputs["served/serve.py"].strip(" []\n")) < 1, "user 0 clicks"
+    assert 0.5 < float(outputs["served_clicks/serve.py"].strip(" []\n")) < 1, "user 0 clicks"
