@@ -82,7 +82,7 @@ def test_the_api_page_has_every_public_name_once():
     ])
 
 
-def test_the_page_by_symptom_has_every_error():
+def test_the_reference_has_every_error():
     from lightning_distrec import errors
 
     text = (DOCS / "faq.md").read_text("utf-8")
