@@ -145,7 +145,7 @@ class AfterFirstStep(pl.Callback):
 
 
 def _fit(job: Job, callback: pl.Callback, cut: str, path: Path | None = None, **saves: Any) -> None:
-    strategy = {"sharding_types": [cut], "checkpoint": saves}
+    strategy = {"sharding_types": [cut], "checkpoint": {"distributed": True} | saves}
     with in_silence():
         loader = endless_loader(job.num_rows, rank_and_num_ranks()[0])
         trainer = make_trainer(strategy, callbacks=[callback])
