@@ -51,6 +51,8 @@ def run_on_link(
     each direction. Raises CannotMeasure: there can be no such link here. RuntimeError: a rank
     failed, or was not done in time.
     """
+    # Who ends this process by a signal leaves no machines behind either.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with ExitStack() as started, tempfile.TemporaryDirectory() as folder:
         try:
             machines = started.enter_context(two_machines(mbit_per_second))

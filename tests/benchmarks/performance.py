@@ -166,7 +166,8 @@ def steps_table(times_by_place: dict[str, Times]) -> str:
         cells = []
         for times in times_by_place.values():
             cells.append(f"{times[name].milliseconds:.1f}" if name in times else NONE)
-        rows.append([name, *cells])
+        if set(cells) != {NONE}:
+            rows.append([name, *cells])
     return table(["ms a step", *times_by_place], rows)
 
 
