@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_distrec.checkpoint.contents import read_contents
@@ -32,7 +32,8 @@ from tests.benchmarks.performance_model import (
 
 ROWS, QUICK_ROWS = 2**19, 49 * 2**9
 """Of each of the 8 tables: 1 GiB of weights and 1 GiB of state; 49 MiB of each."""
-BATCHES = 32
+BATCHES, ENDLESS = 32, 2**17
+"""Different batches, and how many the loader has."""
 _ROWS_AT_ONCE = 4096
 _FACTOR, _FRACTION, _ONE = 0x5851F42D, 0x7FFFFF, 0x3F800000
 """Any odd number; the 23 bits behind the point of a float32; 1.0."""
@@ -65,23 +66,9 @@ class SavedDLRM(pl.LightningModule):
         return torch.optim.Adagrad(self.parameters(), lr=LEARNING_RATE)
 
 
-class _Repeated(Dataset[Any]):
-    """The same few batches again and again."""
-
-    def __init__(self, batches: Dataset[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return 2**20
-
-    def __getitem__(self, i: int) -> Any:
-        return self.batches[i % BATCHES]
-
-
 def endless_loader(num_rows: int, rank: int) -> DataLoader[Any]:
     """Return a loader that outlasts every measurement; the trainer is stopped."""
-    batches = Batches(num_rows, BATCHES, rank).loader(as_dict, BATCHES)
-    return DataLoader(_Repeated(batches.dataset), batch_size=None)
+    return Batches(num_rows, BATCHES, rank).loader(as_dict, ENDLESS)
 
 
 def sharded_tensors(trainer: pl.Trainer) -> dict[str, ShardedTensor]:
@@ -90,12 +77,14 @@ def sharded_tensors(trainer: pl.Trainer) -> dict[str, ShardedTensor]:
 
     Of a table that has no rows on this rank, the optimizer has no state here.
     """
-    actual: dict[str, ShardedTensor] = {}
+    state: dict[str, Any] = {}
     for path, module in trainer.strategy.run_tables.shards.sharded.items():  # type: ignore[attr-defined]
-        actual |= {f"{path}.{key}": value for key, value in module.state_dict().items()}
-        for name, state in module.fused_optimizer.state_dict()["state"].items():
-            actual |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-    return {name: value for name, value in actual.items() if isinstance(value, ShardedTensor)}
+        for key, value in module.state_dict().items():
+            state[f"{path}.{key}"] = value
+        for table, values in module.fused_optimizer.state_dict()["state"].items():
+            for key, value in values.items():
+                state[f"optimizer.{table}.{key}"] = value
+    return {name: value for name, value in state.items() if isinstance(value, ShardedTensor)}
 
 
 def local_shards(tensors: dict[str, ShardedTensor]) -> list[Tensor]:
@@ -123,9 +112,9 @@ def must_hold(tensors: dict[str, ShardedTensor], seed: int, label: str) -> None:
 def must_be_saved(path: Path, seed: int, rank: int, num_ranks: int) -> None:
     """Raise AssertionError where our folder does not hold what `fill` wrote; each rank looks at
     some of the tensors."""
-    named = tables_in(path)
-    assert len(named) == 2 * NUM_TABLES, f"{path} holds {len(named)} tensors of tables"
-    for name, whole in list(named.items())[rank::num_ranks]:
+    tensors = tables_in(path)
+    assert len(tensors) == 2 * NUM_TABLES, f"{path} holds {len(tensors)} tensors of tables"
+    for name, whole in list(tensors.items())[rank::num_ranks]:
         row = 0
         for piece in read_blocks(whole):
             _must_be_known(piece, name, seed, row, 0, str(path))
@@ -135,8 +124,8 @@ def must_be_saved(path: Path, seed: int, rank: int, num_ranks: int) -> None:
 
 def tables_in(path: Path) -> dict[str, LazyTensor]:
     """Return the tables in our folder, and their state, by the names that they have there."""
-    actual = collect_tensors(read_contents(path).checkpoint)
-    return {name: whole for name, whole in actual.items() if "t_f" in name and whole.shape}
+    tensors = collect_tensors(read_contents(path).checkpoint)
+    return {name: whole for name, whole in tensors.items() if "t_f" in name and whole.shape}
 
 
 def _must_be_known(tensor: Tensor, name: str, seed: int, row: int, column: int, label: str) -> None:
@@ -158,16 +147,16 @@ def _known(out: Tensor, name: str, seed: int, row: int, column: int) -> None:
     """Write floats from 1 to 2 that follow from the place in the table, its name and the seed."""
     number = (zlib.crc32(_plain_name(name).encode()) + 7919 * seed) % 2**20
     bits = out.view(torch.int32)
-    rows = (
-        torch.arange(row, row + out.shape[0], dtype=torch.int32).mul_(DIM).add_(number).unsqueeze(1)
-    )
-    torch.add(rows, torch.arange(column, column + out.shape[1], dtype=torch.int32), out=bits)
+    rows = torch.arange(row, row + out.shape[0], dtype=torch.int32).mul_(DIM).add_(number)
+    columns = torch.arange(column, column + out.shape[1], dtype=torch.int32)
+    torch.add(rows.unsqueeze(1), columns, out=bits)
     bits.mul_(_FACTOR).bitwise_and_(_FRACTION).bitwise_or_(_ONE)
 
 
 def _plain_name(name: str) -> str:
     """Return which table a tensor belongs to, and whether it is its weight, for names of ours and
     of torchrec's."""
-    actual = re.search(r"t_f\d+", name)
-    assert actual is not None, name
-    return f"{actual[0]} {'state' if 'sum' in name or 'momentum' in name else 'weight'}"
+    table = re.search(r"t_f\d+", name)
+    assert table is not None, name
+    kind = "state" if "sum" in name or "momentum" in name else "weight"
+    return f"{table[0]} {kind}"

@@ -1,53 +1,51 @@
-"""Takes a large table through its life, and prints the most memory that each rank held in each
+"""Takes a large table through its life, and measures the most memory that each rank held in each
 stage of it.
 
-    python -m tests.benchmarks.life_memory [--gib 10] [--kind bags|rows|embedding] [--only fit save
-    resume]
+    python -m tests.benchmarks.life_memory [--gib 10] [--only fit save resume] [--folder FOLDER]
+    [--quick] [--write]
 
-The table's rows and Adagrad's state of them have so many GiB together; with `--optimizer sgd` the
-rows alone. The peak is that of memory without files, which may be mapped but can be dropped, looked
-at every 5 ms; some 300 MiB of it are the process itself. --limit-gib ends a rank that allocates
-more (RLIMIT_DATA), with as much for all ranks together where their number is another. Checkpoints
-go to --folder.
+The table's rows and Adagrad's state of them have so many GiB together. The peak is that of memory
+without files, which may be mapped but can be dropped, looked at every 5 ms; some 300 MiB of it are
+the process itself. Checkpoints go to --folder. Exits with 1 where a rank held more than it needs
+and 512 MiB.
 """
 
-import argparse
-import contextlib
 import os
-import resource
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from lightning_distrec.errors import DistRecError
+from lightning_distrec.checkpoint.contents import read_contents
+from lightning_distrec.serving.answer import Server
+from lightning_distrec.serving.artifact import export_for_serving
+from lightning_distrec.serving.export_checkpoint import export
+from lightning_distrec.sharding.meta_tables import tables_on_meta
+from tests.benchmarks.checkpointing_saves import AfterFirstStep
+from tests.benchmarks.report import start, table
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 from tests.support.trainers import make_trainer
 
 MIB, GIB = 2**20, 2**30
-BATCH, IDS, STEPS = 256, 10, 4
+BATCH, IDS, STEPS, DIM = 256, 10, 4, 32
+BYTES_PER_ROW = 2 * 4 * DIM
+"""Its weights, and Adagrad's state."""
 WHOLE = ("full_state_dict", "unshard", "load_from_checkpoint")
 """Stages that hold all rows of the table, on rank 0 or on each rank, beside the shares."""
 COPIES = "fit with async save"
 """The stage that copies each share, so that training goes on while the copy is written."""
 ALLOWANCE_BYTES = 512 * MIB
 """What a rank may hold beside its share, the process itself among it."""
+HEADER = ["stage", "ranks", "needed, MiB", "peak of a rank, MiB", "above it, MiB", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,104 +53,97 @@ class Life:
     """The table, its ranks and its stages."""
 
     gib: float = 10.0
-    dim: int = 32
-    kind: str = "bags"
-    optimizer: str = "adagrad"
     ranks: int = 2
     resume_ranks: int = 3
-    limit_gib: float = 0.0
     only: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
         """Rows of the table."""
-        return int(self.gib * GIB) // (4 * self.dim * (2 if self.optimizer == "adagrad" else 1))
+        return int(self.gib * GIB) // BYTES_PER_ROW
 
     @property
     def row_bytes(self) -> int:
         """Bytes of its rows."""
-        return self.num_rows * 4 * self.dim
+        return self.num_rows * 4 * DIM
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its rows with optimizer state."""
-        return self.row_bytes * (2 if self.optimizer == "adagrad" else 1)
+        return self.num_rows * BYTES_PER_ROW
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What ranks held in one stage."""
+
+    name: str
+    num_ranks: int
+    needed: int
+    """Bytes that a rank must hold: its share, in most stages."""
+    peaks: list[int]
+    """Bytes by rank."""
+    seconds: float
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether a rank held more than the stage needs and the allowance."""
+        return max(self.peaks) > self.needed + ALLOWANCE_BYTES
+
+    def cells(self) -> list[str]:
+        """Return a line of the table."""
+        peak, needed = max(self.peaks) / MIB, self.needed / MIB
+        above = f"{peak - needed:,.0f}"
+        if self.exceeds:
+            above = f"**{above}**"
+        numbers = [f"{needed:,.0f}", f"{peak:,.0f}", above, f"{self.seconds:.0f}"]
+        return [self.name, str(self.num_ranks), *numbers]
 
 
 class Users(pl.LightningModule):
     """One table, made in configure_model, and a layer."""
 
-    def __init__(self, kind: str, num_rows: int, dim: int, optimizer: str) -> None:
+    def __init__(self, num_rows: int) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.top = nn.Linear(dim, 1)
+        self.top = nn.Linear(DIM, 1)
         self.users: nn.Module | None = None
 
     def configure_model(self) -> None:
         """Make the table."""
         if self.users is None:
-            chosen = self.hparams
-            options: Any = {
-                "name": "users",
-                "embedding_dim": chosen.dim,
-                "num_embeddings": chosen.num_rows,
-            }
-            if chosen.kind == "embedding":
-                self.users = nn.Embedding(chosen.num_rows, chosen.dim)
-            elif chosen.kind == "bags":
-                self.users = EmbeddingBagCollection([
-                    EmbeddingBagConfig(**options, feature_names=["ids"])
-                ])
-            else:
-                self.users = EmbeddingCollection([
-                    EmbeddingConfig(**options, feature_names=["ids"])
-                ])
+            config = EmbeddingBagConfig(
+                name="users",
+                embedding_dim=DIM,
+                num_embeddings=self.hparams.num_rows,
+                feature_names=["ids"],
+            )
+            self.users = EmbeddingBagCollection([config])
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: (examples, IDS). Returns a score per example."""
         assert self.users is not None
-        if self.hparams.kind == "embedding":
-            return self.top(self.users(ids).mean(1)).squeeze(1)
         lengths = torch.full((ids.shape[0],), ids.shape[1])
-        output = self.users(KeyedJaggedTensor(keys=["ids"], values=ids.flatten(), lengths=lengths))
-        if self.hparams.kind == "bags":
-            return self.top(output.values()).squeeze(1)
-        return self.top(output["ids"].values().view(*ids.shape, -1).mean(1)).squeeze(1)
+        features = KeyedJaggedTensor(keys=["ids"], values=ids.flatten(), lengths=lengths)
+        return self.top(self.users(features).values()).squeeze(1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(
-            self(batch), torch.ones(batch.shape[0])
-        )
+        labels = torch.ones(batch.shape[0])
+        return nn.functional.binary_cross_entropy_with_logits(self(batch), labels)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("loss", self.training_step(batch, batch_idx), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        kind = torch.optim.Adagrad if self.hparams.optimizer == "adagrad" else torch.optim.SGD
-        return kind(self.parameters(), lr=0.05)
-
-
-class _Saves(pl.Callback):
-    """Saves in the middle of a fit."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == STEPS // 2:
-            trainer.save_checkpoint(self.path)
+        return torch.optim.Adagrad(self.parameters(), lr=0.05)
 
 
 class Stages:
     """Runs the stages that were asked for; `peaks` has bytes and seconds by stage."""
 
     def __init__(self, life: Life) -> None:
-        self.only, self.peaks = life.only, {}
-        if life.limit_gib:
-            limit = int(life.limit_gib * GIB * life.ranks / rank_and_num_ranks()[1])
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        self.only = life.only
+        self.peaks: dict[str, tuple[int, float]] = {}
 
     def __call__(self, name: str, action: Any) -> None:
         """Run one, unless it was not asked for."""
@@ -184,9 +175,7 @@ def train(life: Life, folder: Path) -> dict[str, Any]:
     stages("fit", lambda: trainer.fit(model, data))
     stages("save", lambda: trainer.save_checkpoint(folder / "full.ckpt"))
     stages("validate", lambda: trainer.validate(model, data, verbose=False))
-    stages("full_state_dict, refused", lambda: _refused(trainer.strategy.full_state_dict))
     stages("full_state_dict", lambda: trainer.strategy.full_state_dict())
-    stages("unshard, refused", lambda: _refused(trainer.strategy.unshard))
     stages("unshard", lambda: trainer.strategy.unshard())
     return stages.peaks
 
@@ -201,7 +190,8 @@ def fit_again(life: Life, folder: Path) -> dict[str, Any]:
 
 def save_asynchronously(life: Life, folder: Path) -> dict[str, Any]:
     """Collective. Fit and save meanwhile; returns the peak."""
-    stages, saves = Stages(life), _Saves(folder / "async.ckpt")
+    stages, path = Stages(life), str(folder / "async.ckpt")
+    saves = AfterFirstStep(lambda trainer: trainer.save_checkpoint(path))
     trainer = make_trainer({"checkpoint": {"async_save": True}}, callbacks=[saves])
     stages(COPIES, lambda: trainer.fit(_module(life), _data(life)))
     return stages.peaks
@@ -209,10 +199,8 @@ def save_asynchronously(life: Life, folder: Path) -> dict[str, Any]:
 
 def save_differences(life: Life, folder: Path) -> dict[str, Any]:
     """Collective. Fit and save by difference; returns the peak."""
-    stages, series = (
-        Stages(life),
-        {"every": 2, "full_every": 100, "dirpath": str(folder / "series")},
-    )
+    stages = Stages(life)
+    series = {"every": 2, "full_every": 100, "dirpath": str(folder / "series")}
     trainer = make_trainer({"checkpoint": {"incremental": series}})
     stages("fit with incremental saves", lambda: trainer.fit(_module(life), _data(life)))
     return stages.peaks
@@ -227,23 +215,14 @@ def resume(life: Life, folder: Path) -> dict[str, Any]:
 
 def use(life: Life, folder: Path) -> dict[str, Any]:
     """Do in one process what needs no ranks; returns its peaks."""
-    from lightning_distrec.checkpoint.contents import read_contents
-    from lightning_distrec.serving.answer import Server
-    from lightning_distrec.serving.artifact import export_for_serving
-    from lightning_distrec.serving.export_checkpoint import export
-    from lightning_distrec.sharding.meta_tables import tables_on_meta
-
     stages, batch, full = Stages(life), next(iter(_data(life))), folder / "full.ckpt"
 
     def write_served() -> None:
         with tables_on_meta():
-            (model := _module(life)).configure_model()
-        export_for_serving(
-            model,
-            batch,
-            folder / "served",
-            state=read_contents(full, False).checkpoint["state_dict"],
-        )
+            model = _module(life)
+            model.configure_model()
+        state = read_contents(full, False).checkpoint["state_dict"]
+        export_for_serving(model, batch, folder / "served", state=state)
 
     stages("export", lambda: export(full, folder / "exported.ckpt"))
     stages("export for serving", write_served)
@@ -253,54 +232,38 @@ def use(life: Life, folder: Path) -> dict[str, Any]:
 
 
 PHASES: dict[Any, tuple[str, ...]] = {
-    train: (
-        "fit",
-        "save",
-        "validate",
-        "full_state_dict, refused",
-        WHOLE[0],
-        "unshard, refused",
-        WHOLE[1],
-    ),
+    train: ("fit", "save", "validate", "full_state_dict", "unshard"),
     fit_again: ("second fit",),
     save_asynchronously: (COPIES,),
     save_differences: ("fit with incremental saves",),
     resume: ("resume",),
-    use: ("export", "export for serving", "serve", WHOLE[2]),
+    use: ("export", "export for serving", "serve", "load_from_checkpoint"),
 }
 """What ranks that start anew do, and the stages of it."""
 
 
-def measure(life: Life, folder: Path) -> list[dict[str, Any]]:
-    """Return for all stages: ranks, bytes that one must hold (its share, in most), peak bytes by
-    rank, and seconds."""
-    rows = []
-    for function, stages in PHASES.items():
-        if life.only and not set(life.only) & set(stages):
+def measure(life: Life, folder: Path) -> list[Stage]:
+    """Return all stages."""
+    stages = []
+    for function, names in PHASES.items():
+        if life.only and not set(life.only) & set(names):
             continue
         num_ranks = {resume: life.resume_ranks, use: 1}.get(function, life.ranks)
         per_rank = run_on_ranks(function, num_ranks, life, folder, timeout_seconds=3600)
-        for stage in per_rank[0]:
+        for name in per_rank[0]:
             share = 0 if function is use else life.num_bytes // num_ranks
-            needed = share + (life.row_bytes if stage in WHOLE else share if stage == COPIES else 0)
-            peaks, seconds = [peaks[stage][0] for peaks in per_rank], per_rank[0][stage][1]
-            rows.append({
-                "stage": stage,
-                "ranks": num_ranks,
-                "needed": needed,
-                "peaks": peaks,
-                "seconds": seconds,
-            })
-    return rows
-
-
-def exceeds(row: dict[str, Any]) -> bool:
-    """Whether a rank held more than the stage needs and the allowance."""
-    return bool(max(row["peaks"]) > row["needed"] + ALLOWANCE_BYTES)
+            needed = share
+            if name in WHOLE:
+                needed += life.row_bytes
+            if name == COPIES:
+                needed += share
+            peaks = [measured[name][0] for measured in per_rank]
+            stages.append(Stage(name, num_ranks, needed, peaks, per_rank[0][name][1]))
+    return stages
 
 
 def _module(life: Life) -> Users:
-    return Users(life.kind, life.num_rows, life.dim, life.optimizer)
+    return Users(life.num_rows)
 
 
 def _data(life: Life) -> DataLoader[Any]:
@@ -309,55 +272,29 @@ def _data(life: Life) -> DataLoader[Any]:
     return DataLoader(ids, batch_size=None)  # type: ignore[arg-type]
 
 
-def _refused(action: Any) -> None:
-    with _little_memory():
-        try:
-            action()
-        except DistRecError as error:
-            if rank_and_num_ranks()[0] == 0:
-                print(error, flush=True)
-            return
-    raise AssertionError("a host with 100 MiB was taken for large enough")
-
-
-@contextlib.contextmanager
-def _little_memory() -> Iterator[None]:
-    with patch("lightning_distrec.host_memory._meminfo", return_value=100 * MIB):
-        yield
-
-
 def main() -> int:
-    """Measure and print; the exit status is the number of stages with more than 512 MiB above what
-    they need."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Measure, print, and write the results; returns the exit status."""
+    report = start(
+        "life_memory",
+        __doc__,
+        gib={"type": float, "default": 10.0},
+        only={"nargs": "*", "default": (), "help": "stages"},
+        folder={"help": "for checkpoints; a temporary one"},
     )
-    for field in fields(Life):
-        many = (
-            {"nargs": "*", "default": ()}
-            if field.name == "only"
-            else {"type": type(field.default), "default": field.default}
-        )
-        parser.add_argument(f"--{field.name.replace('_', '-')}", **many)  # type: ignore[arg-type]
-    parser.add_argument("--folder", help="for checkpoints; a temporary one")
-    options = vars(parser.parse_args())
-    folder = options.pop("folder")
-    life = Life(**{**options, "only": tuple(options["only"])})
-    with tempfile.TemporaryDirectory(dir=folder) as directory:
-        rows = measure(life, Path(directory))
-    print(
-        f"{life.num_rows:,} rows x {life.dim}, {life.optimizer}, {life.kind}; "
-        f"{life.num_bytes / MIB:,.0f} MiB"
-    )
-    print("| stage | ranks | needed, MiB | peak of a rank, MiB | above it, MiB | seconds |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for row in rows:
-        peak, needed = max(row["peaks"]) / MIB, row["needed"] / MIB
-        mark = " (too much)" if exceeds(row) else ""
-        numbers = f"{needed:,.0f} | {peak:,.0f} | {peak - needed:,.0f}{mark} | {row['seconds']:.0f}"
-        print(f"| {row['stage']} | {row['ranks']} | {numbers} |")
-    return sum(map(exceeds, rows))
+    options = report.options
+    life = Life(gib=0.1 if options.quick else options.gib, only=tuple(options.only))
+    with tempfile.TemporaryDirectory(dir=options.folder) as directory:
+        stages = measure(life, Path(directory))
+    for stage in stages:
+        if stage.exceeds:
+            report.note(f"{stage.name}: more than 512 MiB above what is needed")
+    report.sections.append(f"{life.num_rows:,} rows x {DIM}, Adagrad: {life.gib:g} GiB.")
+    report.sections.append(table(HEADER, [stage.cells() for stage in stages]))
+    return report.finish()
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    # By its full name, so that what ranks return is not a class of `__main__`.
+    from tests.benchmarks import life_memory
+
+    sys.exit(life_memory.main())

@@ -1,76 +1,83 @@
-"""Runs a job in two processes, each on a machine of its own, that are joined by a link of limited
-rate.
+"""Runs a function on ranks of two machines that are joined by a link of limited rate.
 
-Needs root, `ip` and `tc`.
+    python -m tests.benchmarks.limited_link FOLDER MACHINE    what `run_on_link` starts on each
+
+Needs root, `ip` and `tc`. The ranks of a machine are forked, because importing takes long.
 """
 
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.benchmarks.performance_rounds import CannotMeasure
-from tests.support.two_machines import ADDRESSES, NoMachines, two_machines
+from tests.benchmarks.report import CannotMeasure
+from tests.benchmarks.turns import join_ranks
+from tests.support.two_machines import ADDRESSES, Machine, NoMachines, two_machines
 
 PORT = 29500
 JOB, RESULT = "job.pt", "result.pt"
 
 
-def run_on_link(
-    module: str,
-    job: object,
-    mbit_per_second: int,
-    timeout_seconds: float,
-    variables: Callable[[int, str], dict[str, str]],
-) -> Any:
-    """Run `python -m module FOLDER NUMBER` on machines 0 and 1; return what one of them saves as
-    RESULT in the folder.
+@dataclass(frozen=True)
+class Job:
+    """What each rank calls."""
 
-    job: what they find there as JOB. mbit_per_second: the link's rate in each direction. variables:
-    of the environment, by a machine's number and the folder, beside the address to meet at.
-    Raises CannotMeasure: there can be no such link here. RuntimeError: a process failed or was not
-    done in time.
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    ranks_on_machine: int
+
+
+def run_on_link(
+    function: Callable[..., Any],
+    *args: Any,
+    mbit_per_second: int,
+    ranks_on_machine: int = 1,
+    timeout_seconds: float = 900.0,
+) -> Any:
+    """Return what `function(*args)` returns on rank 0 of those of two machines.
+
+    function: importable by name; it finds the process group. mbit_per_second: the link's rate in
+    each direction. Raises CannotMeasure: there can be no such link here. RuntimeError: a rank
+    failed, or was not done in time.
     """
+    # Who ends this process by a signal leaves no machines behind either.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with ExitStack() as started, tempfile.TemporaryDirectory() as folder:
         try:
             machines = started.enter_context(two_machines(mbit_per_second))
         except NoMachines as error:
             raise CannotMeasure(str(error)) from error
-        torch.save(job, f"{folder}/{JOB}")
+        torch.save(Job(function, args, ranks_on_machine), f"{folder}/{JOB}")
         running = []
         for number, machine in enumerate(machines):
-            output = started.enter_context(open(f"{folder}/{number}.log", "w"))
-            environment = os.environ | variables(number, folder)
-            environment |= {
-                "MASTER_ADDR": ADDRESSES[0],
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": machine.device,
-            }
-            command = machine.command(sys.executable, "-m", module, folder, str(number))
-            process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
+            process = _start(machine, folder, number)
             started.callback(_end, process)
             running.append(process)
         _wait(running, folder, timeout_seconds)
         return torch.load(f"{folder}/{RESULT}", weights_only=False)
 
 
-def job_of(folder: str) -> Any:
-    """Return what was to be done."""
-    return torch.load(f"{folder}/{JOB}", weights_only=False)
-
-
-def save_result(result: object, folder: str) -> None:
-    """Leave what `run_on_link` returns."""
-    torch.save(result, f"{folder}/{RESULT}")
+def _start(machine: Machine, folder: str, number: int) -> subprocess.Popen:
+    environment = os.environ | {
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": machine.device,
+    }
+    module = "tests.benchmarks.limited_link"
+    command = machine.command(sys.executable, "-m", module, folder, str(number))
+    with open(f"{folder}/{number}.log", "w") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -84,13 +91,69 @@ def _end(process: subprocess.Popen) -> None:
 
 def _wait(running: list[subprocess.Popen], folder: str, timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
-    while any(process.poll() is None for process in running) and not any(
-        process.poll() for process in running
-    ):
+    while True:
+        statuses = [process.poll() for process in running]
+        if any(statuses) or None not in statuses:
+            break
         if time.monotonic() > deadline:
             raise RuntimeError(f"the ranks on the link were not done after {timeout_seconds:.0f} s")
         time.sleep(0.2)
-    failed = [number for number, process in enumerate(running) if process.poll()]
-    if failed:
-        message = Path(f"{folder}/{failed[0]}.log").read_text()
-        raise RuntimeError(f"a rank of machine {failed[0]} on the link failed:\n{message[-4000:]}")
+    for number, status in enumerate(statuses):
+        if status:
+            output = Path(f"{folder}/{number}.log").read_text()
+            raise RuntimeError(f"a rank of machine {number} on the link failed:\n{output[-4000:]}")
+
+
+def _run_rank(rank: int, job: Job, folder: str) -> None:
+    machine, local_rank = divmod(rank, job.ranks_on_machine)
+    os.environ.update({
+        "RANK": str(rank),
+        "WORLD_SIZE": str(2 * job.ranks_on_machine),
+        "TEST_NUM_RANKS": str(2 * job.ranks_on_machine),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(job.ranks_on_machine),
+        "NODE_RANK": str(machine),
+    })
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        join_ranks()
+        result = job.function(*job.args)
+        if rank == 0:
+            torch.save(result, f"{folder}/{RESULT}")
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)  # gloo's threads outlive Python's objects
+
+
+def main() -> None:
+    """Run the ranks of one machine; exits with 1 as soon as one of them failed."""
+    folder, machine = sys.argv[1], int(sys.argv[2])
+    # its ranks, as daemons, are ended with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    job: Job = torch.load(f"{folder}/{JOB}", weights_only=False)
+    fork = multiprocessing.get_context("fork")
+    first = machine * job.ranks_on_machine
+    numbers = range(first, first + job.ranks_on_machine)
+    ranks = [
+        fork.Process(target=_run_rank, args=(number, job, folder), daemon=True)
+        for number in numbers
+    ]
+    for rank in ranks:
+        rank.start()
+    while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
+        time.sleep(0.2)
+    failed = any(rank.exitcode for rank in ranks)
+    for rank in ranks:
+        if failed:
+            rank.terminate()
+        rank.join()
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    # By its full name, so that what is saved is not a class of `__main__`.
+    from tests.benchmarks import limited_link
+
+    limited_link.main()

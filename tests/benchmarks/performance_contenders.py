@@ -5,13 +5,11 @@ Each contender takes turns: `turn()` trains over all batches once more and retur
 of its steps.
 """
 
-import inspect
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,13 +19,11 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-import lightning_distrec
-from lightning_distrec import TorchRecShardedStrategy
+from lightning_distrec import PrefetchOptions, QuantizedComms, TorchRecShardedStrategy
 from tests.benchmarks.performance_model import (
     DIM,
     LEARNING_RATE,
@@ -38,49 +34,36 @@ from tests.benchmarks.performance_model import (
     as_dict,
     make_net,
 )
+from tests.benchmarks.turns import Clock, Contender, Turn
 from tests.support.click_model import NO_OUTPUT
 
 CUT = "table_wise"
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class Turn:
-    """The steps of one turn, of which those in the middle count."""
+def shard_by_hand(
+    module: nn.Module,
+    tables: nn.Module,
+    learning_rate: float,
+    device: torch.device = CPU,
+    constraints: dict[str, ParameterConstraints] | None = None,
+) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Collective. Return the module as torchrec shards it by its own planner, and SGD over all of
+    it.
 
-    first: int = 5
-    """Steps until caches are warm."""
-    counted: int = 25
-    last: int = 3
-    """Steps at the end, where prefetching has no further batch to fetch."""
-
-    @property
-    def steps(self) -> int:
-        """Steps in all."""
-        return self.first + self.counted + self.last
-
-    def times(self, ticks: list[float]) -> list[float]:
-        """Return the milliseconds of the steps that count. ticks: seconds at the beginning of every
-        step."""
-        assert len(ticks) == self.steps, (len(ticks), self)
-        steps = [1000 * (final - initial) for initial, final in zip(ticks, ticks[1:], strict=False)]
-        return steps[self.first : self.first + self.counted]
-
-
-class Contender(Protocol):
-    """One way to train the model. `losses`: those of all steps so far, on this rank."""
-
-    clock: Callable[[], float]
-    """Called when a step begins; returns seconds."""
-    steps: Turn
-    """Of each turn."""
-
-    @property
-    def losses(self) -> list[Tensor]: ...
-
-    def turn(self) -> list[float]:
-        """Collective. Train over all batches once more; returns the milliseconds of each step that
-        counts."""
+    tables: the part of the module whose rows are updated in backward.
+    """
+    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": learning_rate})
+    topology = Topology(dist.get_world_size(), device.type, local_world_size=_ranks_on_node())
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    sharders: list[Any] = [EmbeddingBagCollectionSharder()]
+    plan = planner.collective_plan(module, sharders, dist.group.WORLD)
+    model = DistributedModelParallel(module, device=device, plan=plan, sharders=sharders)
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        partial(torch.optim.SGD, lr=learning_rate),
+    )
+    return model, CombinedOptimizer([model.fused_optimizer, dense])
 
 
 class ByHand:
@@ -99,23 +82,13 @@ class ByHand:
     ) -> None:
         net = make_net(num_rows, len(batches.names), dim)
         weights = {name: weight.detach() for name, weight in net.state_dict().items()}
-        module = NetWithLoss(net)
-        apply_optimizer_in_backward(
-            torch.optim.SGD, net.sparse_arch.parameters(), {"lr": LEARNING_RATE}
-        )
-        self.model = DistributedModelParallel(
-            module,
-            device=device,
-            plan=_plan(module, batches.names, device.type),
-            sharders=[EmbeddingBagCollectionSharder()],
+        as_planned = ParameterConstraints(sharding_types=[CUT])
+        constraints = {f"t_{name}": as_planned for name in batches.names}
+        self.model, self.optimizer = shard_by_hand(
+            NetWithLoss(net), net.sparse_arch, LEARNING_RATE, device, constraints
         )
         _copy_rows(self.model, weights)
-        dense = KeyedOptimizerWrapper(
-            dict(in_backward_optimizer_filter(self.model.named_parameters())),
-            lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE),
-        )
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
-        self.batches, self.steps = batches, turn
+        self.batches, self.steps, self.device = batches, turn, device
         self.losses: list[Tensor] = []
 
     def turn(self) -> list[float]:
@@ -134,17 +107,10 @@ class ByHand:
 class ByHandPrefetched(ByHand):
     """The same, its loop being torchrec's TrainPipelineSparseDist."""
 
-    def __init__(
-        self,
-        num_rows: int,
-        batches: Batches,
-        turn: Turn,
-        device: torch.device = CPU,
-        dim: int = DIM,
-    ) -> None:
-        super().__init__(num_rows, batches, turn, device, dim)
-        self.pins = device.type == "cuda"
-        self.prefetching = TrainPipelineSparseDist(self.model, self.optimizer, device)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pins = self.device.type == "cuda"
+        self.prefetching = TrainPipelineSparseDist(self.model, self.optimizer, self.device)
 
     def turn(self) -> list[float]:
         """Collective. Train over all batches once more, up to three of them in flight."""
@@ -159,13 +125,6 @@ class ByHandPrefetched(ByHand):
 
 def _ranks_on_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
-def _plan(module: nn.Module, names: list[str], device: str) -> ShardingPlan:
-    constraints = {f"t_{name}": ParameterConstraints(sharding_types=[CUT]) for name in names}
-    topology = Topology(dist.get_world_size(), device, local_world_size=_ranks_on_node())
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-    return planner.collective_plan(module, [EmbeddingBagCollectionSharder()], dist.group.WORLD)
 
 
 def _copy_rows(model: DistributedModelParallel, weights: dict[str, Tensor]) -> None:
@@ -219,50 +178,20 @@ class ByTrainer:
         return self.steps.times(clock.ticks)
 
 
-class Clock(pl.Callback):
-    """Notes when each step begins."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
-        self.ticks: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.ticks.append(self.clock())
-
-
 def our_strategy(depth: int = 1, **options: Any) -> TorchRecShardedStrategy:
-    """Return our strategy. depth: batches in flight, where there is such an option."""
-    if "prefetch" in _options():
-        options["prefetch"] = lightning_distrec.PrefetchOptions(depth=depth)
-    return TorchRecShardedStrategy(sharding_types=[CUT], **options)
+    """Return our strategy. depth: batches in flight."""
+    prefetch = PrefetchOptions(depth=depth)
+    return TorchRecShardedStrategy(sharding_types=[CUT], prefetch=prefetch, **options)
 
 
-def _quantized_strategy() -> TorchRecShardedStrategy:
-    return our_strategy(
-        3, quantized_comms=lightning_distrec.QuantizedComms(forward="fp16", backward="bf16")
-    )
-
-
-def _options() -> set[str]:
-    return set(inspect.signature(TorchRecShardedStrategy).parameters)
-
-
+PREFETCHED = partial(our_strategy, 3)
+QUANTIZED = partial(PREFETCHED, quantized_comms=QuantizedComms(forward="fp16", backward="bf16"))
 CONTENDERS: dict[str, Callable[[int, Batches, Turn], Contender]] = {
     "by hand": ByHand,
     "by hand, prefetched": ByHandPrefetched,
     "ours": partial(ByTrainer, strategy=our_strategy),
-    "ours, prefetched": partial(ByTrainer, strategy=partial(our_strategy, 3)),
-    "ours, logged": partial(ByTrainer, strategy=our_strategy, logged=True),
-    "ours, prefetched, logged": partial(ByTrainer, strategy=partial(our_strategy, 3), logged=True),
-    "ours, prefetched, quantized": partial(ByTrainer, strategy=_quantized_strategy),
+    "ours, prefetched": partial(ByTrainer, strategy=PREFETCHED),
+    "ours, prefetched, logged": partial(ByTrainer, strategy=PREFETCHED, logged=True),
+    "ours, prefetched, quantized": partial(ByTrainer, strategy=QUANTIZED),
     "DDP": partial(ByTrainer, strategy=lambda: "ddp"),
 }
-
-
-def missing_option(contender: str) -> str:
-    """Return the option of the strategy that a contender needs and that there is not, or ""."""
-    needed = {"prefetched": "prefetch", "quantized": "quantized_comms"}
-    words = contender.split(", ") if contender.startswith("ours") else []
-    return next(
-        (needed[word] for word in words if word in needed and needed[word] not in _options()), ""
-    )

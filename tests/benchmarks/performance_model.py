@@ -117,7 +117,7 @@ def as_dict(dense: Tensor, ids: KeyedJaggedTensor, label: Tensor) -> dict[str, A
     return {"dense": dense, "ids": ids, "label": label}
 
 
-class _Clicks(Dataset):
+class DrawnBatches(Dataset):
     """Batches that were drawn before. A KeyedJaggedTensor keeps what it computes of itself, so each
     one is new."""
 
@@ -159,4 +159,6 @@ class Batches:
         """Return a loader of the first `number` batches, which begin again where there are
         fewer."""
         drawn = [self.drawn[i % len(self.drawn)] for i in range(number)]
-        return DataLoader(_Clicks(self.names, drawn, form), batch_size=None, pin_memory=pin_memory)
+        return DataLoader(
+            DrawnBatches(self.names, drawn, form), batch_size=None, pin_memory=pin_memory
+        )

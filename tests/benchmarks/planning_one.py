@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from lightning_distrec.sharding.planning.planner import Planner
-from lightning_distrec.sharding.planning.sharding_plan import TIME_PARTS, ShardingPlan
-from lightning_distrec.sharding.planning.traffic import TRAFFIC_KINDS
+from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
 from tests.benchmarks.planning_jobs import Job
 from tests.support.planned_tables import default_critical_path
 
@@ -49,17 +47,14 @@ def run_one(planner: PlannerName, job: Job, limit_seconds: float) -> Planned | s
     process = context.Process(target=_send, args=(remote, planner, job, limit_seconds))
     process.start()
     remote.close()
+    answer: Planned | str = late
     try:
-        answer: Planned | str = (
-            local.recv() if local.poll(WALL_TIMES * limit_seconds + START_SECONDS) else late
-        )
+        if local.poll(WALL_TIMES * limit_seconds + START_SECONDS):
+            answer = local.recv()
     except EOFError:
         process.join()
-        answer = (
-            late
-            if process.exitcode == -signal.SIGXCPU
-            else (f"ended with exit code {process.exitcode}")
-        )
+        if process.exitcode != -signal.SIGXCPU:
+            answer = f"ended with exit code {process.exitcode}"
     process.kill()
     process.join()
     return answer
@@ -78,41 +73,29 @@ def plan_here(planner: PlannerName, job: Job, limit_seconds: float | None = None
     inputs = job.tables()
     began = time.process_time()
     if limit_seconds is not None:
-        resource.setrlimit(
-            resource.RLIMIT_CPU, (math.ceil(began + limit_seconds), resource.RLIM_INFINITY)
-        )
+        last_second = math.ceil(began + limit_seconds)
+        resource.setrlimit(resource.RLIMIT_CPU, (last_second, resource.RLIM_INFINITY))
     if planner == "default":
         critical_path = default_critical_path(inputs)
         return Planned(time.process_time() - began, critical_path, peak_bytes=_peak_bytes())
-    made = Planner(
-        inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size
-    ).make_plan()
-    seconds, peak_bytes = time.process_time() - began, _peak_bytes()
-    return Planned(
-        seconds, made.cost.critical_path, made.cost.lower_bound, peak_bytes, _facts(made)
-    )
+    plan = inputs.planner().make_plan()
+    seconds, cost = time.process_time() - began, plan.cost
+    return Planned(seconds, cost.critical_path, cost.lower_bound, _peak_bytes(), _facts(plan))
 
 
-def _facts(made: ShardingPlan) -> dict[str, Any]:
-    """Return means and maxima over ranks: bytes held, bytes of a step by kind, milliseconds by
-    part."""
-    tables, traffic = list(made.tables.values()), made.traffic
-    slowest = made.cost.milliseconds[made.cost.milliseconds_by_rank.argmax()]
+def _facts(plan: ShardingPlan) -> dict[str, Any]:
+    """Return means and maxima over ranks: bytes held, bytes sent in a step, milliseconds."""
+    tables, traffic = list(plan.tables.values()), plan.traffic
+    device_bytes, milliseconds = plan.cost.device_bytes, plan.cost.milliseconds
     return {
         "row_bytes": sum(table.num_bytes for table in tables),
-        "device_bytes_mean": float(made.cost.device_bytes.mean()),
-        "device_bytes_max": int(made.cost.device_bytes.max()),
-        "host_bytes_mean": float(made.cost.host_bytes.mean()),
-        "within": {kind: float(traffic.within_node(kind).mean()) for kind in TRAFFIC_KINDS},
-        "across": {kind: float(traffic.across_nodes(kind).mean()) for kind in TRAFFIC_KINDS},
-        "sent_max": float(traffic.sent().max()),
-        "across_max": float(traffic.across_nodes().max()),
-        "milliseconds_mean": dict(
-            zip(TIME_PARTS, made.cost.milliseconds.mean(axis=0).tolist(), strict=True)
-        ),
-        "milliseconds_slowest": dict(zip(TIME_PARTS, slowest.tolist(), strict=True)),
+        "device_bytes_mean": float(device_bytes.mean()),
+        "device_bytes_max": int(device_bytes.max()),
+        "bytes_within_nodes": float(traffic.within_node().mean()),
+        "bytes_across_nodes": float(traffic.across_nodes().mean()),
+        "bytes_across_nodes_max": float(traffic.across_nodes().max()),
+        "milliseconds_mean": float(milliseconds.sum(axis=1).mean()),
         "sharding_types": dict(Counter(table.sharding_type for table in tables)),
-        "on_host": sum(table.on_host for table in tables),
     }
 
 

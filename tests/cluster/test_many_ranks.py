@@ -15,16 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec.cluster.heartbeat import GRACE_SECONDS
 from lightning_distrec.errors import RankError
-from tests.benchmarks.ranks import ROWS, TABLES, Small
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks, words_of_ranks
 from tests.support.trainers import make_trainer
 
+TABLES, ROWS, DIM = 8, 2_000, 16
 RANKS = int(os.environ.get("RANKS_OF_TEST", "16"))
 STEPS, KILLED_AT, SAVES = 8, 5, 2
 EXAMPLES = 6 * RANKS
@@ -40,6 +41,24 @@ def _ids() -> Tensor:
     return torch.randint(
         0, ROWS, (STEPS * EXAMPLES, TABLES, 2), generator=torch.Generator().manual_seed(2)
     )
+
+
+class Small(LightningModule):
+    """Tables of which a lookup costs next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(TABLES))
+        self.top = nn.Linear(TABLES * DIM, 1)
+
+    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
+        """Return the loss of ids, (examples, tables, 2)."""
+        bags = [embedding(ids[:, number]) for number, embedding in enumerate(self.tables)]
+        return self.top(torch.cat(bags, 1)).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class GetsSignal(Callback):

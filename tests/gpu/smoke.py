@@ -31,10 +31,9 @@ from torch.utils.data import DataLoader
 
 from tests.benchmarks.gpu import parts, speed
 from tests.benchmarks.gpu.parts import Found
-from tests.benchmarks.page import versions
-from tests.benchmarks.performance_contenders import Turn
 from tests.benchmarks.performance_model import Batches
-from tests.benchmarks.performance_rounds import silence
+from tests.benchmarks.report import versions
+from tests.benchmarks.turns import Turn, silence
 from tests.support.click_model import ClickModel, make_batch, seeded
 from tests.support.counted_waits import waits_of_ours, waits_of_torchrec
 from tests.support.ranks import run_on_ranks

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.benchmarks.performance_contenders import ByHandPrefetched, ByTrainer, Turn, our_strategy
+from tests.benchmarks.performance_contenders import ByHandPrefetched, ByTrainer, our_strategy
 from tests.benchmarks.performance_model import Batches, LitDLRM
-from tests.benchmarks.performance_rounds import silence
+from tests.benchmarks.turns import Turn, silence
 from tests.support.click_model import SequenceModel, rank_loader, seeded
 from tests.support.host_waits import HostWaits, WaitsOfSteps
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks

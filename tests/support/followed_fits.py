@@ -13,8 +13,9 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from lightning_distrec import PipelineParallelStrategy
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
-from tests.benchmarks.performance_contenders import ByHandPrefetched, Turn
+from tests.benchmarks.performance_contenders import ByHandPrefetched
 from tests.benchmarks.performance_model import Batches
+from tests.benchmarks.turns import Turn
 from tests.support.chain_models import CHAINS
 from tests.support.click_model import (
     FEATURES,

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from lightning_distrec._compat.torchrec_modules import silence_torchrec
-from lightning_distrec.sharding.planning.bandwidths import bandwidth_request
+from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import (
     TableConstraints,
     allowed_types,
@@ -40,6 +40,10 @@ class TableSet:
     constraints: Mapping[str, TableConstraints]
     topology: Topology
     batch_size: int = 512
+
+    def planner(self) -> Planner:
+        """Return our planner of these tables."""
+        return Planner(self.tables, self.constraints, self.topology, self.batch_size)
 
 
 def draw_tables(
@@ -110,24 +114,35 @@ def table_set(
     return TableSet(tables, constraints, topology_of(layout, device, int(memory_gb * 1e9)))
 
 
-def topology_of(layout: NodeLayout, device: Literal["cuda", "cpu"], memory_bytes: int) -> Topology:
-    """Return ranks with so many bytes each for tables, and torchrec's bandwidths."""
+def default_bandwidths() -> AssumedBandwidths:
+    """Return torchrec's."""
+    return bandwidth_request(None, {}).with_measured({})
+
+
+def topology_of(
+    layout: NodeLayout,
+    device: Literal["cuda", "cpu"],
+    memory_bytes: int,
+    bandwidths: AssumedBandwidths | None = None,
+) -> Topology:
+    """Return ranks with so many bytes each for tables. bandwidths: torchrec's, unless given."""
     ranks = layout.num_ranks
     memory = RankMemory(device_bytes=(memory_bytes,) * ranks, host_bytes=(128 * 10**9,) * ranks)
-    return make_topology(
-        torch.device(device), layout, memory, bandwidth_request(None, {}).with_measured({})
-    )
+    assumed = bandwidths or default_bandwidths()
+    return make_topology(torch.device(device), layout, memory, assumed)
 
 
-def default_critical_path(inputs: TableSet) -> float:
-    """Return the milliseconds of the slowest rank in the plan of torchrec's
-    EmbeddingShardingPlanner, ids included."""
+def default_plan(inputs: TableSet) -> ShardingPlan:
+    """Return the plan of torchrec's EmbeddingShardingPlanner, which knows of the tables what ours
+    knows."""
+    constraints = {}
+    for table in inputs.tables:
+        constraint = inputs.constraints[table.full_name]
+        constraints[table.name] = torchrec_constraint(table, constraint)
     planner = EmbeddingShardingPlanner(
         topology=inputs.topology,
         batch_size=inputs.batch_size,
-        constraints={
-            t.name: torchrec_constraint(t, inputs.constraints[t.full_name]) for t in inputs.tables
-        },
+        constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=NoopEmbeddingStats(),
         debug=False,
@@ -135,13 +150,14 @@ def default_critical_path(inputs: TableSet) -> float:
     tree = nn.Module()
     tree.ebc = inputs.tables[0].module
     with silence_torchrec():
-        actual = planner.plan(tree, sharders()).plan["ebc"]
-    shardings = {table.full_name: actual[table.name] for table in inputs.tables}
+        plan = planner.plan(tree, sharders()).plan["ebc"]
+    shardings = {table.full_name: plan[table.name] for table in inputs.tables}
     layout = NodeLayout.equal(inputs.topology.world_size, inputs.topology.local_world_size)
-    plan = ShardingPlan.from_torchrec(
-        inputs.tables, shardings, layout, inputs.topology.compute_device
-    )
-    estimated = Planner(
-        inputs.tables, inputs.constraints, inputs.topology, inputs.batch_size
-    ).estimate(plan)
-    return estimated.cost.critical_path
+    device = inputs.topology.compute_device
+    return ShardingPlan.from_torchrec(inputs.tables, shardings, layout, device)
+
+
+def default_critical_path(inputs: TableSet) -> float:
+    """Return the milliseconds of the slowest rank in the plan of torchrec's
+    EmbeddingShardingPlanner, ids included."""
+    return inputs.planner().estimate(default_plan(inputs)).cost.critical_path

@@ -30,8 +30,7 @@ from lightning_distrec.sharding.planning.traffic import (
 from lightning_distrec.sharding.tables import SMALL_ROWS
 
 MAX_DISTINCT_SHARE = 0.75
-"""Up to it steps of two gloo ranks on one machine took less time with each id sent once: `python -m
-tests.benchmarks.distinct_ids`."""
+"""Up to it steps of two gloo ranks on one machine took less time with each id sent once."""
 MIN_IDS = 2048
 """From it on; finding the different ones of fewer ids took what the exchange spared."""
 

@@ -24,7 +24,7 @@ import torch
 from tests.benchmarks.gpu import parts
 from tests.benchmarks.gpu.page import PAGE, section, write_section
 from tests.benchmarks.gpu.speed import speed
-from tests.benchmarks.page import versions
+from tests.benchmarks.report import versions
 from tests.support.ranks import run_on_ranks
 
 TESTS = "tests/gpu"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.page import table
+from tests.benchmarks.report import table
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "performance.md"
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"

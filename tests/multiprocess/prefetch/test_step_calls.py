@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.host_time_steps import CONTENDERS, COUNTED_TURN, calls_of
+from tests.benchmarks.host_calls import CONTENDERS, COUNTED_TURN, calls_of
 from tests.benchmarks.performance_model import Batches
-from tests.benchmarks.performance_rounds import join_ranks, silence
+from tests.benchmarks.turns import join_ranks, silence
 from tests.support.click_model import ClickModel, train_sharded
 from tests.support.ranks import THREADS_HAVE_NAMES, num_socket_threads, run_on_ranks
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from lightning_distrec.advice.parameter_sizes import Job, MeasuredStep, measure_step
 from lightning_distrec.advice.strategy_advice import Advice, advise, as_json, print_advice
-from tests.benchmarks.decision_tree import PICTURE, drawn
 from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithTable, batches
 
 BOTH = "torchrec_sharded with dense: fsdp"
@@ -295,7 +294,3 @@ def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
     assert advice.strategy == "fsdp_tuned"
     assert advice.reason.endswith(f"activations are 953.7 MiB of it: {again}")
     assert advise_on(Wide(), step, memory_bytes=10**6).reason.endswith(": use more ranks")
-
-
-def test_the_picture_of_the_rules_is_the_drawn_one() -> None:
-    assert PICTURE.read_text() == drawn()
