@@ -267,9 +267,10 @@ def anonymous_mib():
     with open("/proc/self/status") as file:
         lines = dict(line.split(":", 1) for line in file)
     return int(lines["RssAnon"].split()[0]) / 1024
+server = serve.Server(".", verify=False)  # it loads what torch.export needs
 before = anonymous_mib()
 server = serve.Server(".", verify=False)
-type(server.items).best_rows.__globals__["MAX_BYTES"] = 2**22
+type(server.items).best_rows.__globals__["MAX_BYTES"] = 2**21
 read, most = server.items.read, []
 def watched(block):
     most.append(anonymous_mib())
@@ -281,7 +282,7 @@ print(len(most), max(most) - before)
 
 
 def test_a_table_is_read_in_blocks_and_never_in_memory_as_a_whole(tmp_path: Path) -> None:
-    rows = 2_500_000  # 76 MiB
+    rows = 1_250_000  # 38 MiB
     exported(tmp_path / "served", NextItem(rows=rows))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + MEASURE],
@@ -293,7 +294,7 @@ def test_a_table_is_read_in_blocks_and_never_in_memory_as_a_whole(tmp_path: Path
     assert done.returncode == 0, done.stderr
     blocks, grown_mib = done.stdout.split()
     assert int(blocks) > 30
-    assert float(grown_mib) < 40
+    assert float(grown_mib) < 15
 
 
 # -- an index of faiss
@@ -324,16 +325,15 @@ def test_an_index_of_all_rows_answers_as_top_k_without_what_is_excluded(tmp_path
     assert answer.check(server, tmp_path / "served") == 0
 
 
-@pytest.mark.parametrize("factory", ["HNSW16", "IVF8,Flat nprobe=2"])
-def test_a_served_folder_gets_an_index_and_its_recall_is_what_is_said(
-    factory: str, tmp_path: Path
-) -> None:
+def test_a_served_folder_gets_an_index_and_its_recall_is_what_is_said(tmp_path: Path) -> None:
     pytest.importorskip("faiss", reason="faiss-cpu is not installed")
     folder = tmp_path / "served"
     module = NextItem()
     exported(folder, module)
+    items = exact(module, batch_of(32), 10)[1]
+    answer.add_index(folder, "HNSW16")  # replaced by the other
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT + RUN.format(["--index", factory])],
+        [sys.executable, "-c", WITHOUT + RUN.format(["--index", "IVF8,Flat nprobe=2"])],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -342,14 +342,12 @@ def test_a_served_folder_gets_an_index_and_its_recall_is_what_is_said(
     assert done.returncode == 0, done.stderr
     server = answer.Server(folder)
     answered = server.answer(batch_of(32))["items"]
-    items = exact(module, batch_of(32), 10)[1]
-    found = sum(
-        len(set(row) & set(exact_row))
-        for row, exact_row in zip(answered.tolist(), items.tolist(), strict=True)
-    )
+    num_equal = 0
+    for row, exact_row in zip(answered.tolist(), items.tolist(), strict=True):
+        num_equal += len(set(row) & set(exact_row))
     recall = server.about["top_k"]["index"]["recall"]
-    assert recall == pytest.approx(found / items.numel())
-    assert 0.3 < recall <= 1
+    assert recall == pytest.approx(num_equal / items.numel())
+    assert 0.3 < recall < 1
     assert done.stdout == f"finds {recall:.2%} of the exact answers\n"
     content = bytearray((folder / "items.faiss").read_bytes())
     content[-9] ^= 1
