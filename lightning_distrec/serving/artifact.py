@@ -52,6 +52,8 @@ SCRIPT = "serve.py"
 EXAMPLES = "examples.safetensors"
 REQUEST = "request.json"
 COLUMNS = "columns.json"
+ALIGNMENT = 64
+"""Bytes, as torch's own allocations: products round by where rows lie, and so as the module's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +184,7 @@ class _Source:
         return described_items(self.top_k, self.module, self.raw.mapping if self.raw else {})
 
     def check_names(self, inputs: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError: a request could not tell an input or a column from an option."""
+        """Raise ConfigError: an input or a column has the name of an option of requests."""
         names = inputs.keys() if self.raw is None else self.raw.rows[0].keys()
         taken = sorted(names & {*answer.ITEM_OPTIONS, "rows"})
         if taken:
@@ -202,7 +204,7 @@ def _write(
     lazy_tables = {name: as_lazy(value) for name, value in tables.items()}
     sources = {name: lazy for name, lazy in lazy_tables.items() if lazy is not None}
     floats = folder / (TABLES if bits is None else ".floats.safetensors")
-    write_safetensors(floats, sources, on_progress)
+    write_safetensors(floats, sources, on_progress, alignment=ALIGNMENT)
     # Before lookups are quantized: what quantization changes is part of the differences.
     with torch.no_grad():
         rows_by_table = load_file(floats)
@@ -217,7 +219,7 @@ def _write(
             stored[f"{path}.rows"] = QuantizedTensor(stored.pop(f"{path}.weight"), table_bits)
             if items.get("table") == f"{path}.weight":
                 items |= {"table": f"{path}.rows", "bits": table_bits}
-        write_safetensors(folder / TABLES, stored, on_progress)
+        write_safetensors(folder / TABLES, stored, on_progress, alignment=ALIGNMENT)
     program, inputs = export_program(module, load_file(folder / TABLES), batch, source.method)
     torch.export.save(program, folder / PROGRAM)
     shapes = free_sizes(program, inputs)
