@@ -79,8 +79,11 @@ class Server:
         inputs: tensors by name. k: how many items. exclude: for each query, items that do not
         count. Raises ValueError: one of these does not fit.
         """
-        output = self.output(inputs)
-        return output if self.items is None else self.items.answer(output, k, exclude)
+        if self.items is not None:
+            return self.items.answer(self.output(inputs), k, exclude)
+        if k is not None or exclude is not None:
+            raise ValueError("the folder answers with no items, and takes no k and no exclude")
+        return self.output(inputs)
 
     def output(self, inputs: dict[str, torch.Tensor]) -> Any:
         """Return what the program returns: where the folder answers with items, queries."""

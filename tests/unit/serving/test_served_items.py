@@ -117,6 +117,9 @@ def test_quantized_rows_are_scored_as_they_are_read(bits: int, tmp_path: Path) -
     rows = server.tables["tables.item.rows"]
     assert rows.dtype == torch.uint8
     rounded = nn.Embedding.from_pretrained(nearest_rows.dequantized(rows, DIM, bits))
+    weight = module.tables["item"].weight.detach()
+    steps = (weight.amax(1) - weight.amin(1)) / (2**bits - 1)
+    assert ((rounded.weight - weight).abs().amax(1) <= 0.6 * steps + 0.01).all()
     batch = batch_of(5, seed=5)
     scores, items = top_k(server.output(batch), rounded, 6)
     answered = server.answer(batch, k=6)
@@ -247,6 +250,29 @@ def test_an_item_table_that_cannot_be_served_is_named(
     with pytest.raises(ConfigError, match=message):
         export_for_serving(module, batch or batch_of(4), tmp_path / "served", top_k=TopK(**fields))
     assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_stand_for_other_items_later_are_refused(tmp_path: Path) -> None:
+    module = NextItem()
+    module.tables["item"].ids_made_for = torch.zeros(1)  # as tables with dynamic ids have it
+    with pytest.raises(ConfigError, match=r"'tables.item' are mapped to rows \(dynamic_ids\)"):
+        exported(tmp_path / "served", module)
+
+
+def test_a_folder_without_items_takes_no_k(tmp_path: Path) -> None:
+    class Predicts(NextItem):
+        def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.encode(batch)
+
+    export_for_serving(Predicts(), batch_of(4), tmp_path / "served")
+    server = answer.Server(tmp_path / "served")
+    for options in ({"k": 3}, {"exclude": [[1]] * 4}):
+        with pytest.raises(ValueError, match="answers with no items"):
+            server.answer(batch_of(4), **options)
+    with pytest.raises(ValueError, match=r"the request has \['k'\]"):
+        server.answer_plain({"history": [[1, 2, 3]], "k": 3})
+    with pytest.raises(ValueError, match="answers with no items: export it with --queries"):
+        answer.add_index(tmp_path / "served", "Flat")
 
 
 def test_a_vocabulary_longer_than_the_table_is_refused(tmp_path: Path) -> None:
