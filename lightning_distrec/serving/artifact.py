@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
@@ -191,6 +192,21 @@ class _Source:
             raise ConfigError(f"top_k: an input or a column is called '{taken[0]}'. Rename it.")
 
 
+def _described_inputs(
+    program: ExportedProgram, inputs: Mapping[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Return what serving.json says of each input."""
+    shapes = free_sizes(program, inputs)
+    described: dict[str, dict[str, Any]] = {}
+    for name, tensor in inputs.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        described[name] = {"dtype": dtype, "shape": shapes[name]}
+        values = inputs.get(f"{name.removesuffix('lengths')}values")
+        if name.endswith("lengths") and values is not None and int(tensor.sum()) == len(values):
+            described[name]["lengths_of"] = f"{name.removesuffix('lengths')}values"
+    return described
+
+
 def _write(
     source: _Source, tables: dict[str, Any], folder: Path, on_progress: Callable[[int], None]
 ) -> Served:
@@ -222,20 +238,8 @@ def _write(
         write_safetensors(folder / TABLES, stored, on_progress, alignment=ALIGNMENT)
     program, inputs = export_program(module, load_file(folder / TABLES), batch, source.method)
     torch.export.save(program, folder / PROGRAM)
-    shapes = free_sizes(program, inputs)
     needs = needed_packages(program)
-    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in inputs.items()}
-    described: dict[str, Any] = {
-        name: {"dtype": types[name], "shape": shapes[name]} for name in inputs
-    }
-    for name in inputs:
-        values = f"{name.removesuffix('lengths')}values"
-        if (
-            values != f"{name}values"
-            and values in inputs
-            and int(inputs[name].sum()) == len(inputs[values])
-        ):
-            described[name]["lengths_of"] = values
+    described = _described_inputs(program, inputs)
     about: dict[str, Any] = {
         "of": type(module).__name__,
         "inputs": described,
@@ -268,8 +272,7 @@ def _write(
     # The files on disk answer, by the code that will serve them.
     server = answer.Server(folder)
     answers = answer.leaves(server.answer(inputs))
-    first_request = batch if source.first_request is None else source.first_request
-    request = tensors_of(first_request)
+    request = tensors_of(batch if source.first_request is None else source.first_request)
     fixed = False
     try:
         server.answer(request)
@@ -280,13 +283,12 @@ def _write(
     if raw is None:
         _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
     else:
-        if any(
-            not torch.equal(tensor, inputs[name])
-            for name, tensor in server.inputs_of_rows(raw.rows).items()
-        ):
-            raise CheckpointError(
-                "raw rows become other inputs than the batch has: their data is not this batch's."
-            )
+        for name, tensor in server.inputs_of_rows(raw.rows).items():
+            if not torch.equal(tensor, inputs[name]):
+                raise CheckpointError(
+                    "raw rows become other inputs than the batch has: their data is not this "
+                    "batch's."
+                )
         _write_json(folder / REQUEST, raw.rows[: None if fixed else 1])
     if source.first_request is not None and not fixed:
         # Inputs that are as long as each other in both batches have a row for each example, but
