@@ -303,7 +303,8 @@ class Encoder:
     def rows_of_values(self, table: str, values: list[Any]) -> list[int]:
         """Return the rows of values of a vocabulary; UNKNOWN of those that are not in it."""
         texts = pack(values)
-        return _by_value(texts, self._vocabularies[table].ids_of(texts)).tolist()  # type: ignore[no-any-return]
+        rows: list[int] = _by_value(texts, self._vocabularies[table].ids_of(texts)).tolist()
+        return rows
 
     def arrays_of_rows(self, rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
         """Return the arrays of raw rows, a dict by column for each; what a row lacks is missing in

@@ -345,8 +345,8 @@ def differences(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--http"] and len(sys.argv) == 3 and sys.argv[2].isdecimal():
-        by_http = script(FOLDER / "by_http.py")
-        with by_http.http_server(Server(), int(sys.argv[2])) as http:
+        http_server = script(FOLDER / "http_server.py")
+        with http_server.http_server(Server(), int(sys.argv[2])) as http:
             print(f"http://127.0.0.1:{http.server_port}: send requests by POST", flush=True)
             http.serve_forever()
     elif sys.argv[1:] in (["-h"], ["--help"]):

@@ -5,7 +5,7 @@ with the module's.
 - tables.safetensors: the tables, in float or quantized; a server maps them into memory.
 - serving.json: inputs, quantization, and how far the answers were from the module's.
 - examples.safetensors, request.json: a batch with the module's answers; a first request.
-- serve.py, by_http.py: answer requests (answer.py).
+- serve.py, http_server.py: answer requests (answer.py).
 - columns.json, raw_values.py: how raw values become inputs, where the data was columns.
 - nearest_rows.py, items.faiss: find the best rows of a table, where a method returns queries.
 """
@@ -31,7 +31,7 @@ from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
 from lightning_distrec.checkpoint.tensor_files import write_safetensors
 from lightning_distrec.chunks import num_bytes
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.serving import answer, by_http, nearest_rows
+from lightning_distrec.serving import answer, http_server, nearest_rows
 from lightning_distrec.serving.item_table import TopK, best_items, described_items
 from lightning_distrec.serving.program import (
     PREDICT,
@@ -187,9 +187,9 @@ class _Source:
     def check_names(self, inputs: Mapping[str, Tensor]) -> None:
         """Raise ConfigError: an input or a column has the name of an option of requests."""
         names = inputs.keys() if self.raw is None else self.raw.rows[0].keys()
-        taken = sorted(names & {*answer.ITEM_OPTIONS, "rows"})
-        if taken:
-            raise ConfigError(f"top_k: an input or a column is called '{taken[0]}'. Rename it.")
+        reserved = sorted(names & {*answer.ITEM_OPTIONS, "rows"})
+        if reserved:
+            raise ConfigError(f"top_k: an input or a column is called '{reserved[0]}'. Rename it.")
 
 
 def _described_inputs(
@@ -246,7 +246,7 @@ def _write(
         "needs": needs,
         "bits": bits,
     }
-    scripts = {SCRIPT: answer, "by_http.py": by_http}
+    scripts = {SCRIPT: answer, "http_server.py": http_server}
     files = [TABLES, PROGRAM, EXAMPLES, REQUEST]
     if items:
         source.check_names(inputs)

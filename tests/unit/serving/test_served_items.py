@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.retrieval import top_k
-from lightning_distrec.serving import answer, by_http, nearest_rows
+from lightning_distrec.serving import answer, http_server, nearest_rows
 from lightning_distrec.serving.artifact import RawRows, export_for_serving
 from lightning_distrec.serving.item_table import TopK
 from tests.support.column_models import FEATURES, ColumnModel, click_data, write_clicks
@@ -143,7 +143,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 
 def test_a_request_that_does_not_fit_is_answered_with_400_and_its_reason(tmp_path: Path) -> None:
     server = exported(tmp_path / "served", NextItem())
-    with by_http.http_server(server, 0) as http:
+    with http_server.http_server(server, 0) as http:
         threading.Thread(target=http.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{http.server_port}"
 

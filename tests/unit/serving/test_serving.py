@@ -32,7 +32,7 @@ from torchrec import (
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.serving import answer, by_http
+from lightning_distrec.serving import answer, http_server
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.program import (
     QuantizedTensor,
@@ -331,7 +331,7 @@ BAD_REQUESTS: dict[str, tuple[str, Any, str]] = {
 def _check_http(folder: Path) -> None:
     """Ask for what cannot be answered, then with many clients at once."""
     server, request = answer.Server(folder), REQUEST
-    with by_http.http_server(server, 0) as http, ThreadPoolExecutor(50) as clients:
+    with http_server.http_server(server, 0) as http, ThreadPoolExecutor(50) as clients:
         threading.Thread(target=http.serve_forever, daemon=True).start()
 
         def ask(method: str, path: str = "/", content: Any = request) -> tuple[int, Any]:
