@@ -53,10 +53,12 @@ def write_safetensors(
     on_progress: Callable[[int], None] = lambda num_bytes: None,
     metadata: Mapping[str, str] = PLAIN,
     pace: Pace = UNLIMITED,
+    alignment: int = 8,
 ) -> list[int]:
     """Write a file, byte for byte as the library does, and return its checksums.
 
-    on_progress: called with numbers of bytes. Raises OSError; CheckpointError: a type is unknown.
+    on_progress: called with numbers of bytes. alignment: of the first tensor; the library's is 8.
+    Raises OSError; CheckpointError: a type is unknown.
     """
     order = list(STORED_TYPES)
     for name, lazy in tensors.items():
@@ -66,7 +68,7 @@ def write_safetensors(
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
     checksums = BlockChecksums()
     with pace.open(path) as file:
-        header = _header({name: tensors[name] for name in names}, metadata)
+        header = _header({name: tensors[name] for name in names}, metadata, alignment)
         checksums.update(memoryview(header))
         file.write(header)
         for name in names:
@@ -74,7 +76,9 @@ def write_safetensors(
     return checksums.crc32
 
 
-def _header(tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> bytes:
+def _header(
+    tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str], alignment: int
+) -> bytes:
     entries: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, lazy in tensors.items():
@@ -86,8 +90,8 @@ def _header(tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> b
         }
         begin = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    # Blanks up to a multiple of 8 bytes, as the library has them: the tensors behind are aligned.
-    text += b" " * (-len(text) % 8)
+    # Blanks up to a multiple, as the library has them: the tensors behind are aligned.
+    text += b" " * (-(8 + len(text)) % alignment)
     return struct.pack("<Q", len(text)) + text
 
 

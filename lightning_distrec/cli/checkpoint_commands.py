@@ -20,6 +20,7 @@ from lightning_distrec.cli.command_line import (
     EXIT_ERROR,
     EXIT_OK,
     FOLDER_FORMATS,
+    TOP_K_OPTIONS,
     console,
     exit_on_sigterm,
 )
@@ -59,10 +60,10 @@ def _inspect(path: Path, options: Namespace) -> int:
 def run_export(options: Namespace) -> int:
     """Run the command and return its exit code."""
     is_folder = options.format in FOLDER_FORMATS
-    if not is_folder and (options.config or options.bits):
-        raise ConfigError(
-            "export: --config and --bits are for --format torch.export and quantized."
-        )
+    folder_options = ["config", "bits", *TOP_K_OPTIONS]
+    for name in folder_options if not is_folder else ():
+        if options[name] is not None:
+            raise ConfigError(f"export: --{name} is for --format torch.export and quantized.")
     if options.format == "safetensors" and not options.out.endswith(".safetensors"):
         raise ConfigError(
             f"export: --format safetensors writes a file, and {options.out} is not named "

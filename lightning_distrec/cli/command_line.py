@@ -30,6 +30,17 @@ LIGHTNING_COMMANDS = {
 FOLDER_FORMATS = ("torch.export", "quantized")
 """Formats of `export` that are folders which answer requests."""
 
+TOP_K_OPTIONS = {
+    "queries": "Answer with the best rows of the table --items for what this method of the module "
+    "returns of a batch, (examples, dim), in place of predict_step.",
+    "items": "Path of the item table in the module, or its end, such as items.",
+    "vocabulary": "Table of the columns whose values the rows of --items stand for. Default: "
+    "answers are numbers of rows.",
+    "index": "Find rows by an index of faiss, such as HNSW32 or 'IVF256,Flat nprobe=16'. Default: "
+    "score all rows.",
+}
+"""Options of `export`, as the fields of `TopK`, for folders that answer with items."""
+
 EXIT_OK = 0
 EXIT_NEGATIVE = 1
 EXIT_ERROR = 2
@@ -279,6 +290,8 @@ def _export(add: Adder) -> None:
         help="The YAML that `fit` was given, for formats that are folders; repeatable.",
     )
     add("--bits", type=Literal[8, 4] | None, help="Bits of a number in quantized rows. Default: 8.")
+    for name, help_text in TOP_K_OPTIONS.items():
+        add(f"--{name}", help=help_text)
     pickles = (
         "Read a checkpoint saved with `checkpoint: {pickles: true}`. Its code is run: set it for "
         "files you trust."

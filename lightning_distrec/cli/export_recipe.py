@@ -12,9 +12,11 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec._compat import hide_upstream_deprecations
 from lightning_distrec.checkpoint.contents import read_contents
+from lightning_distrec.cli.command_line import TOP_K_OPTIONS
 from lightning_distrec.cli.lightning_cli import RecipeBuilder, build_recipe
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import RawRows, Served, export_for_serving
+from lightning_distrec.serving.item_table import TopK
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.units import format_bytes, quantity
 
@@ -41,6 +43,7 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     bits = None if options.format == "torch.export" else options.bits or 8
     if bits is None and options.bits is not None:
         raise ConfigError("export: --bits is for --format quantized.")
+    top_k = _top_k_of(options)
     # Before the module is built, which takes longer than to notice a wrong path.
     checkpoint = read_contents(Path(options.checkpoint), options.pickles).checkpoint
     state = checkpoint.get("state_dict")
@@ -51,7 +54,8 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
     hide_upstream_deprecations()
     recipe = build_recipe(options.config, ServingBuilder)
     module: LightningModule = recipe.model
-    if not is_overridden("predict_step", module) and not is_overridden("forward", module):
+    methods = [is_overridden(name, module) for name in ("predict_step", "forward")]
+    if top_k is None and not any(methods):
         raise ConfigError(
             f"export: {type(module).__name__} has neither predict_step nor forward. Write one of "
             "them."
@@ -68,10 +72,22 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
         first_request=first_request,
         raw=raw,
         bits=bits,
+        top_k=top_k,
         overwrite=options.overwrite,
         on_progress=on_progress,
     )
     _print_served(served, options)
+
+
+def _top_k_of(options: Namespace) -> TopK | None:
+    """Return what answers with items; None: predict_step answers. Raises ConfigError: half of it is
+    given."""
+    fields = {name: options[name] for name in TOP_K_OPTIONS if options[name] is not None}
+    if not fields:
+        return None
+    if "queries" not in fields or "items" not in fields:
+        raise ConfigError("export: a folder that answers with items needs --queries and --items.")
+    return TopK(**fields)
 
 
 def _example_batches(
@@ -145,6 +161,8 @@ def _print_served(served: Served, options: Namespace) -> None:
             f"{quantity(served.num_examples, 'example')}, {served.other_integers:,} differ from "
             "the trained module's."
         )
+    if served.index_recall is not None:
+        print(f"The index finds {served.index_recall:.2%} of the exact answers.")
     if served.only_this_size:
         print(
             f"The program takes batches of {served.num_examples} examples alone: predict_step "

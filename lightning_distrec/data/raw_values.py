@@ -300,6 +300,12 @@ class Encoder:
         padded[np.arange(padded.shape[1]) < lengths[:, None]] = feature.values
         return padded
 
+    def rows_of_values(self, table: str, values: list[Any]) -> list[int]:
+        """Return the rows of values of a vocabulary; UNKNOWN of those that are not in it."""
+        texts = pack(values)
+        rows: list[int] = _by_value(texts, self._vocabularies[table].ids_of(texts)).tolist()
+        return rows
+
     def arrays_of_rows(self, rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
         """Return the arrays of raw rows, a dict by column for each; what a row lacks is missing in
         it.

@@ -181,7 +181,7 @@ class Rounds:
         candidates: Tensor,
         num_candidates: int,
         ids: Tensor | None,
-        excluded: Tensor | None,
+        excluded: Tensor,
         max_bytes: int,
         group: dist.ProcessGroup | None,
     ) -> "Rounds":
@@ -190,27 +190,28 @@ class Rounds:
         problem = _problem_of(
             queries, targets, candidates, num_candidates, ids, excluded, max_bytes
         )
-        is_double = torch.float64 in (queries.dtype, candidates.dtype)
-        width = 1 if targets.ndim < 2 else targets.shape[1]
-        width_excluded = 0 if excluded is None or excluded.ndim < 2 else excluded.shape[1]
-        local_header = [bool(problem), len(queries), len(candidates), num_candidates, max_bytes]
-        local_header += [candidates.shape[-1], width, is_double, width_excluded]
-        header = torch.tensor(local_header, device=candidates.device)
-        headers = torch.stack(_all_gather(header, group)).tolist()
-        problems, num_queries, held, *equal_values, excluded_widths = map(
-            list, zip(*headers, strict=True)
-        )
-        rank = dist.get_rank(group) if len(held) > 1 else 0
-        if problem:
-            raise ConfigError(f"target_ranks: {problem}")
-        if any(problems):
-            raise ConfigError(
-                f"target_ranks: arguments of rank {problems.index(1)} do not fit; its own error "
-                "says why."
-            )
-        names = ("num_candidates", "max_bytes", "dim", "targets per query", "dtype")
-        for name, values in zip(names, equal_values, strict=True):
-            if len(set(values)) > 1:
+        dtype = torch.promote_types(queries.dtype, candidates.dtype)
+        dtype = torch.promote_types(dtype, torch.float32)
+        equal = {
+            "num_candidates": num_candidates,
+            "max_bytes": max_bytes,
+            "dim": candidates.shape[-1],
+            "targets per query": targets.shape[1:].numel(),
+            "dtype": dtype,
+        }
+        headers = [(problem, equal, len(queries), len(candidates), excluded.shape[-1])]
+        rank = 0
+        if dist.is_available() and dist.is_initialized():
+            rank = dist.get_rank(group)
+            headers *= dist.get_world_size(group)
+            dist.all_gather_object(headers, headers[0], group)
+        problems, equal_values, num_queries, held, excluded_widths = zip(*headers, strict=True)
+        for number, other_problem in enumerate(problems):
+            if other_problem:
+                raise ConfigError(f"target_ranks: rank {number}: {other_problem}")
+        for name in equal:
+            values = [other[name] for other in equal_values]
+            if any(value != values[0] for value in values):
                 raise ConfigError(
                     f"target_ranks: {name} differs between ranks: {values}. It must be the same."
                 )
@@ -223,11 +224,11 @@ class Rounds:
             first_id = sum(held[:rank])
         else:
             raise ConfigError(
-                f"target_ranks: ranks hold {held} candidates: neither slices of "
+                f"target_ranks: ranks hold {list(held)} candidates: neither slices of "
                 f"num_candidates={num_candidates}, nor all of them on every rank. Pass "
                 "candidates[slice_of_rank(num_candidates)]."
             )
-        bytes_per_score = COPIES * (8 if is_double else 4)
+        bytes_per_score = COPIES * dtype.itemsize
         # Rounds are as many on every rank, also where a rank has fewer queries: each round is a
         # collective.
         size = max(
@@ -238,11 +239,11 @@ class Rounds:
             rank=rank,
             count=math.ceil(max(num_queries) / size),
             queries=size,
-            targets=width,
+            targets=targets.shape[1:].numel(),
             excluded=max(excluded_widths),
             first_id=first_id,
             rows_per_block=max(1, max_bytes // (bytes_per_score * len(held) * size)),
-            dtype=torch.float64 if is_double else torch.float32,
+            dtype=dtype,
             group=group,
         )
 
@@ -254,7 +255,11 @@ class Rounds:
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Collective. Return all ranks' rows, rank after rank."""
-        return rows if self.ranks == 1 else torch.cat(_all_gather(rows, self.group))
+        if self.ranks == 1:
+            return rows
+        gathered = rows.new_empty(self.ranks * len(rows), *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, rows, group=self.group)
+        return gathered
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """Collective. Return the sums over all ranks, in place."""
@@ -268,24 +273,16 @@ def filled(rows: Tensor, length: int, value: int) -> Tensor:
     return functional.pad(rows, (0, 0, 0, length - len(rows)), value=value).contiguous()
 
 
-def _all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return [tensor]
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, tensor, group=group)
-    return gathered
-
-
 def _problem_of(
     queries: Tensor,
     targets: Tensor,
     candidates: Tensor,
     num_candidates: int,
     ids: Tensor | None,
-    excluded: Tensor | None,
+    excluded: Tensor,
     max_bytes: int,
 ) -> str:
-    """Return what is wrong with this rank's arguments; the others learn that something is."""
+    """Return what is wrong with this rank's arguments."""
     shapes = f"queries {tuple(queries.shape)} and candidates {tuple(candidates.shape)}"
     if queries.ndim != 2 or candidates.ndim != 2 or queries.shape[1] != candidates.shape[1]:
         return f"{shapes} must be (number, the same dim)."
@@ -294,9 +291,7 @@ def _problem_of(
             f"targets {tuple(targets.shape)} of {targets.dtype} must be int64, one row for each "
             "query."
         )
-    if excluded is not None and (
-        excluded.ndim != 2 or len(excluded) != len(queries) or excluded.dtype != torch.int64
-    ):
+    if excluded.ndim != 2 or len(excluded) != len(queries) or excluded.dtype != torch.int64:
         return (
             f"excluded {tuple(excluded.shape)} of {excluded.dtype} must be int64, ({len(queries)}, "
             "any number)."
@@ -360,14 +355,14 @@ def target_ranks(
     slice nor all;
         DataError, a target is no candidate, or is one twice.
     """
+    if excluded is None:
+        excluded = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
     rounds = Rounds.gathered(
         queries, targets, candidates, num_candidates, ids, excluded, max_bytes, group
     )
     local_targets = targets.reshape(len(targets), rounds.targets)
-    local_excluded = local_targets[:, :0] if excluded is None else excluded
-    local_excluded = functional.pad(
-        local_excluded, (0, rounds.excluded - local_excluded.shape[1]), value=-1
-    )
+    padding = (0, rounds.excluded - excluded.shape[1])
+    local_excluded = functional.pad(excluded, padding, value=-1)
     local_ids = torch.cat([local_targets, local_excluded], dim=1)
     block = CandidateBlock(candidates.to(rounds.dtype), ids, rounds.first_id, rounds.rows_per_block)
     ranks = [local_targets[:0]]

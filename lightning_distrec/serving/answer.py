@@ -4,19 +4,19 @@
 
 - `python serve.py other.json` another request: the inputs by name, as request.json has them,
 - `python serve.py --http 8080` requests that this machine sends by POST to this port,
-- `python serve.py --check` compares answers to the examples with those of the trained module.
+- `python serve.py --check` compares answers to the examples with those of the trained module,
+- `python serve.py --index HNSW32` adds an index of faiss to a folder that answers with items.
 
-Where the folder has columns.json, a request is a row of raw values by column, or a list of rows. In
-a program: `serve.Server(folder).answer({"name": tensor, ...})`, or `answer_plain(request)`. Tables
-stay in their file, mapped into memory.
+Where the folder has columns.json, a request is a row of raw values by column, or a list of rows.
+Where it answers with items, a request may have `k`, how many, and `exclude`, a list for each query;
+several rows of columns are its `rows` then. In a program: `serve.Server(folder).answer({"name":
+tensor, ...})`, or `answer_plain(request)`. Tables stay in their file, mapped into memory.
 """
 
 import importlib.util
 import json
 import sys
-import threading
 import zlib
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,36 @@ class Server:
         self.encoder: Any = None
         """From raw values to inputs, where the module was trained on columns."""
         if (folder / "columns.json").exists():
-            spec: Any = importlib.util.spec_from_file_location(
-                "raw_values", folder / "raw_values.py"
-            )
-            raw_values = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(raw_values)
-            self.encoder = raw_values.Encoder(json.loads((folder / "columns.json").read_text()))
+            mapping = json.loads((folder / "columns.json").read_text())
+            self.encoder = script(folder / "raw_values.py").Encoder(mapping)
+        self.items: Any = None
+        """The table whose best rows are the answer, where the module's are."""
+        if "top_k" in self.about:
+            about = self.about["top_k"]
+            nearest_rows = script(folder / "nearest_rows.py")
+            table = self.tables[about["table"]]
+            self.items = nearest_rows.Items(folder, about, table, self.encoder)
 
-    def answer(self, inputs: dict[str, torch.Tensor]) -> Any:
-        """Return what predict_step returns. inputs: tensors by name."""
+    def answer(
+        self,
+        inputs: dict[str, torch.Tensor],
+        k: int | None = None,
+        exclude: list[list[Any]] | None = None,
+    ) -> Any:
+        """Return what predict_step returns; where the folder answers with items, "items" and
+        "scores".
+
+        inputs: tensors by name. k: how many items. exclude: for each query, items that do not
+        count. Raises ValueError: one of these does not fit.
+        """
+        if self.items is not None:
+            return self.items.answer(self.output(inputs), k, exclude)
+        if k is not None or exclude is not None:
+            raise ValueError("the folder answers with no items, and takes no k and no exclude")
+        return self.output(inputs)
+
+    def output(self, inputs: dict[str, torch.Tensor]) -> Any:
+        """Return what the program returns: where the folder answers with items, queries."""
         missing = self.about["inputs"].keys() - inputs.keys()
         if missing:
             raise ValueError(f"the request lacks {sorted(missing)}")
@@ -78,16 +99,11 @@ class Server:
             with torch.no_grad():
                 return self.program(self.tables, order)
         except IdError as error:
-            integers = {
-                name: ids
-                for name, ids in order.items()
-                if not ids.is_floating_point() and ids.numel()
-            }
-            ids = ", ".join(
-                f"{int(ids.min())} to {int(ids.max())} in '{name}'"
-                for name, ids in integers.items()
-            )
-            raise ValueError(f"{error}; there are {ids}") from error
+            ranges = []
+            for name, ids in order.items():
+                if not ids.is_floating_point() and ids.numel():
+                    ranges.append(f"{int(ids.min())} to {int(ids.max())} in '{name}'")
+            raise ValueError(f"{error}; there are {', '.join(ranges)}") from error
         # torch.export's guards on sizes, and operators' own
         except (AssertionError, RuntimeError) as error:
             raise ValueError(
@@ -105,14 +121,10 @@ class Server:
         actual = getattr(tensor, "dtype", type(tensor).__name__)
         if str(actual) != f"torch.{dtype}":
             raise ValueError(f"'{name}' must be a tensor of {dtype}, not {actual}")
-        matches = [
-            size is None or size == length
-            for size, length in zip(sizes, tensor.shape, strict=False)
-        ]
-        if len(sizes) != tensor.dim() or not all(matches):
-            shape = (
-                " x ".join("any" if size is None else str(size) for size in sizes) or "one number"
-            )
+        pairs = zip(sizes, tensor.shape, strict=False)
+        free = [None if size is None else length for size, length in pairs]
+        if len(sizes) != tensor.dim() or free != sizes:
+            shape = " x ".join(map(str, sizes)).replace("None", "any") or "one number"
             raise ValueError(
                 f"'{name}' must have the shape {shape}, not {' x '.join(map(str, tensor.shape))}"
             )
@@ -138,19 +150,17 @@ class Server:
                 shares.setdefault(str(growth), {})[name] = len(tensor) / rows[0]
         for group in shares.values():
             if len(set(group.values())) > 1:
-                listed = ", ".join(f"{len(inputs[name])} in '{name}'" for name in group)
+                sizes = ", ".join(f"{len(inputs[name])} in '{name}'" for name in group)
                 raise ValueError(
                     "inputs must have rows for as many examples as each other, and there are "
-                    f"{listed}"
+                    f"{sizes}"
                 )
 
     def inputs_of_rows(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the inputs of raw rows. Raises ValueError: a column is unknown, or a value of
         another type."""
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError(
-                "a request is a row of values by column, or a list of rows, one or more"
-            )
+            raise ValueError("a request is a row of values by column, or a list of rows, not none")
         arrays = self.encoder.arrays_of_rows(rows)
         tensors = {}
         for name, array in arrays.items():
@@ -161,12 +171,21 @@ class Server:
     def answer_plain(self, request: Any) -> Any:
         """Return the answer as lists and dicts. request: lists by name; with columns.json, a row or
         a list of rows."""
-        if self.encoder is not None:
-            return plain(
-                self.answer(
-                    self.inputs_of_rows([request] if isinstance(request, dict) else request)
-                )
-            )
+        options = {}
+        if self.items is not None and isinstance(request, dict):
+            options = {name: request[name] for name in ITEM_OPTIONS if name in request}
+            request = {name: request[name] for name in request if name not in options}
+            request = request.get("rows", request)
+        if self.encoder is None:
+            inputs = self.inputs_of_lists(request)
+        else:
+            inputs = self.inputs_of_rows([request] if isinstance(request, dict) else request)
+        answer = self.answer(inputs, **options)
+        return plain(answer if self.items is None else self.items.plain(answer))
+
+    def inputs_of_lists(self, request: Any) -> dict[str, torch.Tensor]:
+        """Return the inputs of lists by name. Raises ValueError: a name is unknown, or a list of
+        another type."""
         if not isinstance(request, dict):
             raise ValueError("a request is a dict of inputs by name")
         inputs_by_name = self.about["inputs"]
@@ -192,19 +211,28 @@ class Server:
                     f"'{name}' must be lists of {dtype} in equal lengths: {error}"
                 ) from error
             # Lists without examples do not show their inner sizes; these come from the export.
-            inputs[name] = (
-                tensor if tensor.numel() or None in shape[1:] else tensor.reshape(0, *shape[1:])
-            )
-        return plain(self.answer(inputs))
+            if not tensor.numel() and None not in shape[1:]:
+                tensor = tensor.reshape(0, *shape[1:])
+            inputs[name] = tensor
+        return inputs
 
 
-MAX_REQUEST_BYTES = 2**26
+ITEM_OPTIONS = ("k", "exclude")
+"""What a request may have beside its inputs, where the folder answers with items."""
 
 KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "uint": (int,), "bool": (bool,)}
 """Names of torch's types without bits -> types of JSON for them; others take all numbers."""
 
 LOOKUPS = {"aten.embedding": 1, "aten.embedding_bag": 1, "aten.index_select": 2}
 """Operators that read rows of a table -> which argument the ids are."""
+
+
+def script(path: Path) -> Any:
+    """Return a file of the folder as a module."""
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class IdError(ValueError):
@@ -270,85 +298,64 @@ def leaves(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def add_index(folder: Path, factory: str) -> float:
+    """Add an index of its items to a folder; return the share of the exact answers to the examples
+    that it finds. Raises ValueError: see `Items.add_index`."""
+    server = Server(folder, verify=False)
+    if server.items is None:
+        raise ValueError("the folder answers with no items: export it with --queries and --items")
+    queries = server.output(examples(server, folder)[0])
+    recall: float = server.items.add_index(folder, factory, queries)
+    server.about["crc32"]["items.faiss"] = file_crc32(folder / "items.faiss")
+    (folder / "serving.json").write_text(json.dumps(server.about) + "\n")
+    return recall
+
+
+def examples(server: Server, folder: Path) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Return the inputs of the examples, and the trained module's answers."""
+    stored = load_file(folder / "examples.safetensors")
+    inputs = {name: stored.pop("inputs." + name) for name in server.about["inputs"]}
+    return inputs, [stored[f"answers.{number}"] for number in range(len(stored))]
+
+
 def check(server: Server, folder: Path = FOLDER) -> float:
     """Return the largest difference from the trained module's answers to the examples; of integers,
-    1 or 0."""
-    stored = load_file(folder / "examples.safetensors")
-    answers = leaves(
-        server.answer({name: stored["inputs." + name] for name in server.about["inputs"]})
-    )
-    expected = [stored[f"answers.{number}"] for number in range(len(answers))]
-    largest = 0.0
+    1 or 0. Without an index."""
+    if server.items is not None:
+        server.items.index = None
+    inputs, expected = examples(server, folder)
+    fractions, integers = differences(leaves(server.answer(inputs)), expected)
+    return max(float(fractions.max()), float(integers.any()))
+
+
+def differences(
+    answers: list[torch.Tensor], expected: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the absolute differences of fractions, and a 0, and where integers differ."""
+    fractions = [torch.zeros(1).double()]
+    differs = [torch.zeros(0).bool()]
     for a, b in zip(answers, expected, strict=True):
-        difference = torch.where(a == b, 0, (a - b).abs() if b.is_floating_point() else 1)
-        largest = max(largest, float(difference.max())) if a.numel() else largest
-    return largest
-
-
-class HTTPServer(ThreadingHTTPServer):
-    """A thread for each connection; as many connections wait for theirs as clients are likely to
-    open at once."""
-
-    request_queue_size = 1024
-
-
-def http_server(server: Server, port: int) -> ThreadingHTTPServer:
-    """Return a server of this machine's own port, for requests by POST; what does not fit is
-    answered with 400."""
-    turn = threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 60  # seconds without a byte, after which a connection ends
-        error_content_type = "application/json"
-        error_message_format = '{"error": "%(explain)s"}'
-
-        def do_GET(self) -> None:  # noqa: N802  http.server's name
-            """Answer /health, while a request is computed, too."""
-            if self.path == "/health":
-                self.send_json(200, {"status": "ok", "of": server.about["of"]})
-            else:
-                self.send_json(404, {"error": "send requests by POST, or GET /health"})
-
-        def do_POST(self) -> None:  # noqa: N802  http.server's name
-            try:
-                length = int(self.headers.get("Content-Length", 0))
-                if not 0 < length <= MAX_REQUEST_BYTES:
-                    raise ValueError(
-                        f"a request needs a Content-Length of 1 to {MAX_REQUEST_BYTES} bytes"
-                    )
-                request = json.loads(self.rfile.read(length))
-                with turn:
-                    status = 200
-                    answer = server.answer_plain(request)
-            except (ValueError, RecursionError) as error:
-                status = 400
-                answer = {"error": str(error)}
-            except Exception as error:
-                status = 500
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            self.send_json(status, answer)
-
-        def send_json(self, status: int, answer: Any) -> None:
-            content = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Write no line for each request."""
-
-    return HTTPServer(("127.0.0.1", port), Handler)
+        # Infinities, of scores that are masked, are equal where their difference is no number.
+        if b.is_floating_point():
+            fractions.append(torch.where(a == b, 0, (a - b).abs()).double().flatten())
+        else:
+            differs.append((a != b).flatten())
+    return torch.cat(fractions), torch.cat(differs)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--http"] and len(sys.argv) == 3 and sys.argv[2].isdecimal():
-        with http_server(Server(), int(sys.argv[2])) as http:
+        http_server = script(FOLDER / "http_server.py")
+        with http_server.http_server(Server(), int(sys.argv[2])) as http:
             print(f"http://127.0.0.1:{http.server_port}: send requests by POST", flush=True)
             http.serve_forever()
     elif sys.argv[1:] in (["-h"], ["--help"]):
         print(__doc__)
+    elif sys.argv[1:2] == ["--index"] and len(sys.argv) == 3:
+        try:
+            print(f"finds {add_index(FOLDER, sys.argv[2]):.2%} of the exact answers")
+        except (OSError, ValueError) as error:
+            sys.exit(f"serve.py: {error}.")
     elif sys.argv[1:] == ["--check"]:
         allowed = json.loads((FOLDER / "serving.json").read_text())["largest_difference"]
         difference = check(Server())

@@ -5,8 +5,9 @@ with the module's.
 - tables.safetensors: the tables, in float or quantized; a server maps them into memory.
 - serving.json: inputs, quantization, and how far the answers were from the module's.
 - examples.safetensors, request.json: a batch with the module's answers; a first request.
-- serve.py: answers requests (answer.py).
+- serve.py, http_server.py: answer requests (answer.py).
 - columns.json, raw_values.py: how raw values become inputs, where the data was columns.
+- nearest_rows.py, items.faiss: find the best rows of a table, where a method returns queries.
 """
 
 import contextlib
@@ -23,14 +24,17 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from lightning_distrec.atomic_files import fsync
 from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
 from lightning_distrec.checkpoint.tensor_files import write_safetensors
 from lightning_distrec.chunks import num_bytes
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.serving import answer
+from lightning_distrec.serving import answer, http_server, nearest_rows
+from lightning_distrec.serving.item_table import TopK, best_items, described_items
 from lightning_distrec.serving.program import (
+    PREDICT,
     Program,
     QuantizedTensor,
     export_program,
@@ -49,6 +53,8 @@ SCRIPT = "serve.py"
 EXAMPLES = "examples.safetensors"
 REQUEST = "request.json"
 COLUMNS = "columns.json"
+ALIGNMENT = 64
+"""Bytes, as torch's own allocations: products round by where rows lie, and so as the module's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,8 @@ class Served:
     """Packages that a server needs beside torch, numpy and safetensors."""
     only_this_size: bool
     """Whether an input must have as many examples as `batch` had."""
+    index_recall: float | None = None
+    """Share of the exact best rows, of the examples, that the index finds."""
 
 
 def export_for_serving(
@@ -94,6 +102,7 @@ def export_for_serving(
     first_request: Any = None,
     raw: RawRows | None = None,
     bits: int | None = None,
+    top_k: TopK | None = None,
     overwrite: bool = False,
     on_progress: Callable[[int], None] = lambda written: None,
 ) -> Served:
@@ -104,7 +113,8 @@ def export_for_serving(
     predict_step; the program takes batches of any size that have the same containers. state: the
     module's weights, tensors or handles; None: its own. first_request: a smaller batch, for
     request.json. raw: what `batch` was made of; requests are raw rows then.
-    bits: 8 or 4 for quantized rows; None keeps them.
+    bits: 8 or 4 for quantized rows; None keeps them. top_k: answer with the best rows of a table in
+    place of `predict_step`.
     on_progress: called with bytes of tables written. Disk: the tables, and with `bits` once more in
     float meanwhile. Raises ConfigError: it cannot be exported; CheckpointError: the state lacks
     weights, or the disk has no space.
@@ -115,9 +125,10 @@ def export_for_serving(
     module = _with_dense_weights(module, state)
     names = [f"{path}.weight" for path, _ in lookups_of(module)]
     tables = {name: state[name] for name in names}
+    source = _Source(module, batch, first_request, raw, bits, top_k)
     with _new_folder(folder, overwrite) as new_folder:
         try:
-            return _write(module, batch, first_request, raw, tables, new_folder, bits, on_progress)
+            return _write(source, tables, new_folder, on_progress)
         except OSError as error:
             raise CheckpointError(
                 f"{folder} cannot be written: {error}. Nothing was left there."
@@ -152,54 +163,95 @@ def _with_dense_weights(module: LightningModule, state: Mapping[str, Any]) -> Li
     return copy.eval().requires_grad_(False)
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What is exported."""
+
+    module: LightningModule
+    batch: Any
+    first_request: Any
+    raw: RawRows | None
+    bits: int | None
+    top_k: TopK | None
+
+    @property
+    def method(self) -> str:
+        return PREDICT if self.top_k is None else self.top_k.queries
+
+    def items(self) -> dict[str, Any]:
+        """Return what is known of the item table; nothing where there is none."""
+        if self.top_k is None:
+            return {}
+        return described_items(self.top_k, self.module, self.raw.mapping if self.raw else {})
+
+    def check_names(self, inputs: Mapping[str, Tensor]) -> None:
+        """Raise ConfigError: an input or a column has the name of an option of requests."""
+        names = inputs.keys() if self.raw is None else self.raw.rows[0].keys()
+        reserved = sorted(names & {*answer.ITEM_OPTIONS, "rows"})
+        if reserved:
+            raise ConfigError(f"top_k: an input or a column is called '{reserved[0]}'. Rename it.")
+
+
+def _described_inputs(
+    program: ExportedProgram, inputs: Mapping[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Return what serving.json says of each input."""
+    shapes = free_sizes(program, inputs)
+    described: dict[str, dict[str, Any]] = {}
+    for name, tensor in inputs.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        described[name] = {"dtype": dtype, "shape": shapes[name]}
+        values = inputs.get(f"{name.removesuffix('lengths')}values")
+        if name.endswith("lengths") and values is not None and int(tensor.sum()) == len(values):
+            described[name]["lengths_of"] = f"{name.removesuffix('lengths')}values"
+    return described
+
+
 def _write(
-    module: LightningModule,
-    batch: Any,
-    first_request: Any,
-    raw: RawRows | None,
-    tables: dict[str, Any],
-    folder: Path,
-    bits: int | None,
-    on_progress: Callable[[int], None],
+    source: _Source, tables: dict[str, Any], folder: Path, on_progress: Callable[[int], None]
 ) -> Served:
     from safetensors.torch import load_file, save_file
 
+    module = source.module
+    batch = source.batch
+    raw = source.raw
+    bits = source.bits
+    items = source.items()
     lazy_tables = {name: as_lazy(value) for name, value in tables.items()}
     sources = {name: lazy for name, lazy in lazy_tables.items() if lazy is not None}
     floats = folder / (TABLES if bits is None else ".floats.safetensors")
-    write_safetensors(floats, sources, on_progress)
+    write_safetensors(floats, sources, on_progress, alignment=ALIGNMENT)
     # Before lookups are quantized: what quantization changes is part of the differences.
     with torch.no_grad():
-        expected = Program(module, batch)(load_file(floats), tensors_of(batch))
+        rows_by_table = load_file(floats)
+        expected = Program(module, batch, source.method)(rows_by_table, tensors_of(batch))
+        if items:
+            expected = best_items(expected, rows_by_table[items["table"]], items)
     stored: dict[str, Any] = dict(sources)
     if bits is not None:
         # No longer needed: packed rows are made from `sources`, not from this file.
         floats.unlink()
         for path, table_bits in quantize_lookups(module, bits).items():
             stored[f"{path}.rows"] = QuantizedTensor(stored.pop(f"{path}.weight"), table_bits)
-        write_safetensors(folder / TABLES, stored, on_progress)
-    program, inputs = export_program(module, load_file(folder / TABLES), batch)
+            if items.get("table") == f"{path}.weight":
+                items |= {"table": f"{path}.rows", "bits": table_bits}
+        write_safetensors(folder / TABLES, stored, on_progress, alignment=ALIGNMENT)
+    program, inputs = export_program(module, load_file(folder / TABLES), batch, source.method)
     torch.export.save(program, folder / PROGRAM)
-    shapes = free_sizes(program, inputs)
     needs = needed_packages(program)
-    types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in inputs.items()}
-    described: dict[str, Any] = {
-        name: {"dtype": types[name], "shape": shapes[name]} for name in inputs
-    }
-    for name in inputs:
-        values = f"{name.removesuffix('lengths')}values"
-        if (
-            values != f"{name}values"
-            and values in inputs
-            and int(inputs[name].sum()) == len(inputs[values])
-        ):
-            described[name]["lengths_of"] = values
+    described = _described_inputs(program, inputs)
     about: dict[str, Any] = {
         "of": type(module).__name__,
         "inputs": described,
         "needs": needs,
         "bits": bits,
     }
+    scripts = {SCRIPT: answer, "http_server.py": http_server}
+    files = [TABLES, PROGRAM, EXAMPLES, REQUEST]
+    if items:
+        source.check_names(inputs)
+        about["top_k"] = items
+        scripts["nearest_rows.py"] = nearest_rows
     _write_json(folder / ABOUT, about)
     outputs = answer.leaves(expected)
     examples = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
@@ -208,19 +260,19 @@ def _write(
     save_file(
         {name: tensor.clone().contiguous() for name, tensor in examples.items()}, folder / EXAMPLES
     )
-    shutil.copyfile(answer.__file__, folder / SCRIPT)
-    files = [TABLES, PROGRAM, EXAMPLES, REQUEST]
     if raw is not None:
         from lightning_distrec.data import raw_values  # it needs pyarrow, as the data did
 
         _write_json(folder / COLUMNS, raw.mapping)
-        shutil.copyfile(raw_values.__file__, folder / "raw_values.py")
-        files += [COLUMNS, "raw_values.py"]
+        scripts["raw_values.py"] = raw_values
+        files.append(COLUMNS)
+    for name, script in scripts.items():
+        shutil.copyfile(str(script.__file__), folder / name)
 
     # The files on disk answer, by the code that will serve them.
     server = answer.Server(folder)
     answers = answer.leaves(server.answer(inputs))
-    request = tensors_of(batch if first_request is None else first_request)
+    request = tensors_of(batch if source.first_request is None else source.first_request)
     fixed = False
     try:
         server.answer(request)
@@ -231,32 +283,37 @@ def _write(
     if raw is None:
         _write_json(folder / REQUEST, {name: request[name].tolist() for name in inputs})
     else:
-        if any(
-            not torch.equal(tensor, inputs[name])
-            for name, tensor in server.inputs_of_rows(raw.rows).items()
-        ):
-            raise CheckpointError(
-                "raw rows become other inputs than the batch has: their data is not this batch's."
-            )
+        for name, tensor in server.inputs_of_rows(raw.rows).items():
+            if not torch.equal(tensor, inputs[name]):
+                raise CheckpointError(
+                    "raw rows become other inputs than the batch has: their data is not this "
+                    "batch's."
+                )
         _write_json(folder / REQUEST, raw.rows[: None if fixed else 1])
-    if first_request is not None and not fixed:
+    if source.first_request is not None and not fixed:
         # Inputs that are as long as each other in both batches have a row for each example, but
         # values have lengths.
         for name in inputs.keys() - {about.get("lengths_of") for about in described.values()}:
             described[name]["rows"] = (
                 [len(inputs[name]), len(request[name])] if inputs[name].dim() else []
             )
-    differences, differs = _differences(answers, outputs)
-    largest = float(differences.max()) if differences.numel() else 0.0
-    crc32 = {name: answer.file_crc32(folder / name) for name in files}
+    differences, differs = answer.differences(answers, outputs)
+    largest = float(differences.max())
+    crc32 = {name: answer.file_crc32(folder / name) for name in [*files, *scripts]}
     _write_json(folder / ABOUT, {**about, "largest_difference": largest, "crc32": crc32})
+    recall = None
+    if source.top_k is not None and source.top_k.index is not None:
+        try:
+            recall = answer.add_index(folder, source.top_k.index)
+        except ValueError as error:
+            raise ConfigError(f"top_k: {error}.") from error
     return Served(
         num_tables=len(stored),
         table_bytes=sum(map(num_bytes, stored.values())),
         float_bytes=sum(map(num_bytes, sources.values())),
         num_examples=len(outputs[0]) if outputs and outputs[0].dim() else 1,
         largest_difference=largest,
-        mean_difference=float(differences.mean()) if differences.numel() else 0.0,
+        mean_difference=float(differences[1:].mean()) if len(differences) > 1 else 0.0,
         largest_answer=max(
             (float(o.abs().max()) for o in outputs if o.is_floating_point() and o.numel()),
             default=0.0,
@@ -265,24 +322,8 @@ def _write(
         other_integers=int(differs.sum()),
         needs=needs,
         only_this_size=fixed,
+        index_recall=recall,
     )
-
-
-def _differences(answers: list[Tensor], expected: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the absolute differences of fractions, and where integers differ, one number for each
-    of them."""
-    pairs = list(zip(answers, expected, strict=True))
-    # Infinities, of scores that are masked, are equal where their difference is no number.
-    differences = [
-        torch.where(a == b, 0, (a - b).abs()).double().flatten()
-        for a, b in pairs
-        if b.is_floating_point()
-    ]
-    differs = [(a != b).flatten() for a, b in pairs if not b.is_floating_point()]
-    return torch.cat([torch.zeros(0).double(), *differences]), torch.cat([
-        torch.zeros(0).bool(),
-        *differs,
-    ])
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -24,6 +24,7 @@ from lightning_distrec._compat.torch import sizes_from_zero
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.chunks import Chunk, LazyTensor, row_ranges
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.serving.nearest_rows import dequantized
 
 
 def lookups_of(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
@@ -98,19 +99,6 @@ def quantized(rows: Tensor, bits: int) -> Tensor:
     else:
         packed = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
     return packed
-
-
-def dequantized(packed: Tensor, dim: int, bits: int) -> Tensor:
-    """Return rows in float32, (num_rows, dim), by operators of torch alone. packed: as `quantized`
-    returns them."""
-    width = dim if bits == 8 else dim // 2
-    numbers = packed[:, :width]
-    scale_bytes = packed[:, width:]
-    # A view as floats needs bytes that follow each other; a slice of columns has gaps.
-    scales = scale_bytes.contiguous().view(torch.float32 if bits == 8 else torch.float16).float()
-    if bits == 4:
-        numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).reshape(-1, dim)
-    return numbers.float() * scales[:, :1] + scales[:, 1:]
 
 
 class _Quantized(nn.Module):
@@ -265,29 +253,36 @@ def _mapped_jagged(value: Any, path: str, inner: Callable[[str, Any], Any]) -> A
     return JaggedTensor(**parts)
 
 
-class _Predictor(nn.Module):
-    """predict_step as the forward of a module, which functional_call needs."""
+PREDICT = "predict_step"
 
-    def __init__(self, module: LightningModule) -> None:
+
+class _Predictor(nn.Module):
+    """A method as the forward of a module, which functional_call needs."""
+
+    def __init__(self, module: LightningModule, method: str) -> None:
         super().__init__()
         self.module = module
+        self.method = method
 
     def forward(self, batch: Any) -> Any:
-        return self.module.predict_step(batch, 0)
+        if self.method == PREDICT:
+            return self.module.predict_step(batch, 0)
+        return getattr(self.module, self.method)(batch)
 
 
 class Program(nn.Module):
-    """predict_step of a module, of tables and of a batch's tensors."""
+    """predict_step of a module, of tables and of a batch's tensors, or another method of a
+    batch."""
 
-    def __init__(self, module: LightningModule, batch: Any) -> None:
+    def __init__(self, module: LightningModule, batch: Any, method: str = PREDICT) -> None:
         """module: unsharded; its own tables are not read. batch: gives the containers, and what is
         no tensor."""
         super().__init__()
-        self.predictor = _Predictor(module)
+        self.predictor = _Predictor(module, method)
         self._batch = batch
 
     def forward(self, tables: dict[str, Tensor], inputs: dict[str, Tensor]) -> Any:
-        """Return what predict_step returns. tables: by their names in `module`. inputs: as
+        """Return what the method returns. tables: by their names in `module`. inputs: as
         `tensors_of` names them."""
         # Passed in place of the module's own weights, tables are inputs of the program and not
         # saved with it.
@@ -298,12 +293,12 @@ class Program(nn.Module):
 
 
 def export_program(
-    module: LightningModule, tables: dict[str, Tensor], batch: Any
+    module: LightningModule, tables: dict[str, Tensor], batch: Any, method: str
 ) -> tuple[ExportedProgram, dict[str, Tensor]]:
     """Return the program, for any first sizes, and the inputs that it needs. Raises ConfigError:
     export fails."""
     inputs = tensors_of(batch)
-    program = Program(module, batch)
+    program = Program(module, batch, method)
     # Twice: only a program shows which inputs it reads, and a server should not have to send the
     # others.
     used = _used(_exported(program, tables, inputs), inputs)
@@ -327,12 +322,11 @@ def _exported(
             exported = export(program, (tables, dict(inputs)), dynamic_shapes=sizes, strict=False)
     except Exception as error:
         name = type(program.predictor.module).__name__
-        first = next(
-            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
+        lines = [*str(error).strip().splitlines(), type(error).__name__]
         raise ConfigError(
-            f"export: torch.export cannot follow predict_step of {name}: {first.strip()[:300]}. It "
-            "needs operations of tensors, without branches on their values."
+            f"export: torch.export cannot follow {program.predictor.method} of {name}: "
+            f"{lines[0].strip()[:300]}. It needs operations of tensors, without branches on their "
+            "values."
         ) from error
     finally:
         logging.root.setLevel(level)

@@ -191,11 +191,27 @@ BREAKAGES = (
     # ---- serving
     Breakage(
         "nibbles",
-        "lightning_distrec/serving/program.py",
+        "lightning_distrec/serving/nearest_rows.py",
         r"numbers & 15, numbers >> 4",
         "numbers >> 4, numbers & 15",
         "Rows of 4 bits are read with neighbouring numbers swapped.",
-        ("unit/serving/test_serving.py",),
+        ("unit/serving/test_served_items.py",),
+    ),
+    Breakage(
+        "excluded-items",
+        "lightning_distrec/serving/nearest_rows.py",
+        r"columns = exclude - first",
+        "columns = exclude",
+        "Items that a request excludes are answered where their block is not the first.",
+        ("unit/serving/test_served_items.py",),
+    ),
+    Breakage(
+        "rows-without-values",
+        "lightning_distrec/serving/nearest_rows.py",
+        r"\*range\(self\._first_row\), ",
+        "",
+        "The row of unknown values is answered as an item.",
+        ("unit/serving/test_served_items.py",),
     ),
     Breakage(
         "program-of-training",

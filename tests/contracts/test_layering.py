@@ -108,7 +108,7 @@ MAY_IMPORT = {
     "data": {"errors", "atomic_files"},  # for any strategy, and for none
     "retrieval": GROUND | {"sharding/weights", "metrics"},
     "advice": BELOW_STRATEGIES | STRATEGIES | {"pipeline"},
-    "serving": BELOW_STRATEGIES | {"data"},
+    "serving": BELOW_STRATEGIES | {"data", "retrieval"},
     "cli": BELOW_STRATEGIES | STRATEGIES | ANNEXES | {"__init__", "registration"},
     "__main__": {"cli"},
     "__init__": BELOW_STRATEGIES | STRATEGIES | {"callbacks", "observe", "pipeline"},

@@ -79,6 +79,7 @@ def test_the_api_page_has_every_public_name_once():
         *public,
         *methods,
         "export_for_serving",
+        "TopK",
     ])
 
 

@@ -21,8 +21,10 @@ from lightning_distrec.metrics import (
     slice_of_rank,
     target_ranks,
 )
+from lightning_distrec.retrieval import target_ranks_in_table
 from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.trainers import make_trainer
 from tests.unit.metrics.test_example_metrics import examples
 from tests.unit.metrics.test_retrieval_metrics import drawn
 
@@ -160,6 +162,40 @@ def _validated() -> dict[str, float]:
     )[0]
 
 
+class NextItem(LightningModule):
+    """Ranks targets among the rows of a table that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.items = torch.nn.Embedding(CANDIDATES, 4)
+        self.metrics = retrieval_metrics(1, 5, prefix="val/")
+
+    def ranks(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """Return the rank of each target."""
+        queries, targets, seen = batch
+        return target_ranks_in_table(queries, self.items, targets, excluded=seen)
+
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+        self.metrics.update(self.ranks(batch))
+        self.log_dict(self.metrics, batch_size=len(batch[0]))
+
+
+def _batches() -> list[tuple[Tensor, ...]]:
+    queries, _, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
+    parts = [tensor.split([7, 2, 3, 0, 9, 2]) for tensor in (queries, targets, excluded)]
+    return [*zip(*parts, strict=True)]
+
+
+def _validated_in_table() -> dict[str, float]:
+    """Validate batches of unequal sizes, as many on each rank."""
+    rank, num_ranks = rank_and_num_ranks()
+    batches = _batches()[rank::num_ranks]
+    trainer = make_trainer({"convert_embeddings": "all"})
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    return trainer.validate(NextItem(), loader, verbose=False)[0]
+
+
 HELD = [("slices", 2**20), ("slices", 700), ("ids", 700), ("all", 700)]
 
 
@@ -174,6 +210,7 @@ def actual(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
             "tasks": (_several_tasks,),
             "one": (_nothing_on_rank_0,),
             "validated": (_validated,),
+            "in table": (_validated_in_table,),
         },
         request.param,
     )
@@ -198,10 +235,7 @@ def test_what_does_not_fit_on_one_rank_is_an_error_on_every_rank(
 ) -> None:
     for rank in actual:
         refused = rank["refused"]
-        assert (
-            "one row for each query" in refused["shape"]
-            or "arguments of rank 1 do not fit" in refused["shape"]
-        )
+        assert "rank 1: targets (3, 1) of torch.int64 must be int64, one row" in refused["shape"]
         assert "neither slices of num_candidates=9" in refused["number"]
         assert "max_bytes differs between ranks: [100, 101" in refused["differs"]
         assert "target 8 is no candidate" in refused["absent"]
@@ -219,6 +253,17 @@ def test_a_module_that_validates_on_ranks_logs_what_one_process_logs(
     truth = {name: float(value) for name, value in metrics.compute().items()}
     for rank in actual:
         assert rank["validated"] == pytest.approx(truth, abs=1e-6)
+
+
+def test_ranks_with_unequal_batches_log_the_metrics_of_one_process(
+    actual: list[dict[str, Any]],
+) -> None:
+    metrics = retrieval_metrics(1, 5, prefix="val/")
+    for batch in _batches():
+        metrics.update(NextItem().ranks(batch))
+    truth = {name: float(value) for name, value in metrics.compute().items()}
+    for rank in actual:
+        assert rank["in table"] == pytest.approx(truth, abs=1e-6)
 
 
 def test_metrics_of_several_tasks_are_those_of_one_process(actual: list[dict[str, Any]]) -> None:

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec import PredictionWriter, TorchRecShardedStrategy, TunedDDPStrategy
+from lightning_distrec.retrieval import top_k
 from tests.support.click_model import seeded
 from tests.support.ranks import RankFailed, run_on_ranks
 from tests.support.trainers import DEFAULTS
 
 
 class Clicks(pl.LightningModule):
-    """Predicts a chance and a vector for each example."""
+    """Predicts a chance, a vector and the nearest rows for each example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +27,14 @@ class Clicks(pl.LightningModule):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         rows = self.table(batch["id"])
-        return {"chance": self.layer(rows).squeeze(1), "vector": rows.reshape(-1, 2, 2)}
+        scores, items = top_k(rows, self.table, 3, exclude=batch["id"][:, None])
+        chance = self.layer(rows).squeeze(1)
+        return {
+            "chance": chance,
+            "vector": rows.reshape(-1, 2, 2),
+            "items": items,
+            "scores": scores,
+        }
 
 
 def examples(number: int) -> DataLoader:
@@ -60,10 +68,10 @@ def test_ranks_with_unequal_numbers_of_batches_write_each_example_once(
     ]
     for file in files:
         table = parquet.read_table(file).to_pydict()
-        assert list(table) == ["index", "name", "chance", "vector"]
+        assert list(table) == ["index", "name", "chance", "vector", "items", "scores"]
         assert table["index"] == list(range(number))
         assert table["name"] == [f"item {i}" for i in range(number)]
-        for name in ("chance", "vector"):
+        for name in expected:
             torch.testing.assert_close(torch.tensor(table[name]), expected[name].detach())
 
 

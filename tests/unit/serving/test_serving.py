@@ -32,7 +32,7 @@ from torchrec import (
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.serving import answer
+from lightning_distrec.serving import answer, http_server
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.program import (
     QuantizedTensor,
@@ -331,7 +331,7 @@ BAD_REQUESTS: dict[str, tuple[str, Any, str]] = {
 def _check_http(folder: Path) -> None:
     """Ask for what cannot be answered, then with many clients at once."""
     server, request = answer.Server(folder), REQUEST
-    with answer.http_server(server, 0) as http, ThreadPoolExecutor(50) as clients:
+    with http_server.http_server(server, 0) as http, ThreadPoolExecutor(50) as clients:
         threading.Thread(target=http.serve_forever, daemon=True).start()
 
         def ask(method: str, path: str = "/", content: Any = request) -> tuple[int, Any]:
@@ -450,7 +450,8 @@ def test_tensors_of_any_container_are_named_and_replaced() -> None:
     ("arguments", "reason"),
     [
         (["--format", "torch.export"], "name the YAML"),
-        (["--bits", "4"], "--config and --bits are for"),
+        (["--bits", "4"], "--bits is for --format torch.export and quantized"),
+        (["--index", "Flat"], "--index is for --format torch.export and quantized"),
         (["--format", "safetensors"], "is not named"),
         (
             ["--format", "torch.export", "--bits", "8", "--config", "x.yaml"],
