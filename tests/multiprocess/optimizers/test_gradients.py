@@ -143,7 +143,7 @@ class Checkpoints(ClickModel):
         self.reentrant = reentrant
 
     def forward(self, batch: Batch) -> Tensor:
-        anchor = torch.zeros(1, requires_grad=True)
+        anchor = torch.zeros(1, requires_grad=True, device=self.device)
         look_up = partial(self._look_up, batch)
         return torch.utils.checkpoint.checkpoint(look_up, anchor, use_reentrant=self.reentrant)
 
@@ -179,7 +179,7 @@ class UsesSomeRows(SequenceModel):
         rows = self.ebc(features)
         names = FEATURES if batch_idx % 2 == 0 else FEATURES[:2]
         loss = torch.stack([rows[name].values().pow(2).sum() for name in names]).sum() / 8
-        return loss + 0.0 * self.mlp(self.first(torch.zeros(1, 32))).sum()
+        return loss + 0.0 * self.mlp(self.first(torch.zeros(1, 32, device=self.device))).sum()
 
 
 class SumsUp(SequenceModel):
