@@ -78,7 +78,7 @@ BREAKAGES = (
         "self._deduplicated",
         "EmbeddingCollections called with a batch size per feature train nothing, or return other "
         "rows.",
-        ("multiprocess/sharding/test_variable_batches.py",),
+        ("multiprocess/sharding/test_batches.py",),
     ),
     Breakage(
         "inverse-indices-of-one-batch-size",
@@ -86,7 +86,7 @@ BREAKAGES = (
         r"\(is_variable or features\.inverse_indices_or_none\(\) is not None\)",
         "is_variable",
         "Inverse indices of features of one batch size are ignored: examples get other bags.",
-        ("multiprocess/sharding/test_variable_batches.py",),
+        ("multiprocess/sharding/test_batches.py",),
     ),
     # ---- cluster
     Breakage(
@@ -569,7 +569,7 @@ BREAKAGES = (
         r"local /= num_ranks\n",
         "local /= 1\n",
         "Tied output weights get the sum of the ranks' gradients in place of the mean.",
-        ("multiprocess/sharding/test_tied_tables.py",),
+        ("multiprocess/sharding/test_table_kinds.py",),
     ),
     Breakage(
         "guarded-gradients",
@@ -805,7 +805,7 @@ BREAKAGES = (
         r"reference\[self\._ranks\.rank\] / sum\(reference\)",
         "1 / len(reference)",
         "Batches of unequal size give other gradients than one device.",
-        ("multiprocess/sharding/test_batch_sizes.py",),
+        ("multiprocess/sharding/test_batches.py",),
     ),
     # ---- strategies
     Breakage(
@@ -967,7 +967,7 @@ BREAKAGES = (
         r"factor = 2\.0 \* mean_gradient\(gradient, [\w.]+\)",
         "factor = 2.0 * gradient",
         "An L2 term pulls shards by the rank's share of the examples, where batches are unequal.",
-        ("multiprocess/sharding/test_sharded_l2.py",),
+        ("multiprocess/optimizers/test_gradients.py",),
     ),
     Breakage(
         "full-softmax-sums-over-ranks",

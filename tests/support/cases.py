@@ -9,12 +9,15 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
+from io import StringIO
 from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -57,13 +60,16 @@ class Case:
     join: Callable[[list[Any]], Any] | None = None
     """Makes one batch of those of all ranks. None: one process takes the mean of their losses."""
     steps: int = 6
+    val_steps: int = 0
+    """Batches of each validation, those after the last step."""
     num_ranks: int = 2
     fits: int = 1
     """How often the module is fitted, each time by a new Trainer."""
     strategy: Any = field(default_factory=dict)
-    """Options of TorchRecShardedStrategy, or another strategy."""
-    trainer: dict[str, Any] = field(default_factory=dict)
-    """Options of both Trainers."""
+    """Options of TorchRecShardedStrategy, a function that makes them of a rank, or another
+    strategy."""
+    trainer: dict[str, Any] | Callable[[], dict[str, Any]] = field(default_factory=dict)
+    """Options of both Trainers, or a function that makes what cannot be sent to ranks."""
     limit: float = 1e-6
     """The largest difference of a weight."""
     loss_limit: float | None = 1e-5
@@ -79,9 +85,9 @@ class Case:
     predicts: bool = False
     """Whether predictions for the batches are compared too."""
     look: Callable[[pl.Trainer], Any] | None = None
-    """Asks the Trainer at the end of training, on each rank."""
+    """Asks the Trainer after the fit, on each rank."""
     told: tuple[str, ...] = ()
-    """What rank 0 warns of, logs, or gives as the reason of an update."""
+    """What rank 0 warns of, logs, prints, or gives as the reason of an update."""
 
 
 FIELDS = frozenset(Case.__dataclass_fields__)
@@ -94,13 +100,17 @@ class Outcome:
     start: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What was logged at the end."""
     predictions: list[Tensor] = field(default_factory=list)
     updates: dict[str, str] = field(default_factory=dict)
     """Table -> the kind of its update."""
     seen: Any = None
     """What `look` returned."""
+    started: int = 0
+    """Steps that were begun."""
     lines: list[str] = field(default_factory=list)
-    """Warnings, logs and reasons of updates."""
+    """Warnings, logs, reasons of updates, and what was printed, in one line."""
 
 
 class Several(torch.optim.Optimizer):
@@ -119,7 +129,7 @@ class Several(torch.optim.Optimizer):
         return loss
 
 
-def case_of(kind: type, *args: Any, **values: Any) -> Case:
+def case_of(kind: type, /, *args: Any, **values: Any) -> Case:
     """Return a case of a module of this kind. values: fields of Case, and options of the module."""
     of_case = {name: values.pop(name) for name in list(values) if name in FIELDS}
     if issubclass(kind, ClickModel):
@@ -127,14 +137,14 @@ def case_of(kind: type, *args: Any, **values: Any) -> Case:
     return Case(module=partial(kind, *args, **values), **of_case)
 
 
-def click_case(kind: type, optimizer: Any = "SGD", **values: Any) -> Case:
+def click_case(kind: type, optimizer: Any = "SGD", /, **values: Any) -> Case:
     """Return a case of a click model. optimizer: a name in OPTIMIZERS, or a class and options."""
     chosen = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     limit = 1e-6 if chosen[0] is torch.optim.SGD else 1e-5
     return case_of(kind, *chosen, **{"limit": limit} | values)
 
 
-def for_each(kind: type, optimizers: Iterable[str], **values: Any) -> dict[str, Case]:
+def for_each(kind: type, optimizers: Iterable[str], /, **values: Any) -> dict[str, Case]:
     """Return a case of a click model for each of these optimizers, under their names."""
     return {name: click_case(kind, name, **values) for name in optimizers}
 
@@ -153,13 +163,12 @@ def check(case: Case) -> list[Outcome]:
     return outcomes
 
 
-def check_refused(case: Case, message: str) -> list[str]:
-    """Run a case that each rank ends with an error that has this message in it. Returns the
-    errors."""
+def check_refused(case: Case, message: str, *, before_first_step: bool = False) -> None:
+    """Run a case that each rank ends with an error that has this message in it."""
     errors = run_on_warm_ranks(_refusal, case.num_ranks, case, timeout_seconds=REFUSAL_SECONDS)
-    for error in errors:
+    for error, num_started in errors:
         assert message in error, error
-    return errors
+        assert not before_first_step or num_started == 0, "a step was taken before the error"
 
 
 def run_case(case: Case) -> list[Outcome]:
@@ -170,15 +179,16 @@ def run_case(case: Case) -> list[Outcome]:
 def run_in_one_process(case: Case) -> Outcome:
     """Return what a plain Trainer makes of a case, with the batches of all ranks in each step."""
     model = seeded(case.plain or case.module)
-    ranks = range(case.num_ranks)
-    batches = [[case.batch(step, rank) for rank in ranks] for step in range(case.steps)]
-    predicted = list(chain.from_iterable(batches))
+    ranks, steps = range(case.num_ranks), range(case.steps + case.val_steps)
+    batches = [[case.batch(step, rank) for rank in ranks] for step in steps]
+    predicted = list(chain.from_iterable(batches[: case.steps]))
     if case.join is None:
         _train_on_mean(model)
+        batches = batches[: case.steps] + list(chain.from_iterable(batches[case.steps :]))
     else:
         batches = [case.join(of_ranks) for of_ranks in batches]
     make = partial(pl.Trainer, strategy="auto", devices=1, **DEFAULTS)
-    return _run(case, model, batches, predicted, make)
+    return _run(case, model, batches, predicted, make, Outcome())
 
 
 def assert_same(case: Case, outcomes: list[Outcome], expected: Outcome) -> None:
@@ -199,6 +209,9 @@ def assert_same(case: Case, outcomes: list[Outcome], expected: Outcome) -> None:
         torch.testing.assert_close(
             means, reference, atol=case.loss_limit, rtol=1e-5, equal_nan=True
         )
+    for name in [name for name in expected.metrics if name.startswith("val")]:
+        metrics = [outcome.metrics[name] for outcome in outcomes]
+        assert metrics == pytest.approx([expected.metrics[name]] * len(metrics), abs=1e-5), name
     if case.predicts:
         for rank, outcome in enumerate(outcomes):
             of_rank = expected.predictions[rank :: case.num_ranks]
@@ -208,9 +221,9 @@ def assert_same(case: Case, outcomes: list[Outcome], expected: Outcome) -> None:
 class _Watch(pl.Callback, logging.Handler):
     """Keeps losses, how tables are updated, and what is logged."""
 
-    def __init__(self, case: Case, outcome: Outcome) -> None:
+    def __init__(self, outcome: Outcome) -> None:
         logging.Handler.__init__(self)
-        self.case, self.outcome = case, outcome
+        self.outcome = outcome
 
     def emit(self, record: logging.LogRecord) -> None:
         self.outcome.lines.append(record.getMessage())
@@ -223,61 +236,76 @@ class _Watch(pl.Callback, logging.Handler):
             self.outcome.updates[name.split(".")[-1]] = update.kind
             self.outcome.lines.append(f"{update.kind}: {update.reason}")
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.case.look is not None and self.outcome.updates:
-            self.outcome.seen = self.case.look(trainer)
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.outcome.started += 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         if outputs:
             self.outcome.losses.append(float(outputs["loss"]))
 
 
-def _fit(case: Case) -> Outcome:
+def _fit(case: Case, outcome: Outcome | None = None) -> Outcome:
     """Collective. Run a case on this rank."""
     rank, num_ranks = rank_and_num_ranks()
-    batches = [case.batch(step, rank) for step in range(case.steps)]
+    batches = [case.batch(step, rank) for step in range(case.steps + case.val_steps)]
     model = seeded(case.module)
-    trainer = partial(make_trainer, case.strategy)
-    if not isinstance(case.strategy, dict):
-        trainer = partial(pl.Trainer, strategy=case.strategy, devices=num_ranks, **DEFAULTS)
-    return _run(case, model, batches, batches, trainer)
+    strategy = case.strategy(rank) if callable(case.strategy) else case.strategy
+    trainer = partial(make_trainer, strategy)
+    if not isinstance(strategy, dict):
+        trainer = partial(pl.Trainer, strategy=strategy, devices=num_ranks, **DEFAULTS)
+    outcome = _run(case, model, batches, batches[: case.steps], trainer, outcome or Outcome())
+    if case.look is not None:
+        outcome.seen = case.look(model.trainer)
+    return outcome
 
 
-def _refusal(case: Case) -> str:
+def _refusal(case: Case) -> tuple[str, int]:
+    outcome = Outcome()
     try:
-        _fit(case)
+        _fit(case, outcome)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        return f"{type(error).__name__}: {error}", outcome.started
+    return "nothing was raised", outcome.started
 
 
 def _run(
-    case: Case, model: Any, batches: list[Any], predicted: list[Any], make: Callable[..., Any]
+    case: Case,
+    model: Any,
+    batches: list[Any],
+    predicted: list[Any],
+    make: Callable[..., Any],
+    outcome: Outcome,
 ) -> Outcome:
-    outcome = Outcome()
-    watch = _Watch(case, outcome)
+    watch = _Watch(outcome)
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(watch)
-    outcome.start = {name: value.clone() for name, value in model.state_dict().items()}
+    outcome.start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    training, validation = _loader(batches[: case.steps]), _loader(batches[case.steps :])
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, redirect_stdout(StringIO()) as out:
             warnings.simplefilter("always")
             if case.validates_first:
-                make().validate(model, DataLoader(batches, batch_size=None), verbose=False)
+                make().validate(model, training, verbose=False)
             for fit in range(case.fits):
                 if fit and case.between is not None:
                     case.between(model)
-                options = copy.deepcopy(case.trainer)
+                options = case.trainer() if callable(case.trainer) else copy.deepcopy(case.trainer)
                 options["callbacks"] = [*options.get("callbacks", []), watch]
                 trainer = make(**options)
-                trainer.fit(model, DataLoader(batches, batch_size=None))
+                trainer.fit(model, training, validation if case.val_steps else None)
         outcome.lines += [str(warning.message) for warning in caught]
+        outcome.lines.append(" ".join(out.getvalue().split()))
+        outcome.metrics = {name: float(v) for name, v in trainer.callback_metrics.items()}
         outcome.state = whole_state(model)
         if case.predicts:
-            outcome.predictions = trainer.predict(model, DataLoader(predicted, batch_size=None))
+            outcome.predictions = trainer.predict(model, _loader(predicted))
     finally:
         logger.removeHandler(watch)
     return outcome
+
+
+def _loader(batches: list[Any]) -> DataLoader[Any]:
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
 def _train_on_mean(model: Any) -> None:

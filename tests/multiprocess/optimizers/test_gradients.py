@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
+from lightning_distrec import sharded_l2
+from lightning_distrec.errors import ShardingError
 from tests.support.cases import Case, check, check_refused, click_case, for_each
 from tests.support.click_model import (
     FEATURES,
@@ -171,6 +173,15 @@ class WithL2(ClickModel):
         return super().training_step(batch, batch_idx) + 0.05 * torch.stack(squares).sum()
 
 
+class WithTerm(ClickModel):
+    """Has the squares of all tables, and the norm of one, in its loss."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        norm = sharded_l2(self.ebc.embedding_bags["wide"]).sqrt()
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.05 * sharded_l2(self.ebc) + 0.1 * norm
+
+
 class UsesSomeRows(SequenceModel):
     """Looks all features up, and uses two of them in every second step only."""
 
@@ -229,6 +240,8 @@ LARGE_ADAM = (torch.optim.Adam, {"lr": 0.1})
 HALVED = {"callbacks": [LambdaCallback(on_after_backward=halve_gradients)]}
 DENSE, SPARSE = {"embedding_update": "dense"}, {"embedding_update": "sparse"}
 WHOLE = {"sharding_types": ["table_wise"]}
+UNEQUAL = {"batch": partial(batch_of_sizes, (4, 12)), "loss_limit": None}
+SPARSE_CUTS = SPARSE | {"tables": {"wide": {"sharding_types": ["row_wise"]}}}
 CASES = {
     "accumulated": click_case(ClickModel, "RowWiseAdagrad", trainer={"accumulate_grad_batches": 4}),
     **rows("accumulated later", for_each(ClickModel, THREE, steps=5, trainer=LATER)),
@@ -277,6 +290,13 @@ CASES = {
     "L2, Adam": click_case(WithL2, "Adam"),
     "L2, dense": click_case(WithL2, strategy=DENSE),
     "L2, sparse": click_case(WithL2, strategy=SPARSE),
+    "L2 of shards": click_case(WithTerm, "Adam", strategy=EVERY_CUT, **UNEQUAL),
+    "L2 of shards, sparse": click_case(WithTerm, "Adagrad", strategy=SPARSE_CUTS),
+    "L2 of shards, unequal": click_case(WithTerm, strategy=SPARSE_CUTS, **UNEQUAL),
+    "L2 of shards, accumulated": click_case(
+        WithTerm, "Adam", strategy=EVERY_CUT, trainer={"accumulate_grad_batches": 3}
+    ),
+    "L2 of shards, dense": click_case(WithTerm, "RowWiseAdagrad", strategy=DENSE),
     "rows in no loss, row-wise": click_case(
         *(UsesSomeRows, "Adam"),
         join=None,
@@ -299,3 +319,15 @@ def test_weights_that_drift_apart_are_reported_on_every_rank() -> None:
     drifting = click_case(DependsOnTheRank, steps=40, strategy=WHOLE)
     words = "OptimizerError: a projection of 'mlp.2.weight' is no longer the same on all"
     check_refused(drifting, words)
+
+
+def test_the_term_of_a_table_that_is_updated_in_backward_is_refused_with_a_way_out() -> None:
+    check_refused(click_case(WithTerm), "lightning_distrec.sharded_l2")
+
+
+def test_unsharded_tables_have_the_same_term() -> None:
+    table = nn.Embedding(5, 4)
+    sharded_l2(nn.Sequential(table, nn.Linear(4, 1))).backward()
+    assert torch.equal(table.weight.grad, 2 * table.weight.detach())
+    with pytest.raises(ShardingError, match="sharded_l2: Linear has no embedding tables"):
+        sharded_l2(nn.Linear(4, 1))

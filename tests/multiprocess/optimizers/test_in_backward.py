@@ -24,6 +24,7 @@ from torchrec.optim import (
 )
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.cases import Case, case_of, check, check_refused, run_case
 from tests.support.click_model import ClickModel, LooksUpTwice
 from tests.support.resuming import Clicks, Life, Run, live, problems_of
@@ -279,7 +280,8 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks(message: str) -> None:
 
 
 def kernels(trainer: Any) -> list[list[str]]:
-    shards = trainer.strategy.run_tables.shards
+    shards = sharded_tables_of(trainer.lightning_module)
+    assert shards is not None
     return [sorted(kernel.table_names) for kernel, _ in shards.kernels]
 
 
