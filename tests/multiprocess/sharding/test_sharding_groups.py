@@ -421,7 +421,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_groups_cannot_be_is_refused_on_every_rank(name: str) -> None:
-    check_refused(*REFUSED[name], before_first_step=True)
+    check_refused(*REFUSED[name], started=0)
 
 
 def fit_on_unequal_nodes() -> str:
