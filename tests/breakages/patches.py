@@ -830,7 +830,7 @@ BREAKAGES = (
         r"parameter\.grad\.div_\(dist\.get_world_size\(\)\)",
         "pass",
         "fsdp_tuned sums the gradients of single numbers in place of averaging them.",
-        ("multiprocess/strategies/test_fsdp_traps.py",),
+        ("multiprocess/strategies/test_dense_strategies.py",),
     ),
     Breakage(
         "fsdp-written-weights",

@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from tests.support.click_model import ClickModel, join_batches, make_batch, seeded
@@ -292,7 +293,8 @@ def _run(
     watch = _Watch(outcome)
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addHandler(watch)
-    outcome.start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    weights = {name: w for name, w in model.named_parameters() if not is_lazy(w)}
+    outcome.start = {name: weight.detach().clone() for name, weight in weights.items()}
     training, validation = _loader(batches[: case.steps]), _loader(batches[case.steps :])
     try:
         with warnings.catch_warnings(record=True) as caught, redirect_stdout(StringIO()) as out:
