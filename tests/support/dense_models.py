@@ -19,6 +19,13 @@ def samples() -> TensorDataset:
     return TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
 
 
+def dense_batch(step: int, rank: int) -> list[Tensor]:
+    """Return one rank's batch of one step."""
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(4, WIDTH, generator=draw)
+    return [inputs, inputs.sin().sum(1, keepdim=True)]
+
+
 def loader(rank: int = 0, num_ranks: int = 1, batch_size: int = 4) -> DataLoader[Any]:
     """Return the samples in their order; each rank has every num_ranks-th."""
     sampler: Any = DistributedSampler(samples(), num_ranks, rank, shuffle=False)

@@ -1,10 +1,8 @@
-"""Runs modules without tables on the ranks of a test, and compares runs."""
+"""Runs modules without tables on the ranks of a test."""
 
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
-import torch
 from torch import Tensor
 
 from tests.support.dense_models import KINDS, loader
@@ -28,11 +26,3 @@ def fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
     trainer.fit(model, loader(rank, num_ranks), ckpt_path=path)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     return model.losses, weights
-
-
-def check_same(distrec: Outcome, other: Outcome, most: float = 1e-6) -> None:
-    """Assert that losses and weights differ by so much at most."""
-    assert distrec[0] == pytest.approx(other[0], rel=most, abs=most)
-    assert distrec[1].keys() == other[1].keys()
-    for name, value in distrec[1].items():
-        torch.testing.assert_close(value, other[1][name], atol=most, rtol=most, msg=name)

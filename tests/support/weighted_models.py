@@ -162,15 +162,6 @@ class FreezesBeforeBackward(WeightsOfALayer):
         self.losses.append(0.0)
 
 
-def learned_weights(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entries of a state_dict that learn through the weights of ids."""
-    return {
-        key: value
-        for key, value in state.items()
-        if "processor" in key or key.startswith("importance")
-    }
-
-
 class SharesBags(WeightsOfALayer):
     """Looks up each distinct bag of feature a once, and spreads it over the batch by inverse
     indices."""

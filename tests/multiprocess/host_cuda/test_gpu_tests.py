@@ -26,12 +26,7 @@ def test_a_file_of_gpu_tests_passes_as_if_a_gpu_were_there(file: str) -> None:
     assert "Hazards between streams: 0\n" in done.stdout
 
 
-ON_DEVICES = (
-    "test_accumulation.py",
-    "test_clipping.py",
-    "test_in_backward.py",
-    "test_precision.py",
-)
+ON_DEVICES = ("test_gradients.py", "test_in_backward.py", "test_precision.py")
 
 
 @pytest.mark.slow

@@ -1,58 +1,32 @@
-"""Sharded tables rest while they are frozen or another optimizer is toggled, and learn on
+"""Tables and layers rest while they are frozen or another optimizer is toggled, and learn on
 afterwards."""
 
-import re
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
-from lightning_distrec.errors import DistRecError
-from tests.support.click_model import (
-    FEATURES,
-    ClickModel,
-    bag_configs,
-    make_batch,
-    rank_loader,
-    seeded,
+from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
+from tests.support.cases import (
+    Case,
+    case_of,
+    check,
+    click_case,
+    concatenate,
+    run_case,
 )
-from tests.support.plain_loop import (
-    EVERY_CUT,
-    OPTIMIZERS,
-    STEPS,
-    USUAL,
-    Batch,
-    State,
-    assert_equal,
-    fit_with_each,
-    global_batches,
-    loss_of,
-    train_plain,
+from tests.support.click_model import FEATURES, ClickModel, bag_configs
+from tests.support.dense_models import (
+    Unfreezes,
+    UnfreezesAlone,
+    UnfreezesBesideATable,
+    dense_batch,
 )
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
-from tests.support.trainers import make_trainer
-
-
-class FreezesTables(ClickModel):
-    """Freezes its tables for two batches in the middle."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.freeze_or_not(batch_idx)
-
-    def freeze_or_not(self, index: int) -> None:
-        if index in (2, 4):
-            self.ebc.requires_grad_(index == 4)
-
-
-class FreezesOneTable(FreezesTables):
-    """The same with one of them."""
-
-    def freeze_or_not(self, index: int) -> None:
-        if index in (2, 4):
-            self.ebc.embedding_bags["wide"].requires_grad_(index == 4)
+from tests.support.plain_loop import EVERY_CUT, Batch, loss_of
 
 
 class Tower(pl.LightningModule):
@@ -66,97 +40,88 @@ class Tower(pl.LightningModule):
         return self.tables(features)
 
 
-class FreezesTower(FreezesTables):
-    """Calls freeze and unfreeze of the inner LightningModule."""
+class Freezes(ClickModel):
+    """Freezes its tables, or one, between two steps. first: whether they learn at first.
+
+    place: the hook that freezes, or "tower" for freeze and unfreeze of an inner LightningModule.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        first: bool = True,
+        turns: tuple[int, ...] = (2, 4),
+        part: str = "",
+        place: str = "hook",
+    ) -> None:
+        self.place = place
+        super().__init__(*args)
+        self.turns, self.part, self.learns = turns, part, first
+        self.set_learning(first)
 
     def _build(self) -> None:
-        self.ebc = Tower()
+        super()._build()
+        if self.place == "tower":
+            self.ebc = Tower()
 
-    def freeze_or_not(self, index: int) -> None:
-        if index == 2:
-            self.ebc.freeze()
-        if index == 4:
-            self.ebc.unfreeze()
+    def set_learning(self, learns: bool) -> None:
+        """Freeze or unfreeze."""
+        if self.place == "tower":
+            (self.ebc.unfreeze if learns else self.ebc.freeze)()
+            return
+        for name, weight in self.ebc.named_parameters():
+            if self.part in name:
+                weight.requires_grad_(learns)
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self(batch)
+    def _reach(self, place: str, batch_idx: int) -> None:
+        if batch_idx in self.turns and (self.place == "step") == (place == "step"):
+            self.learns = not self.learns
+            self.set_learning(self.learns)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._reach("hook", batch_idx)
 
-def _freeze_and_unfreeze() -> tuple[dict[str, State], Tensor]:
-    rank, _ = rank_and_num_ranks()
-    states = {}
-    for name in USUAL:
-        model = seeded(FreezesTower, *OPTIMIZERS[name])
-        model.freeze()
-        predicted = make_trainer().predict(model, rank_loader(1, rank))[0]
-        model.unfreeze()
-        make_trainer().fit(model, rank_loader(STEPS, rank))
-        states[name] = model.final_state
-    return states, predicted
-
-
-FREEZING: list[tuple[str, dict[str, Any]]] = [
-    ("SGD", {}),
-    ("SGD", {"embedding_update": "sparse"}),
-    ("SGD", {"embedding_update": "dense"}),
-    ("SGD", {"sharding_types": ["table_wise"]}),
-    ("SGD", {"sharding_types": ["column_wise"]}),
-    ("Adagrad", {}),
-    ("Adagrad", {"embedding_update": "sparse", "sharding_types": ["table_wise"]}),
-    ("RowWiseAdagrad", {}),
-    ("Adam", {}),
-]
-KINDS = (FreezesTables, FreezesOneTable)
-RUNS: dict[str, tuple[Any, ...]] = {
-    **{
-        f"{kind.__name__} {case}": (fit_with_each, kind, (name,), strategy)
-        for kind in KINDS
-        for case, (name, strategy) in enumerate(FREEZING)
-    },
-    "every cut": (fit_with_each, FreezesTables, USUAL, EVERY_CUT),
-    "freeze": (_freeze_and_unfreeze,),
-}
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._reach("step", batch_idx)
+        return super().training_step(batch, batch_idx)
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    """What rank 0 trained in each run."""
-    return run_each_on_ranks(RUNS, 2)[0]
+class DropsNaN(ClickModel):
+    """Some of its tables are frozen; it meets a loss that is NaN, and drops its gradients."""
 
+    def __init__(self, *args: Any, learns: str) -> None:
+        super().__init__(*args)
+        for name, weight in self.ebc.named_parameters():
+            weight.requires_grad_(bool(learns) and learns in name)
 
-def train_freezing(kind: type[FreezesTables], name: str) -> State:
-    """Train by a plain loop, tables frozen for two batches."""
-    model = seeded(kind, *OPTIMIZERS[name])
-    return train_plain(model, global_batches(), before_batch=model.freeze_or_not)
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if batch_idx == 2 else loss
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tables_rest_while_they_are_frozen_and_learn_on_afterwards(
-    results: dict[str, Any], kind: type[FreezesTables]
-) -> None:
-    for case in range(len(FREEZING)):
-        assert_equal(results[f"{kind.__name__} {case}"], lambda name: train_freezing(kind, name))
-
-
-def test_tables_that_every_rank_holds_whole_can_be_frozen_too(results: dict[str, Any]) -> None:
-    assert_equal(results["every cut"], lambda name: train_freezing(FreezesTables, name))
-
-
-def test_freeze_and_unfreeze_of_a_lightning_module_reach_its_tables(
-    results: dict[str, Any],
-) -> None:
-    states, predicted = results["freeze"]
-    start = seeded(FreezesTower, *OPTIMIZERS["SGD"])
-    torch.testing.assert_close(predicted, start(make_batch(0)).detach(), atol=1e-6, rtol=0)
-    assert_equal(states, lambda name: train_freezing(FreezesTower, name), start.state_dict())
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if any(not p.grad.isfinite().all() for p in self.mlp.parameters()):
+            optimizer.zero_grad()
 
 
 class Toggles(ClickModel):
-    """Two optimizers that take turns, as in Lightning's documentation of GANs."""
+    """Two optimizers that take turns, as in Lightning's documentation of GANs. num_tables: one, so
+    that a rank may have no row of any."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, num_tables: int) -> None:
+        self.num_tables = num_tables
         super().__init__(*args)
         self.automatic_optimization = False
+
+    def _build(self) -> None:
+        self.ebc = EmbeddingBagCollection(tables=bag_configs()[: self.num_tables])
+        if self.num_tables == 1:
+            self.first = nn.Linear(32, 56, bias=False).requires_grad_(False)
+
+    def forward(self, batch: Batch) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        looked_up = self.ebc(features).values()
+        inputs = self.first(looked_up) if self.num_tables == 1 else looked_up
+        return self.mlp(inputs).squeeze(-1)
 
     def configure_optimizers(self) -> Any:
         return [self.optimizer(part.parameters(), **self.options) for part in (self.ebc, self.mlp)]
@@ -170,76 +135,132 @@ class Toggles(ClickModel):
             self.untoggle_optimizer(optimizer)
 
 
-class TogglesOneTable(Toggles):
-    """The same with one table, so that a rank may have no row of any."""
+class AtHalfTheRate(BaseFinetuning):
+    """Lets the tables learn from epoch 1 on, at half the rate."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.ebc)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.ebc, optimizer, initial_denom_lr=2.0)
+
+
+class LearnsInPart(ClickModel):
+    """Gives its optimizer what learns at the start."""
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer([p for p in self.parameters() if p.requires_grad], **self.options)
+
+
+class WithBackbone(ClickModel):
+    """Has its tables in a backbone, which its optimizer does not know at the start."""
 
     def _build(self) -> None:
-        self.ebc = EmbeddingBagCollection(tables=bag_configs()[:1])
-        self.first = nn.Linear(32, 56, bias=False).requires_grad_(False)
+        self.ebc = None
+        self.backbone = nn.ModuleDict({"tables": EmbeddingBagCollection(tables=bag_configs())})
+
+    def configure_model(self) -> None:
+        """Everything is built."""
 
     def forward(self, batch: Batch) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        return self.mlp(self.first(self.ebc(features).values())).squeeze(-1)
+        return self.mlp(self.backbone["tables"](features).values()).squeeze(-1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.mlp.parameters(), **self.options)
 
 
-def train_toggling(kind: type[Toggles], name: str) -> State:
-    """Train the tables and the rest in turn, by a plain loop."""
-    model = seeded(kind, *OPTIMIZERS[name])
-    optimizers = model.configure_optimizers()
-    for batch in global_batches():
-        for scale, optimizer in zip((1.0, 3.0), optimizers, strict=True):
-            (scale * loss_of(model, batch)).backward()
-            optimizer.step()
-            for toggled_optimizer in optimizers:
-                toggled_optimizer.zero_grad()
-    return model.state_dict()
+def let_tables_learn(model: Any) -> None:
+    model.set_learning(True)
 
 
-def _toggled_over_fused_tables() -> tuple[dict[str, State], str]:
-    try:
-        return fit_with_each(
-            Toggles, ("SGD",), {"find_unused_parameters": True, "embedding_update": "fused"}
-        ), ""
-    except DistRecError as refused:
-        return {}, str(refused)
-
-
-DDP = {"find_unused_parameters": True}
-"""What DDP needs for dense layers that get no gradient."""
-TOGGLED: dict[str, tuple[Any, ...]] = {
-    **{
-        f"{kind.__name__} {cut}": (fit_with_each, kind, USUAL, DDP | {"sharding_types": [cut]})
-        for kind in (Toggles, TogglesOneTable)
-        for cut in ("row_wise", "table_wise")
-    },
-    "fused": (_toggled_over_fused_tables,),
-}
-
-
-@pytest.fixture(scope="module")
-def toggled() -> list[dict[str, Any]]:
-    """What each rank trained in each run."""
-    return run_each_on_ranks(TOGGLED, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", ["row_wise", "table_wise"])
-@pytest.mark.parametrize("kind", [Toggles, TogglesOneTable])
-def test_optimizers_that_are_toggled_update_their_own_parameters_only(
-    toggled: list[dict[str, Any]], kind: type[Toggles], cut: str
-) -> None:
-    start = seeded(kind, *OPTIMIZERS["SGD"]).state_dict()
-    assert_equal(
-        toggled[0][f"{kind.__name__} {cut}"], lambda name: train_toggling(kind, name), start
+def dense(kind: type, strategy: Any, **values: Any) -> Case:
+    return case_of(
+        kind,
+        strategy=strategy,
+        batch=dense_batch,
+        join=concatenate,
+        trainer={"max_epochs": 2},
+        limit=1e-5,
+        **values,
     )
 
 
-def test_fused_tables_rest_while_another_optimizer_is_toggled_or_are_refused(
-    toggled: list[dict[str, Any]],
-) -> None:
-    for rank_results in toggled:
-        states, refused = rank_results["fused"]
-        if refused:
-            assert re.search("table 'ebc.wide' .*embedding_update='(auto|sparse)'", refused)
-        elif rank_results is toggled[0]:  # the other ranks have no full tables
-            assert_equal(states, lambda name: train_toggling(Toggles, name))
+BY = {cut: {"sharding_types": [cut]} for cut in ("row_wise", "table_wise", "column_wise")}
+SPARSE, DENSE = {"embedding_update": "sparse"}, {"embedding_update": "dense"}
+HALF = {"max_epochs": 3, "callbacks": [AtHalfTheRate()]}
+BACKBONE = {
+    "max_epochs": 4,
+    "callbacks": [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.3)],
+}
+UNUSED = {"find_unused_parameters": True}
+"""What DDP needs for dense layers that get no gradient."""
+FEW = TorchRecShardedStrategy(min_rows=1)
+CASES = {
+    "all, fused": click_case(Freezes),
+    "all, sparse": click_case(Freezes, strategy=SPARSE),
+    "all, dense": click_case(Freezes, strategy=DENSE),
+    "all, columns": click_case(Freezes, strategy=BY["column_wise"]),
+    "all, Adagrad, sparse": click_case(Freezes, "Adagrad", strategy=SPARSE | BY["table_wise"]),
+    "all, RowWiseAdagrad": click_case(Freezes, "RowWiseAdagrad"),
+    "all, Adam": click_case(Freezes, "Adam"),
+    "all, every cut": click_case(Freezes, "Adagrad", strategy=EVERY_CUT),
+    "one, fused": click_case(Freezes, part="wide"),
+    "one, whole, dense": click_case(Freezes, strategy=DENSE | BY["table_wise"], part="wide"),
+    "one, Adagrad": click_case(Freezes, "Adagrad", part="wide"),
+    "one, Adam": click_case(Freezes, "Adam", part="wide"),
+    "tower": click_case(Freezes, "Adagrad", place="tower"),
+    "late": click_case(Freezes, first=False, turns=(3,)),
+    "late in a step": click_case(Freezes, first=False, turns=(2,), place="step"),
+    "late in a step, Adagrad": click_case(
+        Freezes, "Adagrad", first=False, turns=(2,), place="step"
+    ),
+    "late in a step, Adam": click_case(Freezes, "Adam", first=False, turns=(2,), place="step"),
+    "between two fits": click_case(
+        Freezes, first=False, turns=(), fits=2, between=let_tables_learn
+    ),
+    "through NaN": click_case(DropsNaN, learns="", rests=("ebc",)),
+    "toggled, row-wise": click_case(
+        Toggles, "Adagrad", num_tables=3, strategy=UNUSED | BY["row_wise"]
+    ),
+    "toggled, table-wise": click_case(
+        Toggles, "Adam", num_tables=3, strategy=UNUSED | BY["table_wise"]
+    ),
+    "toggled, one table": click_case(
+        Toggles, "Adagrad", num_tables=1, strategy=UNUSED | BY["table_wise"], rests=("first",)
+    ),
+    "toggled, one table, SGD": click_case(
+        Toggles, num_tables=1, strategy=UNUSED | BY["row_wise"], rests=("first",)
+    ),
+    "toggled, fused": click_case(
+        Toggles, num_tables=3, strategy=UNUSED | {"embedding_update": "fused"}
+    ),
+    "finetuned": click_case(LearnsInPart, strategy=BY["row_wise"], steps=4, trainer=HALF),
+    "finetuned, Adam": click_case(
+        LearnsInPart, "Adam", strategy=BY["table_wise"], steps=4, trainer=HALF
+    ),
+    "backbone": click_case(
+        WithBackbone, "Adagrad", strategy=BY["row_wise"], steps=3, trainer=BACKBONE
+    ),
+    "backbone, Adam": click_case(
+        WithBackbone, "Adam", strategy=BY["table_wise"], steps=3, trainer=BACKBONE
+    ),
+    "layers, ddp_tuned": dense(Unfreezes, TunedDDPStrategy()),
+    "layers, fsdp_tuned": dense(Unfreezes, TunedFSDPStrategy(min_num_parameters=8)),
+    "layers without tables": dense(Unfreezes, TorchRecShardedStrategy()),
+    "layers beside a table": dense(UnfreezesBesideATable, FEW),
+    "nothing dense at first": dense(UnfreezesAlone, FEW, rests=("high",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_frozen_rests_and_learns_on_as_in_one_process(name: str) -> None:
+    check(CASES[name])
+
+
+def test_frozen_tables_stay_beside_one_whose_gradients_are_not_finite() -> None:
+    outcome = run_case(click_case(DropsNaN, learns="wide"))[0]
+    for table in ("narrow", "shared"):
+        name = f"ebc.embedding_bags.{table}.weight"
+        assert torch.equal(outcome.state[name], outcome.start[name])

@@ -2,9 +2,9 @@
 one process."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torchrec.optim as torchrec_optim
@@ -24,24 +24,18 @@ from torchrec.optim import (
 )
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from tests.support.click_model import (
-    ClickModel,
-    LooksUpTwice,
-    largest_difference,
-    rank_loader,
-    seeded,
-)
-from tests.support.plain_loop import State, global_batches
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from tests.support.cases import Case, case_of, check, check_refused, run_case
+from tests.support.click_model import ClickModel, LooksUpTwice
 from tests.support.resuming import Clicks, Life, Run, live, problems_of
-from tests.support.trainers import DEFAULTS, make_trainer
 
-STEPS = 6
 Kind = tuple[type, dict[str, Any]]
 SGD: Kind = (optim.SGD, {"lr": 0.5})
 ADAGRAD: Kind = (optim.Adagrad, {"lr": 0.05})
 ROW_WISE: Kind = (RowWiseAdagrad, {"lr": 0.05})
 ADAM: Kind = (optim.Adam, {"lr": 0.01})
+MIXED = (ADAM, ADAGRAD, SGD)
+PER_TABLE = (SGD, ROW_WISE, ADAGRAD)
 SHARDINGS: dict[str, Any] = {
     "wide": {"sharding_types": ["column_wise"], "min_partition": 4},
     "narrow": {"sharding_types": ["row_wise"]},
@@ -53,526 +47,247 @@ def dense_adagrad(model: Any) -> Any:
     return optim.Adagrad(model.mlp.parameters(), lr=0.05)
 
 
+def sgd_over_everything(model: Any) -> Any:
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+def keyed(parameters: Any, kind: Kind) -> KeyedOptimizerWrapper:
+    return KeyedOptimizerWrapper(dict(parameters), lambda weights: kind[0](weights, **kind[1]))
+
+
+def adam_over_the_rest(model: Any) -> Any:
+    return keyed(in_backward_optimizer_filter(model.named_parameters()), ADAM)
+
+
+def keyed_with_schedule(model: Any) -> Any:
+    optimizer = keyed(model.named_parameters(), ADAGRAD)
+    falling = optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
+
+
+def combined(model: Any) -> Any:
+    tables = keyed(model.ebc.named_parameters(), ADAGRAD)
+    layers = keyed(model.mlp.named_parameters(), ADAM)
+    return CombinedOptimizer([("tables", tables), ("layers", layers)])
+
+
+def warm(model: Any) -> Any:
+    stage = WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=3, value=0.1)
+    return WarmupOptimizer(keyed(model.named_parameters(), SGD), [stage], lr=0.5)
+
+
+def clipped(model: Any) -> Any:
+    inner = keyed(model.named_parameters(), SGD)
+    return GradientClippingOptimizer(inner, clipping=GradientClipping.NORM, max_gradient=0.05)
+
+
+def lamb_in_dict(model: Any) -> Any:
+    return {"optimizer": torchrec_optim.LAMB(model.parameters(), lr=0.1)}
+
+
+def adagrad_in_list(model: Any) -> Any:
+    tables = torchrec_optim.Adagrad(model.ebc.parameters(), lr=0.1)
+    return [optim.SGD(model.mlp.parameters(), lr=0.1), tables]
+
+
 class InBackward(ClickModel):
-    """Has one optimizer for all of its tables that steps in backward, and another one for its
-    layers."""
+    """Gives each table the next of `kinds` in the hooks that `hooks` names, and its layers another
+    optimizer.
 
-    kinds: tuple[Kind, ...] = (ROW_WISE,)
-    configure: Callable[[Any], Any] = dense_adagrad
+    configure: makes what configure_optimizers returns. by_torchrec: by TorchRec's name, to all
+    tables at once. on_meta: tables are built in configure_model, where they have no rows yet.
+    """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(optim.SGD, {"lr": 0.1}, **options)
-        self.reasons: set[str] = set()
-        self.apply_to(self)
+    def __init__(
+        self,
+        kinds: tuple[Kind, ...] = (ROW_WISE,),
+        configure: Callable[[Any], Any] = dense_adagrad,
+        hooks: tuple[str, ...] = ("__init__",),
+        by_torchrec: bool = False,
+        on_meta: bool = False,
+    ) -> None:
+        super().__init__(optim.SGD, {"lr": 0.1}, meta=on_meta)
+        self.kinds, self.configure, self.hooks = kinds, configure, hooks
+        self.by_torchrec = by_torchrec
+        self.reach("__init__")
 
-    def apply_to(self, model: Any) -> None:
-        """Give each table the next of the kinds."""
-        for i, weight in enumerate(model.ebc.parameters()):
-            kind, arguments = self.kinds[i % len(self.kinds)]
-            _apply_optimizer_in_backward(kind, [weight], arguments)
-
-    def configure_optimizers(self) -> Any:
-        return type(self).configure(self)
-
-    def on_train_start(self) -> None:
-        if (tables := getattr(self.trainer.strategy, "run_tables", None)) is not None:
-            self.reasons = {f"{update.kind}: {update.reason}" for update in tables.updates.values()}
-            self.kernels = [sorted(kernel.table_names) for kernel, _ in tables.shards.kernels]
-
-
-class ByTorchRec(InBackward):
-    """Applies it by TorchRec's name, to all tables at once."""
-
-    def apply_to(self, model: Any) -> None:
-        apply_optimizer_in_backward(*ROW_WISE[:1], model.ebc.parameters(), ROW_WISE[1])
-
-
-class OnePerTable(InBackward):
-    kinds = (SGD, ROW_WISE, ADAGRAD)
-
-
-class Adam(InBackward):
-    kinds = (ADAM,)
-
-
-class Mixed(InBackward):
-    kinds = (ADAM, ADAGRAD, SGD)
-
-
-class AllInOptimizer(InBackward):
-    """Has another optimizer over everything."""
-
-    kinds = (SGD,)
-
-    def configure(self) -> Any:
-        return optim.SGD(self.parameters(), lr=0.1)
-
-
-class Late(InBackward):
-    """Applies it in the hook that `hook` names."""
-
-    hook = ""
-
-    def apply_to(self, model: Any) -> None:
-        if model.hook == "__init__":
-            super().apply_to(model)
+    def reach(self, hook: str) -> None:
+        """Apply optimizers where this hook is named."""
+        if hook not in self.hooks or not self.kinds:
+            return
+        if self.by_torchrec:
+            kind, options = self.kinds[0]
+            apply_optimizer_in_backward(kind, self.ebc.parameters(), options)
+            return
+        for i, weight in enumerate(self.ebc.parameters()):
+            kind, options = self.kinds[i % len(self.kinds)]
+            _apply_optimizer_in_backward(kind, [weight], options)
 
     def setup(self, stage: str) -> None:
-        self._reach("setup")
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self._reach("configure_model")
+        self.reach("setup")
 
     def on_fit_start(self) -> None:
-        self._reach("on_fit_start")
-
-    def configure_optimizers(self) -> Any:
-        self._reach("configure_optimizers")
-        return super().configure_optimizers()
-
-    def _reach(self, hook: str) -> None:
-        if hook == self.hook:
-            InBackward.apply_to(self, self)
-
-
-class InSetUp(Late):
-    hook = "setup"
-
-
-class InConfigureModel(Late):
-    """Builds its tables in configure_model, where they have no rows yet."""
-
-    kinds = (ADAM, ROW_WISE, ADAGRAD)
-    hook = "configure_model"
-
-    def __init__(self) -> None:
-        super().__init__(meta=True)
+        self.reach("on_fit_start")
 
     def configure_model(self) -> None:
         if self.ebc is None:
             super().configure_model()
             for weight in self.ebc.parameters():
                 torch.nn.init.constant_(weight, 0.5)
+            self.reach("configure_model")
 
-
-class InConfigureOptimizers(Late):
-    hook = "configure_optimizers"
-
-
-class OnFitStart(Late):
-    kinds = (ADAGRAD,)  # RowWiseAdagrad's own constructor reads means of rows, which shards refuse
-    hook = "on_fit_start"
+    def configure_optimizers(self) -> Any:
+        self.reach("configure_optimizers")
+        return self.configure(self)
 
 
 class Rates(InBackward):
-    """Scales the rates of its tables by hand, each once a step."""
+    """Scales the rates of its tables by hand, each once a step, or that of one table only."""
 
-    kinds = (ADAGRAD, ROW_WISE, ADAM)
+    def __init__(self, *, num_tables: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.num_tables = num_tables
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        for weight in self.ebc.parameters():
+        for weight in list(self.ebc.parameters())[: self.num_tables]:
             for group in weight._in_backward_optimizers[0].param_groups:
                 group["lr"] *= 0.8
 
 
-class RateOfOne(InBackward):
-    """Changes the rate of one table only, which shares a kernel with the others."""
+class ByHand(InBackward):
+    """Steps its layers at each of so many batches, and its tables in each backward."""
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        next(iter(self.ebc.parameters()))._in_backward_optimizers[0].param_groups[0]["lr"] = 0.01
-
-
-class ByHand(Mixed):
-    """Steps its layers every second batch, and its tables in each backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, every: int = 2, past_lightning: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         self.automatic_optimization = False
+        self.every, self.past_lightning = every, past_lightning
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         self.manual_backward(super().training_step(batch, batch_idx))
-        if batch_idx % 2:
+        if (batch_idx + 1) % self.every == 0:
             optimizer.step()
             optimizer.zero_grad()
 
-
-class BackwardByTorch(ByHand):
-    """Runs backward past Lightning."""
-
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
+        backward = loss.backward if self.past_lightning else partial(super().manual_backward, loss)
+        backward(*args, **kwargs)
 
 
 class Twice(LooksUpTwice, InBackward):
     """Calls its collection twice in a step."""
 
-    kinds = (SGD,)
 
+class Evaluated(InBackward):
+    """Is validated before it is trained."""
 
-class TwiceSummed(Twice):
-    kinds = (ROW_WISE, ADAGRAD)
-
-
-class Filtered(InBackward):
-    """Gives what has no optimizer yet to a KeyedOptimizerWrapper, as TorchRec's examples do."""
-
-    def configure(self) -> Any:
-        remaining = dict(in_backward_optimizer_filter(self.named_parameters()))
-        return KeyedOptimizerWrapper(remaining, lambda parameters: optim.Adam(parameters, lr=0.01))
-
-
-class Keyed(InBackward):
-    """Has one KeyedOptimizerWrapper over everything, with a schedule."""
-
-    kinds = ()
-
-    def apply_to(self, model: Any) -> None:
-        """All are in the wrapper."""
-
-    def configure(self) -> Any:
-        optimizer = KeyedOptimizerWrapper(
-            dict(self.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05)
-        )
-        falling = optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
-
-
-class Combined(Keyed):
-    """Combines one of tables and one of layers."""
-
-    def configure(self) -> Any:
-        tables = KeyedOptimizerWrapper(
-            dict(self.ebc.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05)
-        )
-        layers = KeyedOptimizerWrapper(
-            dict(self.mlp.named_parameters()), lambda p: optim.SGD(p, lr=0.2)
-        )
-        return CombinedOptimizer([("tables", tables), ("layers", layers)])
-
-
-class CombinedByHand(Combined):
-    """The same, stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class Warm(Keyed):
-    def configure(self) -> Any:
-        inner = KeyedOptimizerWrapper(dict(self.named_parameters()), lambda p: optim.SGD(p, lr=0.5))
-        return WarmupOptimizer(
-            inner, [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=3, value=0.1)], lr=0.5
-        )
-
-
-class Clipped(Keyed):
-    def configure(self) -> Any:
-        inner = KeyedOptimizerWrapper(dict(self.named_parameters()), lambda p: optim.SGD(p, lr=0.5))
-        return GradientClippingOptimizer(inner, clipping=GradientClipping.NORM, max_gradient=0.05)
-
-
-class Marked(InBackward):
-    kinds = ((torchrec_optim.PartialRowWiseAdam, {"lr": 0.1}),)
-
-
-class MarkedInDict(Keyed):
-    def configure(self) -> Any:
-        return {"optimizer": torchrec_optim.LAMB(self.parameters(), lr=0.1)}
-
-
-class MarkedInList(Keyed):
-    def configure(self) -> Any:
-        return [
-            optim.SGD(self.mlp.parameters(), lr=0.1),
-            torchrec_optim.Adagrad(self.ebc.parameters(), lr=0.1),
-        ]
-
-
-class Two(InBackward):
-    """Applies a second one."""
-
-    def setup(self, stage: str) -> None:
-        self.apply_to(self)
-
-
-class Untrained(InBackward):
-    """Has tables that nothing updates."""
-
-    def apply_to(self, model: Any) -> None:
-        """To none."""
-
-
-class Case(NamedTuple):
-    model: type[InBackward]
-    strategy: dict[str, Any] = {}
-    trainer: Callable[[], dict[str, Any]] = dict
-    fused: str = ""
-    """Kinds that are expected, where they matter."""
-
-
-def accumulated() -> dict[str, Any]:
-    return {"accumulate_grad_batches": 2}
-
-
-def clipped() -> dict[str, Any]:
-    return {"gradient_clip_val": 0.05}
-
-
-CASES = {
-    "torchrec's name": Case(ByTorchRec, fused="fused"),
-    "one per table": Case(OnePerTable, fused="fused"),
-    "any sharding": Case(OnePerTable, {"tables": SHARDINGS}),
-    "Adam": Case(Adam, fused="dense"),
-    "Adam, by columns": Case(Adam, {"tables": SHARDINGS}),
-    "another over everything": Case(AllInOptimizer, fused="fused"),
-    "setup": Case(InSetUp, fused="fused"),
-    "configure_model": Case(InConfigureModel),
-    "configure_model, replicated": Case(
-        InConfigureModel, {"tables": {"wide": {"replicated": True}}}
-    ),
-    "configure_optimizers": Case(InConfigureOptimizers, fused="fused"),
-    "rates": Case(Rates),
-    "rates, by columns": Case(Rates, {"tables": {"wide": SHARDINGS["wide"]}}),
-    "by hand": Case(ByHand),
-    "twice": Case(Twice, fused="fused"),
-    "twice, summed": Case(TwiceSummed),
-    "accumulated": Case(Mixed, trainer=accumulated),
-    "clipped": Case(Mixed, trainer=clipped),
-    "sparse": Case(OnePerTable, {"tables": {"wide": {"embedding_update": "sparse"}}}, accumulated),
-    "fsdp": Case(Mixed, {"dense": "fsdp", "fsdp": {"min_num_parameters": 1}}),
-    "filtered": Case(Filtered, fused="fused"),
-    "keyed": Case(Keyed, fused="fused"),
-    "combined": Case(Combined, fused="sparse"),
-    "combined by hand": Case(CombinedByHand),
-}
-
-
-def _fit(case: Case) -> tuple[State, set[str]]:
-    model = seeded(case.model)
-    trainer = make_trainer(case.strategy, **case.trainer())
-    trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
-    return model.final_state, model.reasons
-
-
-def _fit_in_one_process(case: Case, num_ranks: int) -> State:
-    model = seeded(case.model)
-    trainer = pl.Trainer(strategy="auto", devices=1, **(DEFAULTS | case.trainer()))
-    batches = torch.utils.data.DataLoader(
-        global_batches(STEPS, num_ranks=num_ranks), batch_size=None
-    )
-    trainer.fit(model, batches)
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
-    """What each run on two ranks has trained."""
-    return run_each_on_ranks({name: (_fit, case) for name, case in CASES.items()}, 2)[0]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
-def test_tables_train_as_in_one_process(results: dict[str, Any], name: str) -> None:
-    expected = _fit_in_one_process(CASES[name], 2)
-    model = seeded(CASES[name].model)
-    model.configure_model()
-    before = model.state_dict()
-    assert largest_difference(expected, before)["tables"] > 1e-3
-    state, reasons = results[name]
-    assert max(largest_difference(state, expected).values()) < 1e-6
-    if CASES[name].fused:
-        assert {reason.split(":")[0] for reason in reasons} == {CASES[name].fused}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_they_do_so_on_other_numbers_of_ranks(num_ranks: int) -> None:
-    names = ["one per table", "Adam", "rates", "accumulated"]
-    for name, (state, _) in run_each_on_ranks({n: (_fit, CASES[n]) for n in names}, num_ranks)[
-        0
-    ].items():
-        assert (
-            max(largest_difference(state, _fit_in_one_process(CASES[name], num_ranks)).values())
-            < 1e-6
-        ), name
-
-
-def test_the_start_table_says_whose_the_optimizer_is(results: dict[str, Any]) -> None:
-    assert (
-        "fused: apply_optimizer_in_backward's RowWiseAdagrad has the same numbers in FBGEMM"
-        in results["setup"][1]
-    )
-    assert (
-        "dense: apply_optimizer_in_backward's Adam moves rows that no id touched"
-        in results["Adam"][1]
-    )
-
-
-def test_equal_optimizers_share_a_kernel() -> None:
-    (kernels,) = run_each_on_ranks({"kernels": (_kernels,)}, 1)
-    assert kernels["kernels"] == [["narrow", "shared", "wide"]]
-
-
-def _kernels() -> list[list[str]]:
-    model = seeded(InBackward)
-    trainer = make_trainer({
-        "tables": {n: {"sharding_types": ["table_wise"]} for n in ("wide", "narrow", "shared")}
-    })
-    trainer.fit(model, rank_loader(1, 0))
-    return model.kernels
-
-
-def scaled() -> dict[str, Any]:
-    return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
-
-
-def _refusal(case: Case) -> str:
-    try:
-        _fit(case)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-BOTH = {"table_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}}}
-REFUSED = {
-    "after sharding": (Case(OnFitStart), "gave table 'ebc.wide' an optimizer after it was sharded"),
-    "two": (Case(Two), "has 2 optimizers by apply_optimizer_in_backward"),
-    "and table_optimizer": (
-        Case(InBackward, BOTH),
-        "and an optimizer by table_optimizer. Remove one",
-    ),
-    "rate of one": (Case(RateOfOne), "were changed while training, and not those of all tables"),
-    "backward by torch": (
-        Case(BackwardByTorch),
-        "Call self.manual_backward(loss), not loss.backward()",
-    ),
-    "scaled": (Case(InBackward, {}, scaled), "with scaled gradients. Use 'bf16-mixed'"),
-    "replicated, accumulated": (
-        Case(InBackward, {"tables": {"shared": SHARDINGS["shared"]}}, accumulated),
-        "is averaged over ranks once",
-    ),
-    "kernel's name": (
-        Case(Marked),
-        "torchrec.optim.PartialRowWiseAdam (by apply_optimizer_in_backward of table",
-    ),
-    "kernel's name in a dict": (
-        Case(MarkedInDict),
-        "torchrec.optim.LAMB (by configure_optimizers) only names a kernel of FBGEMM, and no "
-        "process can step it. In "
-        "configure_optimizers, or for tables alone by table_optimizer, use RowWiseAdagrad",
-    ),
-    "kernel's name in a list": (
-        Case(MarkedInList),
-        "OptimizerError: torchrec.optim.Adagrad (by configure_optimizers)",
-    ),
-    "warm-up": (Case(Warm), "WarmupOptimizer, which changes rates or gradients inside of `step`"),
-    "clipping": (Case(Clipped), "set gradient_clip_val and gradient_clip_algorithm"),
-}
-
-
-def test_what_cannot_be_exact_is_refused_on_all_ranks() -> None:
-    per_rank = run_each_on_ranks({name: (_refusal, case) for name, (case, _) in REFUSED.items()}, 2)
-    for name, (_, message) in REFUSED.items():
-        for refusals in per_rank:
-            assert message in refusals[name], (name, refusals[name])
-
-
-class Evaluated(OnePerTable):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
 
 
-class PlainTables(InBackward):
-    kinds = (SGD,)
+def case(kind: type = InBackward, **values: Any) -> Case:
+    """Return a case. values: fields of Case, and options of the model."""
+    return case_of(kind, **values)
 
 
-def _fit_again() -> State:
-    """Fit twice, take the module out of its shards, and fit it in this process alone."""
-    rank, num_ranks = rank_and_num_ranks()
-    model = seeded(PlainTables)
-    for _ in range(2):
-        trainer = make_trainer()
-        trainer.fit(model, rank_loader(STEPS, rank))
-    trainer.strategy.unshard()
-    _train_alone(model, num_ranks)
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+def at(hook: str, **values: Any) -> Case:
+    """Return a case of a model that applies optimizers in this hook."""
+    return case_of(InBackward, hooks=(hook,), on_meta=hook == "configure_model", **values)
 
 
-def _train_alone(model: Any, num_ranks: int) -> None:
-    loader = torch.utils.data.DataLoader(
-        global_batches(STEPS, num_ranks=num_ranks), batch_size=None
-    )
-    optimizer = model.configure_optimizers()
-    for index, batch in enumerate(loader):
-        optimizer.zero_grad()
-        model._trainer = None
-        model.training_step(batch, index).backward()
-        optimizer.step()
+ACCUMULATED = {"accumulate_grad_batches": 2}
+SAID_OF_ADAM = "dense: apply_optimizer_in_backward's Adam moves rows that no id touched"
+SAID_OF_ROWS = "fused: apply_optimizer_in_backward's RowWiseAdagrad has the same numbers in FBGEMM"
+WHOLE = {"tables": {"wide": {"replicated": True}}}
+BY_COLUMNS = {"tables": {"wide": SHARDINGS["wide"]}}
+CASES = {
+    "torchrec's name": case(by_torchrec=True, updates="fused"),
+    "one per table": case(kinds=PER_TABLE, updates="fused"),
+    "one per table, three ranks": case(kinds=PER_TABLE, num_ranks=3),
+    "one rank": case(kinds=MIXED, num_ranks=1, trainer=ACCUMULATED),
+    "any sharding": case(kinds=PER_TABLE, strategy={"tables": SHARDINGS}),
+    "Adam": case(kinds=(ADAM,), updates="dense", told=(SAID_OF_ADAM,)),
+    "Adam, by columns": case(kinds=(ADAM,), strategy={"tables": SHARDINGS}),
+    "another over everything": case(kinds=(SGD,), configure=sgd_over_everything, updates="fused"),
+    "setup": at("setup", updates="fused", told=(SAID_OF_ROWS,)),
+    "configure_model": at("configure_model", kinds=(ADAM, ROW_WISE, ADAGRAD)),
+    "configure_model, replicated": at("configure_model", kinds=(ADAM, ROW_WISE), strategy=WHOLE),
+    "configure_optimizers": at("configure_optimizers", updates="fused"),
+    "rates": case(kinds=(ADAGRAD, ROW_WISE, ADAM), kind=Rates),
+    "rates, by columns": case(kinds=(ADAGRAD, ROW_WISE, ADAM), kind=Rates, strategy=BY_COLUMNS),
+    "by hand": case(kinds=MIXED, kind=ByHand),
+    "twice": case(kinds=(SGD,), kind=Twice, updates="fused"),
+    "twice, summed": case(kinds=(ROW_WISE, ADAGRAD), kind=Twice),
+    "accumulated": case(kinds=MIXED, trainer=ACCUMULATED),
+    "clipped": case(kinds=MIXED, trainer={"gradient_clip_val": 0.05}),
+    "sparse": case(
+        kinds=PER_TABLE,
+        strategy={"tables": {"wide": {"embedding_update": "sparse"}}},
+        trainer=ACCUMULATED,
+    ),
+    "fsdp": case(kinds=MIXED, strategy={"dense": "fsdp", "fsdp": {"min_num_parameters": 1}}),
+    "filtered": case(configure=adam_over_the_rest, updates="fused"),
+    "keyed": case(kinds=(), configure=keyed_with_schedule, updates="fused"),
+    "combined": case(kinds=(), configure=combined, updates="sparse"),
+    "combined by hand": case(kinds=(), configure=combined, kind=ByHand, every=1),
+    "fitted twice": case(kinds=(SGD,), fits=2, limit=3e-6),
+    "validated before": case(kinds=PER_TABLE, kind=Evaluated, validates_first=True),
+    "in no optimizer": case(
+        kinds=(),
+        rests=("ebc",),
+        told=("table 'ebc.wide' and 2 more can be trained and is in no optimizer",),
+    ),
+}
+TABLE_OPTIMIZER = {"table_optimizer": {"class_path": "SGD", "init_args": {"lr": 0.1}}}
+SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}
+KERNEL_NAME = "torchrec.optim.LAMB (by configure_optimizers) only names a kernel of FBGEMM"
+REFUSED = {
+    "gave table 'ebc.wide' an optimizer after it was sharded": at("on_fit_start", kinds=(ADAGRAD,)),
+    "has 2 optimizers by apply_optimizer_in_backward": case(hooks=("__init__", "setup")),
+    "and an optimizer by table_optimizer. Remove one": case(strategy=TABLE_OPTIMIZER),
+    "were changed while training, and not those of all tables": case(kind=Rates, num_tables=1),
+    "Call self.manual_backward(loss), not loss.backward()": case(
+        kinds=MIXED, kind=ByHand, past_lightning=True
+    ),
+    "with scaled gradients. Use 'bf16-mixed'": case(trainer=SCALED),
+    "is averaged over ranks once": case(
+        strategy={"tables": {"shared": SHARDINGS["shared"]}}, trainer=ACCUMULATED
+    ),
+    "torchrec.optim.PartialRowWiseAdam (by apply_optimizer_in_backward of table": case(
+        kinds=((torchrec_optim.PartialRowWiseAdam, {"lr": 0.1}),)
+    ),
+    KERNEL_NAME: case(kinds=(), configure=lamb_in_dict),
+    "OptimizerError: torchrec.optim.Adagrad (by configure_optimizers)": case(
+        kinds=(), configure=adagrad_in_list
+    ),
+    "WarmupOptimizer, which changes rates or gradients inside of `step`": case(
+        kinds=(), configure=warm
+    ),
+    "set gradient_clip_val and gradient_clip_algorithm": case(kinds=(), configure=clipped),
+    "its RowWiseAdagrad has stepped before": case(fits=2),
+}
 
 
-def _validate_and_fit() -> State:
-    rank, _ = rank_and_num_ranks()
-    model = seeded(Evaluated)
-    make_trainer().validate(model, rank_loader(1, rank), verbose=False)
-    make_trainer().fit(model, rank_loader(STEPS, rank))
-    return model.final_state
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_tables_train_as_in_one_process(name: str) -> None:
+    check(CASES[name])
 
 
-def _fit_twice_with_state() -> str:
-    for model in [seeded(InBackward)] * 2:
-        refusal = _refusal_of(model)
-    return refusal
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_exact_is_refused_on_all_ranks(message: str) -> None:
+    check_refused(REFUSED[message], message)
 
 
-def _refusal_of(model: Any) -> str:
-    try:
-        make_trainer().fit(model, rank_loader(1, rank_and_num_ranks()[0]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def kernels(trainer: Any) -> list[list[str]]:
+    shards = sharded_tables_of(trainer.lightning_module)
+    assert shards is not None
+    return [sorted(kernel.table_names) for kernel, _ in shards.kernels]
 
 
-def test_they_last_longer_than_a_run() -> None:
-    calls = {
-        "again": (_fit_again,),
-        "validated": (_validate_and_fit,),
-        "state": (_fit_twice_with_state,),
-    }
-    result = run_each_on_ranks(calls, 2)[0]
-    alone = seeded(PlainTables)
-    for _ in range(3):
-        _train_alone(alone, 2)
-    # Six steps of float32: 1.1e-6 in a dense layer on some CPUs, whose matrix products sum in
-    # another order.
-    assert max(largest_difference(result["again"], alone.state_dict()).values()) < 3e-6
-    expected = _fit_in_one_process(Case(Evaluated), 2)
-    assert max(largest_difference(result["validated"], expected).values()) < 1e-6
-    assert "its RowWiseAdagrad has stepped before" in result["state"]
-    assert "with apply_optimizer_in_backward, make a new module" in result["state"]
-
-
-def _warnings(case: Case) -> list[str]:
-    with pytest.warns(UserWarning, match="no optimizer") as caught:
-        _fit(case)
-    return [str(warning.message) for warning in caught]
-
-
-def test_a_table_in_no_optimizer_is_told() -> None:
-    messages = run_each_on_ranks({"untrained": (_warnings, Case(Untrained))}, 1)[0]["untrained"]
-    assert any(
-        "table 'ebc.wide' and 2 more can be trained and is in no optimizer" in message
-        for message in messages
-    )
+def test_equal_optimizers_share_a_kernel() -> None:
+    one_kernel = case(num_ranks=1, strategy={"sharding_types": ["table_wise"]}, look=kernels)
+    assert run_case(one_kernel)[0].seen == [["narrow", "shared", "wide"]]
 
 
 class Resumed(Clicks):
@@ -581,15 +296,12 @@ class Resumed(Clicks):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.configure_model()
-        for weight, (kind, arguments) in zip(
-            self.ebc.parameters(), [ADAM, ROW_WISE, ADAGRAD], strict=True
-        ):
+        kinds = [ADAM, ROW_WISE, ADAGRAD]
+        for weight, (kind, arguments) in zip(self.ebc.parameters(), kinds, strict=True):
             _apply_optimizer_in_backward(kind, [weight], arguments)
 
     def configure_optimizers(self) -> Any:
-        return KeyedOptimizerWrapper(
-            dict(self.mlp.named_parameters()), lambda p: optim.Adam(p, lr=0.01)
-        )
+        return keyed(self.mlp.named_parameters(), ADAM)
 
 
 class ResumedCombined(Clicks):
@@ -607,23 +319,17 @@ class ResumedCombined(Clicks):
         optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        tables = KeyedOptimizerWrapper(
-            dict(self.ebc.named_parameters()), lambda p: optim.Adagrad(p, lr=0.05)
-        )
-        layers = KeyedOptimizerWrapper(
-            dict(self.mlp.named_parameters()), lambda p: optim.Adam(p, lr=0.01)
-        )
-        return CombinedOptimizer([("tables", tables), ("layers", layers)])
+        return combined(self)
 
 
-PLAN = {"tables": {"wide": SHARDINGS["wide"], "narrow": {"sharding_types": ["row_wise"]}}}
+PLAN = {"tables": {"wide": SHARDINGS["wide"], "narrow": SHARDINGS["narrow"]}}
 LIVES = {
     "a folder": Life(
         Run(model=Resumed, strategy=PLAN | {"checkpoint": {"distributed": True}}),
         2,
         ((2, {}), (1, {"strategy": {"embedding_update": "dense"}}), (3, {"strategy": {}})),
     ),
-    "a file": Life(Run(model=Resumed, trainer={"accumulate_grad_batches": 2}), 2, ((1, {}),)),
+    "a file": Life(Run(model=Resumed, trainer=ACCUMULATED), 2, ((1, {}),)),
     "combined": Life(Run(model=ResumedCombined), 2, ((2, {}), (3, {}))),
 }
 

@@ -8,22 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
-from lightning_distrec.errors import OptimizerError
-from tests.support.click_model import (
-    ClickModel,
-    join_batches,
-    largest_difference,
-    make_batch,
-    rank_loader,
-    seeded,
-)
-from tests.support.embedding_models import whole_state
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import make_trainer
-
-STEPS_PER_EPOCH, EPOCHS = 5, 3
+from tests.support.cases import Case, case_of, check, concatenate
+from tests.support.click_model import ClickModel
 
 
 class ScheduledModel(ClickModel):
@@ -60,65 +47,13 @@ class ScheduledModel(ClickModel):
         }
 
 
-def _train(schedule: str) -> dict[str, Tensor]:
-    model = seeded(ScheduledModel, schedule)
-    make_trainer(max_epochs=EPOCHS).fit(
-        model, rank_loader(STEPS_PER_EPOCH, rank_and_num_ranks()[0])
-    )
-    return model.final_state
-
-
-@pytest.mark.parametrize("schedule", ["step", "warm-up", "epoch", "plateau"])
-def test_schedules_reach_fused_tables_before_the_forward_that_uses_them(schedule: str) -> None:
-    actual = run_on_warm_ranks(_train, 2, schedule)[0]
-    model = seeded(ScheduledModel, schedule)
-    optimizer, scheduler = model.optimizer_and_scheduler()
-    for _epoch in range(EPOCHS):
-        for step in range(STEPS_PER_EPOCH):
-            optimizer.zero_grad()
-            model.training_step(
-                join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step
-            ).backward()
-            optimizer.step()
-            if schedule in ("step", "warm-up"):
-                scheduler.step()
-        if schedule == "epoch":
-            scheduler.step()
-        elif schedule == "plateau":
-            # patience 0 and an unreachable threshold: every epoch after the first halves the rate
-            scheduler.step(0.0)
-    assert max(largest_difference(actual, model.state_dict()).values()) <= 1e-6
-
-
-class DecayAddedLater(ClickModel):
-    """Changes a hyperparameter that a fused update does not follow."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.1
-
-
-def _train_with_decay_added_later() -> None:
-    model = seeded(DecayAddedLater, torch.optim.SGD, {"lr": 1.0})
-    make_trainer().fit(model, rank_loader(5, rank_and_num_ranks()[0]))
-
-
-def test_a_hyperparameter_that_changes_while_training_is_reported() -> None:
-    with pytest.raises(
-        RankFailed, match=f"{OptimizerError.__name__}: table 'ebc.*weight_decay=0.1"
-    ):
-        run_on_warm_ranks(_train_with_decay_added_later, 2)
-
-
 class RateOfTheStep(pl.LightningModule):
     """Sets its rate inside of the step, before it looks up; its one table is on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(5)
         self.table = nn.Embedding(30, 8)
         self.layer = nn.Linear(8, 1)
-        self.final_state: dict[str, Tensor] = {}
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.trainer.optimizers[0].param_groups[0]["lr"] = 1.0 / (1 + batch_idx)
@@ -127,35 +62,30 @@ class RateOfTheStep(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
-    def on_train_end(self) -> None:
-        self.final_state = whole_state(self)
+
+def batch_of_ids(step: int, rank: int) -> Tensor:
+    return torch.arange(4) + 7 * (step % 3) + rank
 
 
-def _train_with_rates_of_steps(depth: int) -> dict[str, Tensor]:
-    options = {
+def in_the_step(depth: int) -> Case:
+    strategy = {
         "prefetch": {"depth": depth},
         "convert_embeddings": "all",
         "sharding_types": ["table_wise"],
     }
-    model, rank = RateOfTheStep(), rank_and_num_ranks()[0]
-    ids = [torch.arange(4) + 7 * step + rank for step in range(3)] * 2
-    make_trainer(options).fit(model, DataLoader(ids, batch_size=None))
-    return model.final_state
+    return case_of(RateOfTheStep, batch=batch_of_ids, join=concatenate, strategy=strategy)
 
 
-def test_a_rate_that_is_set_inside_of_the_step_is_used_in_it_also_where_only_one_rank_has_rows() -> (
-    None
-):
-    plain = run_on_warm_ranks(_train_with_rates_of_steps, 2, 1)[0]
-    ahead = run_on_warm_ranks(_train_with_rates_of_steps, 2, 3)[0]
-    assert all(torch.equal(plain[name], ahead[name]) for name in plain)
-    reference = RateOfTheStep()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=1.0)
-    for step in range(6):
-        optimizer.param_groups[0]["lr"] = 1.0 / (1 + step)
-        ids = torch.cat([torch.arange(4) + 7 * (step % 3) + rank for rank in range(2)])
-        optimizer.zero_grad()
-        reference.layer(reference.table(ids)).square().mean().backward()
-        optimizer.step()
-    for name, value in reference.state_dict().items():
-        torch.testing.assert_close(plain[name], value, atol=1e-6, rtol=0, msg=name)
+CASES = {
+    **{
+        schedule: case_of(ScheduledModel, schedule=schedule, steps=5, trainer={"max_epochs": 3})
+        for schedule in ("step", "warm-up", "epoch", "plateau")
+    },
+    "in the step": in_the_step(depth=1),
+    "in the step, prefetched": in_the_step(depth=3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rates_reach_fused_tables_before_the_forward_that_uses_them(name: str) -> None:
+    check(CASES[name])

@@ -2,19 +2,19 @@
 arithmetic."""
 
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from functools import partial
 from io import StringIO
 from itertools import product
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
+from tests.support.cases import Case, check, check_refused, click_case
 from tests.support.click_model import (
     FEATURES,
     ClickModel,
@@ -28,7 +28,6 @@ from tests.support.click_model import (
 )
 from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 # An eps that keeps the rounding of gradients near 0 from becoming steps of the full rate.
@@ -60,31 +59,23 @@ class Typed(ClickModel):
 
 
 class Overflows(ClickModel):
-    """Meets a loss that is too large in some steps, on one rank only."""
+    """Meets a loss that is too large in some steps, on one rank only; in_row: a gradient in one row
+    of one table only. everywhere: in one process, which has the batches of all ranks."""
+
+    def __init__(self, *args: Any, in_row: bool = False, everywhere: bool = False) -> None:
+        super().__init__(*args)
+        self.in_row, self.everywhere = in_row, everywhere
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        bad_rank = OVERFLOWS.get(batch_idx)
-        return (
-            loss * torch.inf
-            if bad_rank is not None and rank_and_num_ranks()[0] == bad_rank
-            else loss
-        )
-
-
-class OverflowsInOneTable(ClickModel):
-    """Meets a gradient that is not finite in one row of one table only, which one rank holds."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        if OVERFLOWS.get(batch_idx) == rank_and_num_ranks()[0]:
-            return (
-                super().training_step(batch, batch_idx)
-                + (self.ebc(features).values()[:, :1] * torch.inf).sum()
-            )
-        return (
-            super().training_step(batch, batch_idx) + 0.0 * self.ebc(features).values()[:, :1].sum()
-        )
+        overflows = batch_idx in OVERFLOWS
+        if not self.everywhere:
+            overflows = OVERFLOWS.get(batch_idx) == rank_and_num_ranks()[0]
+        if self.in_row:
+            features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"])
+            column = self.ebc(features).values()[:, :1]
+            return loss + ((column * torch.inf).sum() if overflows else 0.0 * column.sum())
+        return loss * torch.inf if overflows else loss
 
 
 class HalfTables(ClickModel):
@@ -101,18 +92,15 @@ class HalfTables(ClickModel):
         return self.mlp(self.ebc(features).values().float()).squeeze(-1)
 
 
-def _scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+def scale(trainer: Any) -> float:
+    return trainer.precision_plugin.scaler.get_scale()
 
 
 def _train(kind: type, optimizer: Any, strategy: dict[str, Any], options: dict[str, Any]) -> Any:
-    if options.pop("scaled", False):
-        options["plugins"] = [MixedPrecision("16-mixed", "cpu", _scaler())]
     out = StringIO()
     with redirect_stdout(out):
-        model, trainer = train_sharded(seeded(kind, *optimizer), STEPS, strategy, **options)
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return model.final_state, None if scaler is None else scaler.get_scale(), out.getvalue()
+        model, _ = train_sharded(seeded(kind, *optimizer), STEPS, strategy, **options)
+    return model.final_state, out.getvalue()
 
 
 def _global_batch(step: int) -> dict[str, Tensor]:
@@ -152,9 +140,9 @@ def _too_far(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 )
 def test_half_precisions_keep_tables_in_float32(precision: str, optimizer: Any) -> None:
     dtype = DTYPES[precision]
-    actual, _, printed = run_on_warm_ranks(
-        _train, 2, Typed, optimizer, {}, {"precision": precision}
-    )[0]
+    actual, printed = run_on_warm_ranks(_train, 2, Typed, optimizer, {}, {"precision": precision})[
+        0
+    ]
     for key, value in actual.items():
         assert value.dtype == (torch.float32 if "ebc" in key or dtype is None else dtype)
     if dtype is None:
@@ -198,92 +186,50 @@ def _type_of_rows(kind: type) -> torch.dtype:
     return types[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "optimizer", "cut"),
-    slow_except(
-        [
-            (Overflows, ADAGRAD, "table_wise"),
-            (Overflows, ADAM, "row_wise"),
-            (OverflowsInOneTable, SGD, "row_wise"),
-            (OverflowsInOneTable, ADAM, "table_wise"),
-        ],
-        product([Overflows, OverflowsInOneTable], [SGD, ADAGRAD, ADAM], ["table_wise", "row_wise"]),
+def overflowing(optimizer: Any, cut: str, in_row: bool) -> Case:
+    whole = partial(Overflows, *optimizer, in_row=in_row, everywhere=True)
+    return click_case(
+        Overflows,
+        optimizer,
+        in_row=in_row,
+        plain=whole,
+        strategy={"sharding_types": [cut]},
+        trainer=SCALED,
+        **ROUNDED,
+    )
+
+
+def halves(trainer: dict[str, Any], **strategy: Any) -> Case:
+    optimizer = (torch.optim.SGD, {"lr": 1.0})
+    fields = {"limit": 1e-3, "loss_limit": 1e-3, "told": ("float16",), "steps": STEPS}
+    return click_case(HalfTables, optimizer, strategy=strategy, trainer=trainer, **fields)
+
+
+SCALER = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3)
+SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu", SCALER)]}
+ROUNDED: dict[str, Any] = {"limit": 1e-4, "loss_limit": None, "steps": STEPS, "look": scale}
+CLIPPED = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+CASES = {
+    "overflow, Adagrad": overflowing(ADAGRAD, "table_wise", False),
+    "overflow, Adam": overflowing(ADAM, "row_wise", False),
+    "overflow in a row": overflowing(SGD, "row_wise", True),
+    "overflow in a row, Adam": overflowing(ADAM, "table_wise", True),
+    "scaled, clipped and accumulated": click_case(
+        ClickModel, ADAGRAD, trainer=SCALED | CLIPPED, **ROUNDED
     ),
-)
-def test_steps_with_gradients_that_are_not_finite_are_skipped_on_all_ranks(
-    kind: type, optimizer: Any, cut: str
-) -> None:
-    options = {"scaled": True}
-    results = run_on_warm_ranks(_train, 2, kind, optimizer, {"sharding_types": [cut]}, options)
-    model = seeded(ClickModel, *optimizer)
-    stepper, scaler = model.configure_optimizers(), _scaler()
-    for step in range(STEPS):
-        stepper.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = model.training_step(_global_batch(step), step)
-        scaler.scale(loss * (torch.inf if step in OVERFLOWS else 1.0)).backward()
-        scaler.step(stepper)
-        scaler.update()
-    assert [scale for _, scale, _ in results] == [scaler.get_scale()] * 2
-    actual = results[0][0]
-    assert _too_far(actual, model.state_dict()) <= 1e-4
-    assert all(bool(value.isfinite().all()) for value in actual.values())
-
-
-def _clipped_and_scaled() -> dict[str, Tensor]:
-    plugins = [MixedPrecision("16-mixed", "cpu", _scaler())]
-    model = seeded(ClickModel, *ADAGRAD)
-    return train_sharded(
-        model, STEPS, plugins=plugins, gradient_clip_val=0.05, accumulate_grad_batches=2
-    )[0].final_state
-
-
-def test_scaling_clipping_and_accumulating_together() -> None:
-    actual = run_on_warm_ranks(_clipped_and_scaled, 2)[0]
-    model = seeded(ClickModel, *ADAGRAD)
-    stepper, scaler = model.configure_optimizers(), _scaler()
-    for step in range(STEPS):
-        with torch.autocast("cpu", torch.float16):
-            loss = model.training_step(_global_batch(step), step) / 2
-        scaler.scale(loss).backward()
-        if step % 2:
-            scaler.unscale_(stepper)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            scaler.step(stepper)
-            scaler.update()
-            stepper.zero_grad()
-    assert _too_far(actual, model.state_dict()) <= 1e-4
-
-
-FLOAT16: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "fused": ({}, {}),
-    "dense": ({"embedding_update": "dense"}, {}),
-    "accumulated": ({}, {"accumulate_grad_batches": 2}),
-    "clipped": ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+    "float16 tables": halves({}),
+    "float16 tables, dense": halves({}, embedding_update="dense"),
+    "float16 tables, accumulated": halves({"accumulate_grad_batches": 2}),
+    "float16 tables, clipped": halves(CLIPPED),
 }
 
 
-@pytest.mark.parametrize("name", FLOAT16)
-def test_float16_tables_train_with_every_update(name: str) -> None:
-    optimizer = (torch.optim.SGD, {"lr": 1.0})
-    strategy, options = FLOAT16[name]
-    actual, _, printed = run_on_warm_ranks(
-        _train, 2, HalfTables, optimizer, strategy, dict(options)
-    )[0]
-    assert all(actual[key].dtype == torch.float16 for key in actual if "ebc" in key)
-    assert "float16" in printed
-    expected = seeded(HalfTables, *optimizer)
-    trainer = pl.Trainer(strategy="auto", devices=1, **(DEFAULTS | options))
-    trainer.fit(expected, DataLoader([_global_batch(step) for step in range(STEPS)], None))
-    state = expected.state_dict()
-    assert _too_far(actual, {key: value.float() for key, value in state.items()}) <= 1e-3
-    start = seeded(HalfTables, *optimizer).state_dict()
-    assert min(float((state[key] - start[key]).abs().max()) for key in state) > 1e-3
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_of_16_bits_train_as_in_one_process(name: str) -> None:
+    outcomes = check(CASES[name])
+    assert len({outcome.seen for outcome in outcomes}) == 1, "ranks scale alike"
 
 
 def test_sparse_gradients_of_float16_tables_are_refused_on_a_cpu() -> None:
-    with pytest.raises(
-        Exception,
-        match="adds up no sparse gradients in half precision on a CPU. Set embedding_update",
-    ):
-        run_on_warm_ranks(_train, 2, HalfTables, SGD, {"embedding_update": "sparse"}, {})
+    words = "adds up no sparse gradients in half precision on a CPU. Set embedding_update"
+    check_refused(halves({}, embedding_update="sparse"), words)

@@ -4,8 +4,7 @@ process."""
 import contextlib
 import io
 import os
-import re
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from lightning_distrec import TorchRecShardedStrategy
+from tests.support.cases import Case, check, check_refused, click_case, run_in_one_process
 from tests.support.click_model import (
     ClickModel,
     join_batches,
@@ -24,9 +24,7 @@ from tests.support.click_model import (
     make_batch,
     rank_loader,
     seeded,
-    train_unsharded,
 )
-from tests.support.embedding_models import train_unsharded as train_by_ranks
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limit_of, train_plain
 from tests.support.ranks import (
@@ -47,101 +45,63 @@ from tests.support.weighted_models import (
     RanksDisagree,
     SharesBags,
     WeightsOfALayer,
-    learned_weights,
 )
 
 STEPS = 4
-MODELS: dict[str, tuple[type[ClickModel], tuple[str, ...]]] = {
-    "processors together": (PositionWeighted, ("together",)),
-    "processors by feature": (PositionWeighted, ("by feature",)),
-    "a layer": (WeightsOfALayer, ()),
-}
 ALL: dict[str, Any] = {"convert_embeddings": "all"}
-CUTS: dict[str, dict[str, Any]] = {
-    **{cut: ALL | {"sharding_types": [cut]} for cut in ("table_wise", "row_wise", "data_parallel")},
-    "column_wise": ALL | {"sharding_types": ["column_wise"], "tables": {"*": {"min_partition": 4}}},
-    "every": ALL | EVERY_CUT,
+BY_COLUMNS = {"sharding_types": ["column_wise"], "tables": {"*": {"min_partition": 4}}}
+
+
+def case(
+    kind: type[ClickModel],
+    /,
+    optimizer: str = "SGD",
+    cut: str | dict[str, Any] = "row_wise",
+    update: str = "",
+    **values: Any,
+) -> Case:
+    """Return a case of tables that are all cut in this way."""
+    strategy = ALL | (cut if isinstance(cut, dict) else {"sharding_types": [cut]})
+    strategy |= {"embedding_update": update} if update else {}
+    return click_case(kind, optimizer, **{"strategy": strategy, "steps": STEPS} | values)
+
+
+by_feature = partial(case, PositionWeighted, kind="by feature")
+QUICK = {
+    "together, row-wise": case(PositionWeighted),
+    "together, data-parallel": case(PositionWeighted, cut="data_parallel"),
+    "by feature, every cut, three ranks": by_feature("Adagrad", EVERY_CUT, num_ranks=3),
+    "a layer, column-wise, sparse": case(WeightsOfALayer, "SGD", BY_COLUMNS, "sparse"),
+    "a layer, table-wise, three ranks": case(WeightsOfALayer, "SGD", "table_wise", num_ranks=3),
+    "a layer, every cut": case(WeightsOfALayer, "Adam", EVERY_CUT),
+    "shared bags, fused": case(
+        SharesBags, "SGD", "table_wise", "fused", join=None, rests=("bag.weight",)
+    ),
+    "shared bags, sparse": case(
+        SharesBags, "SGD", "row_wise", "sparse", join=None, rests=("bag.weight",)
+    ),
+    "frozen tables": case(FreezesTables, final=0, rests=("ebc._embedding",)),
+    "tables frozen later": case(FreezesTables, update="sparse", final=2),
+    "processors frozen later": case(
+        FreezesProcessors, everywhere=True, strategy={"find_unused_parameters": True}, steps=8
+    ),
 }
-UPDATES = ("SGD", "Adagrad", "Adam", "SGD sparse", "Adagrad dense")
-QUICK = [
-    *[
-        (2, "processors together", "row_wise", "SGD"),
-        (3, "processors by feature", "every", "Adagrad"),
-    ],
-    *[(2, "a layer", "column_wise", "SGD sparse"), (3, "a layer", "table_wise", "SGD")],
-    *[(2, "a layer", "every", "Adam"), (2, "processors together", "data_parallel", "SGD")],
-]
-NOT_SPARSE = ("data_parallel", "every")
-ALL_CASES = product((2, 3), MODELS, CUTS, UPDATES)
-CASES = [case for case in ALL_CASES if "sparse" not in case[3] or case[2] not in NOT_SPARSE]
+CASES = QUICK | {
+    "together, Adam, column-wise": case(PositionWeighted, "Adam", BY_COLUMNS),
+    "together, Adagrad, table-wise": case(PositionWeighted, "Adagrad", "table_wise"),
+    "together, dense, every cut": case(PositionWeighted, "Adagrad", EVERY_CUT, "dense"),
+    "by feature, sparse": by_feature("SGD", "table_wise", "sparse"),
+    "by feature, Adam": by_feature("Adam", "row_wise"),
+    "by feature, column-wise": by_feature("SGD", BY_COLUMNS, num_ranks=3),
+    "a layer, Adagrad, row-wise": case(WeightsOfALayer, "Adagrad", num_ranks=3),
+    "a layer, dense": case(WeightsOfALayer, "Adagrad", "table_wise", "dense"),
+    "a layer, data-parallel": case(WeightsOfALayer, "SGD", "data_parallel"),
+}
 
 
-def _fit(model: str, cut: str, update: str) -> tuple[list[float], dict[str, Tensor], set[str]]:
-    """Return the losses of this rank, the trained state, and the sharding types of the tables."""
-    kind, arguments = MODELS[model]
-    name, _, mode = update.partition(" ")
-    trained = seeded(kind, *OPTIMIZERS[name], *arguments)
-    types: set[str] = set()
-
-    def look() -> None:
-        types.update(
-            item.sharding_type for item in trained.trainer.strategy.run_tables.shards.plan.values()
-        )
-
-    trained.on_train_start = look
-    strategy = CUTS[cut] | ({"embedding_update": mode} if mode else {})
-    make_trainer(strategy).fit(trained, rank_loader(STEPS, rank_and_num_ranks()[0]))
-    return trained.losses, trained.final_state, types
-
-
-@pytest.mark.parametrize(("num_ranks", "model", "cut", "update"), slow_except(QUICK, CASES))
-def test_weights_that_learn_get_the_gradients_of_one_process(
-    num_ranks: int, model: str, cut: str, update: str
-) -> None:
-    actual = run_on_warm_ranks(_fit, num_ranks, model, cut, update)
-    kind, arguments = MODELS[model]
-    name = update.split()[0]
-    start = seeded(kind, *OPTIMIZERS[name], *arguments)
-    expected = train_unsharded(start, STEPS, num_ranks)
-    losses, states, types = zip(*actual, strict=True)
-    assert cut == "every" or types[0] == {cut}
-    assert torch.allclose(torch.tensor(losses).mean(0), torch.tensor(expected.losses), atol=1e-6)
-    assert max(largest_difference(states[0], expected.final_state).values()) <= limit_of(name)
-    previous = learned_weights(start.state_dict())
-    assert previous
-    assert (
-        min(
-            float((expected.final_state[key] - value).abs().max())
-            for key, value in previous.items()
-        )
-        > 1e-4
-    )
-
-
-def _fit_unequal(cut: str, update: str) -> dict[str, Tensor]:
-    model = seeded(SharesBags, *OPTIMIZERS["SGD"])
-    trainer = make_trainer(CUTS[cut] | {"embedding_update": update})
-    trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
-    return model.final_state
-
-
-def test_weights_of_features_with_unequal_batch_sizes_learn_too() -> None:
-    calls = {
-        cut: (_fit_unequal, cut, update)
-        for cut, update in (("table_wise", "fused"), ("row_wise", "sparse"))
-    }
-    start = seeded(SharesBags, *OPTIMIZERS["SGD"])
-    batches = zip(*[list(rank_loader(STEPS, rank)) for rank in range(2)], strict=True)
-    expected = train_by_ranks(start, list(map(list, batches))).state_dict()
-    for state in run_each_on_ranks(calls, 2)[0].values():
-        assert max(largest_difference(state, expected).values()) <= limit_of("SGD")
-    assert (
-        min(
-            float((expected[key] - item).abs().max())
-            for key, item in learned_weights(start.state_dict()).items()
-        )
-        > 1e-4
-    )
+@pytest.mark.parametrize("name", slow_except(list(QUICK), CASES))
+def test_weights_that_learn_get_the_gradients_of_one_process(name: str) -> None:
+    check(CASES[name])
 
 
 def _fit_on_nodes(cut: str, update: str) -> dict[str, Tensor]:
@@ -170,113 +130,46 @@ def _fit_on_nodes(cut: str, update: str) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["table_row_wise", "table_column_wise"])
 def test_weights_learn_on_two_nodes(cut: str) -> None:
-    expected = train_unsharded(seeded(WeightsOfALayer, *OPTIMIZERS["SGD"]), STEPS, 4).final_state
+    expected = run_in_one_process(case(WeightsOfALayer, num_ranks=4)).state
     for update in ("fused", "sparse"):
         state = run_on_ranks(_fit_on_nodes, 4, cut, update)[0]
         assert max(largest_difference(state, expected).values()) <= limit_of("SGD")
 
 
-def _freeze(update: str, later: int) -> tuple[str, dict[str, Tensor]]:
-    model = seeded(FreezesTables, *OPTIMIZERS["SGD"], later)
-    try:
-        make_trainer({"embedding_update": update}).fit(
-            model, rank_loader(STEPS, rank_and_num_ranks()[0])
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", {}
-    return "", model.final_state
-
-
-FREEZING = {
-    ("auto", 0): "",
-    ("sparse", 2): "",
-    ("auto", 2): r"ShardingError: table '.*\.wide' is frozen, .*embedding_update='sparse'",
-}
-
-
-@pytest.fixture(scope="module")
-def frozen() -> list[dict[str, Any]]:
-    return run_each_on_ranks({str(case): (_freeze, *case) for case in FREEZING}, 2)
-
-
-@pytest.mark.parametrize("case", FREEZING)
-def test_frozen_tables_pass_gradients_to_the_weights_or_are_refused(
-    frozen: list[dict[str, Any]], case: tuple[str, int]
-) -> None:
-    for rank, actual in enumerate(frozen):
-        message, state = actual[str(case)]
-        assert re.match(FREEZING[case], message, re.DOTALL) if FREEZING[case] else not message, (
-            message
-        )
-        if not message and rank == 0:
-            start = seeded(FreezesTables, *OPTIMIZERS["SGD"], case[1])
-            expected = _train_freezing(start)
-            assert max(largest_difference(state, expected).values()) <= limit_of("SGD")
-
-
-def _train_freezing(model: FreezesTables) -> dict[str, Tensor]:
-    return train_plain(model, global_batches(STEPS), before_batch=model.freeze_tables)
-
-
-def _freeze_processors() -> dict[str, Tensor]:
-    model = seeded(FreezesProcessors, *OPTIMIZERS["SGD"], True)
-    make_trainer({"find_unused_parameters": True}).fit(
-        model, rank_loader(2 * STEPS, rank_and_num_ranks()[0])
-    )
-    return model.final_state
-
-
-def test_a_processor_that_all_ranks_freeze_rests_from_then_on() -> None:
-    start = seeded(FreezesProcessors, *OPTIMIZERS["SGD"], True)
-    expected = train_plain(start, global_batches(2 * STEPS), before_batch=start.freeze_processors)
-    actual = run_on_warm_ranks(_freeze_processors, 2)[0]
-    assert max(largest_difference(actual, expected).values()) <= limit_of("SGD")
-
-
-def _refused(kind: type[ClickModel], strategy: dict[str, Any], *arguments: Any) -> str:
-    model = seeded(kind, *OPTIMIZERS["SGD"], *arguments)
-    try:
-        make_trainer(ALL | strategy).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-ON_RANK_0 = r"ShardingError: 'ebc.*' was called with ids whose weights need a gradient on ranks \[0\] of 2, and on no"
-REFUSED: dict[str, tuple[type[ClickModel], dict[str, Any], str]] = {
-    "a processor frozen on one rank": (FreezesProcessors, {}, ON_RANK_0),
+NEED_ON_RANK_0 = (
+    "was called with ids whose weights need a gradient on ranks [0] of 2, and on no other"
+)
+REFUSED = {
+    "tables frozen later": (
+        case(FreezesTables, final=2, strategy={}),
+        "is frozen, ",
+    ),
+    "a processor frozen on one rank": (
+        case(FreezesProcessors, everywhere=False, strategy=ALL),
+        NEED_ON_RANK_0,
+    ),
     "a layer frozen on one rank, by hand": (
-        FreezesBeforeBackward,
-        {"embedding_update": "sparse"},
-        ON_RANK_0,
+        case(FreezesBeforeBackward, strategy=ALL | {"embedding_update": "sparse"}),
+        NEED_ON_RANK_0,
     ),
     "two lookups": (
-        LooksUpTwice,
-        {"embedding_update": "fused"},
-        "OptimizerError: .*more than one lookup of 'e?b",
+        case(LooksUpTwice, strategy=ALL | {"embedding_update": "fused"}),
+        "more than one lookup of",
     ),
     "calls that differ": (
-        CallsDiffer,
-        {},
-        "ProvenanceError: .*'ebc' is called with an input that is not the part",
+        case(CallsDiffer, strategy=ALL),
+        "'ebc' is called with an input that is not the part",
     ),
     "ranks that disagree": (
-        RanksDisagree,
-        {},
-        "IdsError: .*weights of any type that need a gradient; rank 1: ",
+        case(RanksDisagree, strategy=ALL),
+        "weights of any type that need a gradient; rank 1: ",
     ),
 }
 
 
-def test_what_would_be_other_numbers_is_refused_on_every_rank() -> None:
-    calls = {
-        name: (_refused, kind, item, *[False] * ("processor" in name))
-        for name, (kind, item, _) in REFUSED.items()
-    }
-    rank_results = run_each_on_ranks(calls, 2)
-    for actual in rank_results:
-        for name, (_, _, message) in REFUSED.items():
-            assert re.match(message, actual[name], re.DOTALL), actual[name]
+@pytest.mark.parametrize("name", slow_except(set(REFUSED) - {"calls that differ"}, REFUSED))
+def test_what_would_be_other_numbers_is_refused_on_every_rank(name: str) -> None:
+    check_refused(*REFUSED[name])
 
 
 def _save(path: str) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import copy
 import io
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,16 +18,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from lightning_distrec import NormalizeRows
 from lightning_distrec.errors import ConfigError, ShardedWeightError, ShardingError
+from tests.support.cases import Case, case_of, check, check_refused
 from tests.support.click_model import seeded
-from tests.support.embedding_models import (
-    TwoTower,
-    loader,
-    pairs,
-    too_far,
-    train_unsharded,
-    whole_state,
-)
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.embedding_models import TwoTower, loader, pairs, too_far, whole_state
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 STEPS = 3
@@ -131,7 +126,7 @@ def test_weights_drawn_in_hooks_are_those_of_one_process(types: list[str], num_r
         ), draw
 
 
-# -- sums and norms in the loss
+# -- rows and sums of the weights, in the step and in hooks
 
 
 class Penalized(TwoTower):
@@ -139,94 +134,45 @@ class Penalized(TwoTower):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        squares = sum(weight.pow(2).sum() for weight in self.parameters())
-        norms = sum(
-            weight.norm() + torch.linalg.vector_norm(weight, 3) for weight in self.parameters()
-        )
-        self.penalty = float(norms + squares + self.item_embedding.weight.abs().mean())
-        return loss + 0.01 * squares + 0.02 * norms + self.item_embedding.weight.abs().mean()
-
-
-def _penalized(types: list[str]) -> Any:
-    model = seeded(Penalized)
-    trainer = _fit(model, types, embedding_update="dense")
-    return whole_state(model) if trainer.global_step == STEPS else {}, model.penalty
-
-
-@pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
-def test_norms_of_all_parameters_in_the_loss_are_those_of_the_full_tables(types: list[str]) -> None:
-    actual = run_on_warm_ranks(_penalized, 2, types)
-    batches = [[pairs(step, rank) for rank in range(2)] for step in range(STEPS)]
-    expected = train_unsharded(seeded(Penalized), batches)
-    assert too_far(actual[0][0], expected.state_dict(), 1e-5) == {}
-    assert actual[0][1] == actual[1][1] == pytest.approx(expected.penalty, rel=1e-5)
-
-
-# -- norms of gradients, full parameters
+        for weight in self.parameters():
+            norms = weight.norm() + torch.linalg.vector_norm(weight, 3)
+            loss = loss + 0.01 * weight.pow(2).sum() + 0.02 * norms
+        return loss + self.item_embedding.weight.abs().mean()
 
 
 class Looks(TwoTower):
-    """Logs the norms of its gradients, and looks at full weights."""
+    """Keeps the norms of its gradients, by the strategy and by Lightning. hook: looks at weights."""
 
-    def __init__(self, hook: Hook | None = None) -> None:
+    def __init__(self, hook: Hook | None = None, optimizer: type | None = None) -> None:
         super().__init__()
-        self.norms: list[dict[str, float]] = []
-        self.norms_of_lightning: list[dict[str, float]] = []
-        self.hook = hook
+        self.norms: list[Any] = []
+        self.hook, self.optimizer = hook, optimizer
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer is not None:
+            return self.optimizer(self.parameters(), lr=0.1)
+        return super().configure_optimizers()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms.append(self.trainer.strategy.gradient_norms(norm_type=2))
-        self.norms_of_lightning.append({
-            name: float(norm) for name, norm in grad_norm(self, norm_type=2).items()
-        })
+        of_lightning = {key: float(value) for key, value in grad_norm(self, norm_type=2).items()}
+        by_strategy = getattr(self.trainer.strategy, "gradient_norms", None)
+        norms = of_lightning if by_strategy is None else by_strategy(norm_type=2)
+        self.norms.append((list(norms), norms, of_lightning))
         if self.hook is not None:
             self.hook(self)
 
 
-def _norms(types: list[str]) -> dict[str, Any]:
-    model = seeded(Looks)
-    trainer = _fit(model, types)
-    strategy: Any = trainer.strategy
-    state = whole_state(model)
-    full = {name: strategy.full_parameter(name) for name, _ in model.named_parameters()}
-    part = strategy.full_parameter("item_embedding", rows=(30, 45))  # of two shards
-    return {
-        "norms": model.norms,
-        "lightning": model.norms_of_lightning,
-        "state": state,
-        "full": full,
-        "part": part,
-    }
+def norms_of(model: Any) -> Any:
+    assert all(names == list(norms) for names, norms, _ in model.norms)
+    return [[norms, of_lightning] for _, norms, of_lightning in model.norms]
 
 
-@pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
-def test_gradient_norms_and_full_parameters_are_those_of_one_process(types: list[str]) -> None:
-    actual = run_on_warm_ranks(_norms, 2, types)
-    model = copy.deepcopy(seeded(TwoTower))
-    optimizer = model.configure_optimizers()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        torch.stack([
-            model.training_step(pairs(step, rank), 0) for rank in range(2)
-        ]).mean().backward()
-        expected = {name: float(norm) for name, norm in grad_norm(model, norm_type=2).items()}
-        assert list(actual[0]["norms"][step]) == list(expected)
-        assert (
-            actual[0]["norms"][step]
-            == actual[1]["norms"][step]
-            == pytest.approx(expected, rel=1e-4)
-        )
-        assert actual[0]["lightning"][step] == pytest.approx(expected, rel=1e-4)
-        optimizer.step()
-    for rank_result in actual:
-        assert all(
-            torch.equal(rank_result["full"][name], value)
-            for name, value in actual[0]["state"].items()
-        )
-        assert torch.equal(rank_result["part"], actual[0]["state"]["item_embedding.weight"][30:45])
+def full_parameters(trainer: Any) -> Any:
+    """Return whole weights, and a part of two shards."""
+    names = [name for name, _ in trainer.lightning_module.named_parameters()]
+    full = {name: trainer.strategy.full_parameter(name) for name in names}
+    return full, trainer.strategy.full_parameter("item_embedding", rows=(30, 45))
 
-
-# -- rows that are loaded in a hook
 
 ROWS = torch.linspace(-0.2, 0.2, 70 * 16).view(70, 16)
 
@@ -253,7 +199,7 @@ LOADED: dict[str, Hook] = {
         model, "item_embedding", nn.Embedding.from_pretrained(ROWS.clone())
     ),
 }
-PARAMETER = r"take the place of the weight of the sharded table 'item_embedding'.*embedding.weight.copy_\(rows\)"
+PARAMETER = "take the place of the weight of the sharded table 'item_embedding'"
 REPLACED: dict[str, tuple[Hook, str]] = {
     "parameter": (
         lambda model: setattr(model.item_embedding, "weight", nn.Parameter(ROWS)),
@@ -266,7 +212,7 @@ REPLACED: dict[str, tuple[Hook, str]] = {
     "deleted": (lambda model: delattr(model.item_embedding, "weight"), PARAMETER),
     "assigned": (
         lambda model: model.item_embedding.load_state_dict({"weight": ROWS}, assign=True),
-        "weights of the sharded 'item_embedding'.*assign=True",
+        "weights of the sharded 'item_embedding'",
     ),
     "past torch": (
         lambda model: model.item_embedding._parameters.update(weight=nn.Parameter(ROWS)),
@@ -275,36 +221,78 @@ REPLACED: dict[str, tuple[Hook, str]] = {
 }
 
 
-def _loaded(hook: Hook) -> Any:
-    model = seeded(TwoTower)
-    model.on_fit_start = lambda: hook(model)  # type: ignore[method-assign]
-    try:
-        _fit(model, ["row_wise"])
-    except ShardedWeightError as error:
-        return str(error)
-    return whole_state(model)
+class Loads(TwoTower):
+    """Loads rows in a hook."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def on_fit_start(self) -> None:
+        (LOADED[self.way] if self.way in LOADED else REPLACED[self.way][0])(self)
 
 
-def _load_each() -> dict[str, Any]:
-    hooks = LOADED | {name: hook for name, (hook, _) in REPLACED.items()}
-    return {name: _loaded(hook) for name, hook in hooks.items()}
+class Normalized(TwoTower):
+    """Scales its rows by itself, in one process."""
+
+    def __init__(self, max_norm: float | None) -> None:
+        super().__init__()
+        self.max_norm = max_norm
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for weight in (self.item_embedding.weight.data, self.user_tower[0].weight.data):
+            norms = weight.norm(dim=1, keepdim=True)
+            if self.max_norm is None:
+                weight.copy_(nn.functional.normalize(weight))
+            else:
+                weight.mul_((self.max_norm / norms).clamp(max=1))
 
 
-def test_rows_that_a_hook_loads_are_trained_and_other_parameters_are_refused() -> None:
-    for rank, results in enumerate(run_on_warm_ranks(_load_each, 2)):
-        for name, (_, pattern) in REPLACED.items():
-            assert re.search(pattern, str(results[name]), re.S), (name, results[name])
-        for name in LOADED if rank == 0 else []:
-            model = copy.deepcopy(seeded(TwoTower))
-            optimizer = model.configure_optimizers()
-            LOADED[name](model)
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                torch.stack([
-                    model.training_step(pairs(step, rank), 0) for rank in range(2)
-                ]).mean().backward()
-                optimizer.step()
-            assert too_far(results[name], model.state_dict(), 1e-5) == {}, name
+def case(kind: type, *arguments: Any, cut: str = "row_wise", **values: Any) -> Case:
+    """Return a case of a two-tower model with both tables sharded."""
+    options = {"convert_embeddings": ["user_embedding", "item_embedding"], "sharding_types": [cut]}
+    strategy = options | values.pop("strategy", {})
+    fields = {"batch": pairs, "steps": STEPS, "limit": 1e-5, "strategy": strategy}
+    return case_of(kind, *arguments, **fields | values)
+
+
+def normalized(cut: str, max_norm: float | None) -> Case:
+    names = ["item_embedding.weight", "user_tower.0.weight"]
+    trainer = {"callbacks": [NormalizeRows(names, max_norm)]}
+    return case(TwoTower, plain=partial(Normalized, max_norm), cut=cut, trainer=trainer)
+
+
+DENSE = {"embedding_update": "dense"}
+CUTS = ("row_wise", "column_wise")
+CASES = {
+    **{f"penalized, {cut}": case(Penalized, cut=cut, strategy=DENSE) for cut in CUTS},
+    **{f"norms, {cut}": case(Looks, cut=cut, same=norms_of, look=full_parameters) for cut in CUTS},
+    **{f"loaded by {way}": case(Loads, way) for way in LOADED},
+    **{f"normalized, {cut}": normalized(cut, None) for cut in CUTS},
+    **{f"norm below a maximum, {cut}": normalized(cut, 0.3) for cut in CUTS},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_done_to_weights_gives_the_numbers_of_one_process(name: str) -> None:
+    outcomes = check(CASES[name])
+    state = outcomes[0].state
+    for full, part in [outcome.seen for outcome in outcomes if outcome.seen is not None]:
+        assert all(torch.equal(full[key], value) for key, value in state.items())
+        assert torch.equal(part, state["item_embedding.weight"][30:45])
+
+
+FUSED_SGD = {"embedding_update": "fused"}
+LOST = {name: (case(Loads, name), message) for name, (_, message) in REPLACED.items()}
+LOST["norms of fused tables"] = (
+    case(Looks, optimizer=torch.optim.SGD, strategy=FUSED_SGD),
+    "OptimizerError: gradient_norms: table 'user_embedding' has no gradient",
+)
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_parameters_in_the_place_of_shards_are_refused_on_every_rank(name: str) -> None:
+    check_refused(*LOST[name])
 
 
 # -- what is refused
@@ -458,55 +446,6 @@ def test_full_parameter_refuses_what_is_not_there_on_every_rank() -> None:
         )
         assert re.search("the ranks ask for different parameters", message["different"])
         assert re.search(r"rows=\(0, 71\) are not within the 70 rows", message["rows"])
-
-
-def _fused_norms() -> None:
-    model = seeded(Looks)
-    model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[method-assign]
-    _fit(model, embedding_update="fused")
-
-
-def test_gradient_norms_of_fused_tables_are_refused() -> None:
-    with pytest.raises(
-        RankFailed, match="OptimizerError: gradient_norms: table 'user_embedding' has no gradient"
-    ):
-        run_on_warm_ranks(_fused_norms, 2)
-
-
-def _normalized(types: list[str], max_norm: float | None) -> dict[str, Tensor]:
-    model = seeded(TwoTower)
-    rank, _ = rank_and_num_ranks()
-    names = ["item_embedding.weight", "user_tower.0.weight"]
-    trainer = make_trainer(
-        {"convert_embeddings": "all", "sharding_types": types},
-        callbacks=[NormalizeRows(names, max_norm)],
-    )
-    trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
-    return whole_state(model)
-
-
-@pytest.mark.parametrize("types", [["row_wise"], ["column_wise"]])
-def test_rows_are_normalized_over_shards_as_in_one_process(types: list[str]) -> None:
-    actual = run_each_on_ranks({str(norm): (_normalized, types, norm) for norm in (None, 0.3)}, 2)[
-        0
-    ]
-    for norm in (None, 0.3):
-        model = copy.deepcopy(seeded(TwoTower))
-        optimizer = model.configure_optimizers()
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            torch.stack([
-                model.training_step(pairs(step, rank), 0) for rank in range(2)
-            ]).mean().backward()
-            optimizer.step()
-            for weight in (model.item_embedding.weight.data, model.user_tower[0].weight.data):
-                norms = weight.norm(dim=1, keepdim=True)
-                weight.copy_(
-                    nn.functional.normalize(weight)
-                    if norm is None
-                    else weight * (norm / norms).clamp(max=1)
-                )
-        assert too_far(actual[str(norm)], model.state_dict(), 1e-5) == {}
 
 
 def test_normalize_rows_refuses_what_it_cannot_scale() -> None:

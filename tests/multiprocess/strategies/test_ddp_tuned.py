@@ -15,46 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
-from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader, whole_batches
-from tests.support.dense_runs import Outcome, check_same, fit
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader
+from tests.support.dense_runs import Outcome, fit
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
-
-
-def _both(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> tuple[Outcome, Outcome]:
-    stock = {"find_unused_parameters": True} if options.get("find_unused_parameters") else {}
-    return (
-        fit(kind, TunedDDPStrategy(**options), **settings),
-        fit(kind, pl.strategies.DDPStrategy(**stock), **settings),
-    )
-
-
-FEWER_STEPS = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-CASES: dict[str, tuple[Any, ...]] = {
-    "bare and tied": (_both, "BareAndTied", {}, {}),
-    "many small buckets": (_both, "BareAndTied", {"bucket_cap_mb": 0.0005}, {}),
-    "clipped and accumulated": (_both, "BareAndTied", {}, FEWER_STEPS),
-    "batch norm": (_both, "WithBatchNorm", {}, {}),
-    "two optimizers by hand": (_both, "TwoByHand", {}, {}),
-    "unused layers": (_both, "Unused", {"find_unused_parameters": True}, {}),
-}
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_losses_and_weights_are_those_of_ddp(num_ranks: int) -> None:
-    for results in run_each_on_ranks(CASES, num_ranks):
-        for tuned, stock in results.values():
-            check_same(tuned, stock)
-
-
-def test_weights_are_those_of_one_process_with_the_batches_of_all() -> None:
-    pl.seed_everything(5)
-    single = BareAndTied()
-    trainer = pl.Trainer(**DEFAULTS | {"max_epochs": 2} | FEWER_STEPS)
-    trainer.fit(single, whole_batches(2))
-    for _, weights in run_on_warm_ranks(_fit_with, 2, "BareAndTied", {}, FEWER_STEPS):
-        for name, value in single.state_dict().items():
-            torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-5, msg=name)
 
 
 def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcome:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from itertools import cycle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
-from tests.support.click_model import FEATURES, ClickModel, rank_loader, seeded
+from tests.support.cases import Case, check, check_refused, click_batch, click_case, for_each
+from tests.support.click_model import FEATURES, ClickModel, join_batches, rank_loader, seeded
 from tests.support.plain_loop import (
     EVERY_CUT,
     OPTIMIZERS,
@@ -23,9 +24,7 @@ from tests.support.plain_loop import (
     State,
     assert_equal,
     fit_with_each,
-    global_batches,
     loss_of,
-    train_plain,
     train_plain_click_model,
 )
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -33,22 +32,33 @@ from tests.support.trainers import make_trainer
 
 
 class TwoLoaders(ClickModel):
-    """Takes a batch of each of two loaders."""
+    """Takes a batch of each of two loaders of its own, of unequal lengths. mode: which one ends an
+    epoch. alone: in one process, whose batches are those of both ranks."""
+
+    def __init__(self, *args: Any, mode: str, alone: bool = False) -> None:
+        super().__init__(*args)
+        self.mode, self.alone = mode, alone
+
+    def train_dataloader(self) -> CombinedLoader:
+        loaders = {name: loader_of(*steps, self.alone) for name, steps in STEPS_OF.items()}
+        return CombinedLoader(loaders, self.mode)
 
     def training_step(self, batch: dict[str, Batch], batch_idx: int) -> Tensor:
         return loss_of(self, batch["one"]) + 0.5 * loss_of(self, batch["other"])
 
 
-def _combined(mode: str) -> dict[str, State]:
-    rank, _ = rank_and_num_ranks()
-    states = {}
-    for name in USUAL:
-        model = seeded(TwoLoaders, *OPTIMIZERS[name])
-        loaders = {"one": rank_loader(5, rank), "other": rank_loader(3, rank, first=50)}
-        update = "sparse" if name == "Adagrad" else "auto"
-        make_trainer({"embedding_update": update}).fit(model, CombinedLoader(loaders, mode))
-        states[name] = model.final_state
-    return states
+STEPS_OF = {"one": (0, 5), "other": (50, 53)}
+
+
+def loader_of(first: int, last: int, alone: bool) -> DataLoader[Any]:
+    """Return a loader of this rank's batches, or of those of both ranks as one."""
+    batches = []
+    for step in range(first, last):
+        if alone:
+            batches.append(join_batches([click_batch(step, rank) for rank in range(2)]))
+        else:
+            batches.append(click_batch(step, rank_and_num_ranks()[0]))
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 
 class TakesIterator(ClickModel):
@@ -62,19 +72,14 @@ class TakesIterator(ClickModel):
 class ChangesLoader(ClickModel):
     """Has other batches in every epoch, and on rank 1 one more of them than on rank 0."""
 
-    def train_dataloader(self) -> DataLoader:
-        rank, _ = rank_and_num_ranks()
+    def __init__(self, *args: Any, alone: bool = False) -> None:
+        super().__init__(*args)
+        self.alone = alone
+
+    def train_dataloader(self) -> DataLoader[Any]:
         epoch = self.trainer.current_epoch
-        return rank_loader(2 + epoch + rank, rank, first=10 * epoch)
-
-
-def _reloaded() -> dict[str, State]:
-    states = {}
-    for name in USUAL:
-        model = seeded(ChangesLoader, *OPTIMIZERS[name])
-        make_trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1).fit(model)
-        states[name] = model.final_state
-    return states
+        more = 0 if self.alone else rank_and_num_ranks()[0]
+        return loader_of(10 * epoch, 11 * epoch + 2 + more, self.alone)
 
 
 class NaNGradient(torch.autograd.Function):
@@ -94,14 +99,6 @@ class GoesWrong(ClickModel):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return NaNGradient.apply(super().training_step(batch, batch_idx))
-
-
-def _go_wrong() -> str:
-    try:
-        fit_with_each(GoesWrong, ("SGD",), {}, ANOMALY)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
 
 
 class CompiledDense(ClickModel):
@@ -178,78 +175,42 @@ def _compiled_module() -> dict[str, State]:
     return states
 
 
+def own_loader(kind: type, optimizer: str, trainer: dict[str, Any], **options: Any) -> Case:
+    """Return a case of a model that makes its loaders itself."""
+    alone = partial(kind, *OPTIMIZERS[optimizer], alone=True, **options)
+    update = {"embedding_update": "sparse" if optimizer == "Adagrad" else "auto"}
+    fields = {"plain": alone, "steps": 0, "loss_limit": None, "strategy": update}
+    return click_case(kind, optimizer, trainer=trainer, **fields, **options)
+
+
 ANOMALY = {"detect_anomaly": True}
-RUNS: dict[str, tuple[Any, ...]] = {
-    "max_size_cycle": (_combined, "max_size_cycle"),
-    "min_size": (_combined, "min_size"),
-    "iterator": (fit_with_each, TakesIterator, USUAL),
-    "reloaded": (_reloaded,),
-    "overfit": (fit_with_each, ClickModel, USUAL, {}, {"overfit_batches": 2, "max_epochs": 3}),
-    "anomaly": (fit_with_each, ClickModel, USUAL, {}, ANOMALY),
-    "anomaly sparse": (
-        fit_with_each,
-        ClickModel,
-        ("Adagrad",),
-        {"embedding_update": "sparse"},
-        ANOMALY,
-    ),
-    "anomaly every cut": (fit_with_each, ClickModel, ("SGD",), EVERY_CUT, ANOMALY),
-    "goes wrong": (_go_wrong,),
+SPARSE = {"embedding_update": "sparse"}
+RELOADED = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+OVERFIT = {"overfit_batches": 2, "max_epochs": 3}
+CASES = {
+    "max_size_cycle": own_loader(TwoLoaders, "SGD", {}, mode="max_size_cycle"),
+    "max_size_cycle, sparse": own_loader(TwoLoaders, "Adagrad", {}, mode="max_size_cycle"),
+    "min_size": own_loader(TwoLoaders, "Adam", {}, mode="min_size"),
+    "reloaded": own_loader(ChangesLoader, "SGD", RELOADED),
+    "reloaded, sparse": own_loader(ChangesLoader, "Adagrad", RELOADED),
+    **{f"iterator, {name}": case for name, case in for_each(TakesIterator, USUAL).items()},
+    "overfit": click_case(ClickModel, "Adagrad", trainer=OVERFIT),
+    "overfit, Adam": click_case(ClickModel, "Adam", trainer=OVERFIT),
+    "anomaly": click_case(ClickModel, "Adagrad", trainer=ANOMALY),
+    "anomaly, Adam": click_case(ClickModel, "Adam", trainer=ANOMALY),
+    "anomaly, sparse": click_case(ClickModel, "Adagrad", strategy=SPARSE, trainer=ANOMALY),
+    "anomaly, every cut": click_case(ClickModel, strategy=EVERY_CUT, trainer=ANOMALY),
 }
 
 
-@pytest.fixture(scope="module")
-def rank_results() -> list[dict[str, Any]]:
-    """What each rank found in each run."""
-    return run_each_on_ranks(RUNS, 2)
+@pytest.mark.parametrize("name", CASES)
+def test_loops_of_the_trainer_train_as_in_one_process(name: str) -> None:
+    check(CASES[name])
 
 
-@pytest.fixture(scope="module")
-def actual(rank_results: list[dict[str, Any]]) -> dict[str, Any]:
-    """What rank 0 found in each run."""
-    return rank_results[0]
-
-
-@pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
-def test_combined_loaders_give_each_step_a_batch_of_each(actual: dict[str, Any], mode: str) -> None:
-    pairs = list(zip(global_batches(5), cycle(global_batches(3, first=50)), strict=False))
-    batches = [
-        {"one": first, "other": other}
-        for first, other in pairs[: 5 if mode == "max_size_cycle" else 3]
-    ]
-    assert_equal(
-        actual[mode], lambda name: train_plain(seeded(TwoLoaders, *OPTIMIZERS[name]), batches)
-    )
-
-
-def test_a_training_step_that_fetches_its_batches_is_exact(actual: dict[str, Any]) -> None:
-    assert_equal(actual["iterator"], train_plain_click_model)
-
-
-def test_every_epoch_may_have_a_loader_of_its_own(actual: dict[str, Any]) -> None:
-    batches = [batch for epoch in range(3) for batch in global_batches(2 + epoch, first=10 * epoch)]
-    assert_equal(
-        actual["reloaded"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches)
-    )
-
-
-def test_overfit_batches_repeats_the_first_batches(actual: dict[str, Any]) -> None:
-    batches = 3 * global_batches(2)
-    assert_equal(
-        actual["overfit"], lambda name: train_plain(seeded(ClickModel, *OPTIMIZERS[name]), batches)
-    )
-
-
-def test_anomaly_detection_changes_no_number(actual: dict[str, Any]) -> None:
-    for case in ("anomaly", "anomaly sparse", "anomaly every cut"):
-        assert_equal(actual[case], train_plain_click_model)
-
-
-def test_anomaly_detection_finds_a_gradient_that_is_not_a_number(
-    rank_results: list[dict[str, Any]],
-) -> None:
-    for result in rank_results:
-        assert "Function 'NaNGradientBackward' returned nan values" in result["goes wrong"]
+def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
+    wrong = click_case(GoesWrong, trainer=ANOMALY)
+    check_refused(wrong, "Function 'NaNGradientBackward' returned nan values")
 
 
 @pytest.fixture(scope="module")

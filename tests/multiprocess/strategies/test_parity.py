@@ -1,7 +1,6 @@
 """Sharded training gives the numbers of one unsharded process: optimizers x cuts x pooling, on 2
 and 3 ranks."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -11,19 +10,11 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from tests.support.click_model import (
-    FEATURES,
-    ClickModel,
-    SequenceModel,
-    seeded,
-    train_sharded,
-    train_unsharded,
-)
+from tests.support.cases import Case, check, click_case
+from tests.support.click_model import FEATURES, ClickModel, SequenceModel
 from tests.support.parameters import slow_except
 from tests.support.plain_loop import limit_of
-from tests.support.ranks import run_on_warm_ranks
 
-STEPS = 8
 CUTS = (
     "table_wise",
     "row_wise",
@@ -75,12 +66,6 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
     ),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}, "dense"),
 }
-USUAL = [
-    *product(
-        ("SGD", "SGD momentum", "Adagrad eps", "RowWiseAdagrad", "Adam amsgrad", "AdamW"), (2,)
-    ),
-    *product(("Adagrad", "RMSprop"), (3,)),
-]
 
 
 def cuts_for(name: str) -> tuple[str, ...]:
@@ -137,71 +122,49 @@ def _options(cuts: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _train(name: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    optimizer, options, _ = OPTIMIZERS[name]
-    model = seeded(EveryCut, optimizer, options, cuts_for(name))
-    kinds: dict[str, str] = {}
-
-    def look() -> None:
-        setup = model.trainer.strategy.run_tables
-        for table, update in setup.updates.items():
-            kinds[table.split(".")[-1]] = f"{update.kind} {setup.shards.plan[table].sharding_type}"
-
-    model.on_train_start = look  # type: ignore[method-assign]
-    train_sharded(model, STEPS, {"tables": _options(cuts_for(name))})
-    return model.final_state, kinds
-
-
-@pytest.mark.parametrize(("name", "num_ranks"), slow_except(USUAL, product(OPTIMIZERS, (2, 3))))
-def test_sharded_weights_equal_those_of_one_unsharded_process(name: str, num_ranks: int) -> None:
-    state, kinds = run_on_warm_ranks(_train, num_ranks, name)[0]
+def every_cut(name: str, num_ranks: int = 2) -> Case:
+    """Return a case of tables of each pooling and cut, with this optimizer."""
     optimizer, options, kind = OPTIMIZERS[name]
-    start = seeded(EveryCut, optimizer, options, cuts_for(name))
-    expected = train_unsharded(start, STEPS, num_ranks).final_state
-    for pooling in POOLINGS:
-        for cut in cuts_for(name):
-            table = f"{pooling}_{cut}"
-            assert kinds[table] == f"{'dense' if cut == 'data_parallel' else kind} {cut}"
-    differences = {key: float((state[key] - expected[key]).abs().max()) for key in expected}
-    moved = {key: float((start.state_dict()[key] - expected[key]).abs().max()) for key in expected}
-    assert state.keys() == expected.keys()
-    assert min(moved.values()) > 1e-4, moved
-    too_far = {key: value for key, value in differences.items() if not value <= limit_of(name)}
-    assert not too_far, f"{name} on {num_ranks} ranks: {too_far}"
-    print(f"{name:24s} {num_ranks} ranks: largest difference {max(differences.values()):.1e}")
+    cuts = cuts_for(name)
+    tables = [(f"{pooling}_{cut}", cut) for pooling in POOLINGS for cut in cuts]
+    return click_case(
+        EveryCut,
+        (optimizer, options),
+        cuts=cuts,
+        num_ranks=num_ranks,
+        steps=8,
+        strategy={"tables": _options(cuts)},
+        updates={table: "dense" if cut == "data_parallel" else kind for table, cut in tables},
+        limit=limit_of(name),
+    )
 
 
-def _train_sequences(name: str, cuts: tuple[str, ...]) -> dict[str, Any]:
+def sequences(name: str, cut: str, num_ranks: int = 2) -> Case:
     optimizer, options, _ = OPTIMIZERS[name]
-    results = {}
-    for cut in cuts:
-        model = seeded(SequenceModel, optimizer, options)
-        strategy = {
-            "sharding_types": [cut],
-            "tables": {"wide": {"min_partition": 4}, "narrow": {"min_partition": 4}},
-        }
-        model, _ = train_sharded(model, STEPS, strategy)
-        results[cut] = model.final_state
-    return results
+    tables = {table: {"min_partition": 4} for table in ("wide", "narrow")}
+    strategy = {"sharding_types": [cut], "tables": tables}
+    fields = {"strategy": strategy, "num_ranks": num_ranks, "steps": 8, "limit": limit_of(name)}
+    return click_case(SequenceModel, (optimizer, options), **fields)
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    slow_except(
-        [("SGD", 2), ("Adagrad initial", 3), ("RowWiseAdagrad", 2)],
-        product(["SGD", "Adagrad", "Adagrad initial", "RowWiseAdagrad"], (2, 3)),
-    ),
-)
-def test_sharded_sequence_tables_equal_those_of_one_unsharded_process(
-    name: str, num_ranks: int
-) -> None:
-    cuts = ("table_wise", "row_wise") + (() if name == "RowWiseAdagrad" else ("column_wise",))
-    sharded = run_on_warm_ranks(_train_sequences, num_ranks, name, cuts)[0]
-    optimizer, options, _ = OPTIMIZERS[name]
-    expected = train_unsharded(
-        seeded(SequenceModel, optimizer, options), STEPS, num_ranks
-    ).final_state
-    for cut, state in sharded.items():
-        assert state.keys() == expected.keys()
-        difference = max(float((state[key] - expected[key]).abs().max()) for key in expected)
-        assert difference <= limit_of(name), f"{name} {cut}: {difference}"
+USUAL = {
+    **{
+        name: every_cut(name)
+        for name in (
+            *("SGD", "SGD momentum", "Adagrad eps", "RowWiseAdagrad", "Adam amsgrad", "AdamW"),
+        )
+    },
+    "Adagrad, three ranks": every_cut("Adagrad", 3),
+    "RMSprop, three ranks": every_cut("RMSprop", 3),
+    "sequences, SGD": sequences("SGD", "table_wise"),
+    "sequences, SGD, columns": sequences("SGD", "column_wise"),
+    "sequences, RowWiseAdagrad": sequences("RowWiseAdagrad", "row_wise"),
+    "sequences, Adagrad initial": sequences("Adagrad initial", "row_wise", 3),
+    "sequences, Adagrad initial, columns": sequences("Adagrad initial", "column_wise", 3),
+}
+CASES = {name: every_cut(name) for name in OPTIMIZERS} | USUAL
+
+
+@pytest.mark.parametrize("name", slow_except(list(USUAL), CASES))
+def test_sharded_weights_equal_those_of_one_unsharded_process(name: str) -> None:
+    check(CASES[name])

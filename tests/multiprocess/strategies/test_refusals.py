@@ -1,6 +1,6 @@
 """What is not exact, or not possible, is an error of ours before the first step, on every rank."""
 
-import re
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,10 +11,13 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelPrun
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec.modules.debug_embedding_modules import DebugEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy
-from lightning_distrec.errors import ConfigError, UnsupportedError
+from lightning_distrec.errors import ConfigError
+from tests.support.cases import Case, case_of, check, check_refused, click_case, run_case
 from tests.support.click_model import (
     ClickModel,
     SequenceModel,
@@ -23,13 +26,14 @@ from tests.support.click_model import (
     seeded,
     train_sharded,
 )
-from tests.support.embedding_models import TwoTower, loader, pairs, too_far, train_unsharded
+from tests.support.embedding_models import TwoTower, pairs
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS, make_trainer
+from tests.support.trainers import DEFAULTS
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 ADAM = (torch.optim.Adam, {"lr": 0.1})
 FUSED_ADAM = (torch.optim.Adam, {"lr": 0.1, "fused": True})
+MOMENTUM = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
 FUSED = {"embedding_update": "fused"}
 
 
@@ -41,151 +45,168 @@ class MyScaler(torch.amp.GradScaler):
     """A subclass: it may do anything."""
 
 
-def _scaled(scaler: torch.amp.GradScaler) -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", scaler)
+def scaled(scaler: type = torch.amp.GradScaler) -> dict[str, Any]:
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler("cpu"))]}
 
 
-def _case(name: str) -> tuple[type, tuple[type, dict[str, Any]], dict[str, Any], dict[str, Any]]:
-    """Model class, optimizer, options of the strategy, options of the Trainer."""
-    return {
-        "accumulation": (ClickModel, SGD, FUSED, {"accumulate_grad_batches": 4}),
-        "accumulation later": (
-            ClickModel,
-            SGD,
-            FUSED,
-            {"callbacks": [GradientAccumulationScheduler({1: 2})]},
-        ),
-        "pruning": (
-            ClickModel,
-            SGD,
-            {},
-            {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]},
-        ),
-        "64-true": (ClickModel, SGD, {}, {"precision": "64-true"}),
-        "clip fused": (ClickModel, SGD, FUSED, {"gradient_clip_val": 1.0}),
-        "scaler fused": (
-            ClickModel,
-            SGD,
-            FUSED,
-            {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]},
-        ),
-        "scaler of its own": (ClickModel, SGD, {}, {"plugins": [_scaled(MyScaler("cpu"))]}),
-        "scaler in Adam": (
-            ClickModel,
-            FUSED_ADAM,
-            {},
-            {"plugins": [_scaled(torch.amp.GradScaler("cpu"))]},
-        ),
-        "sparse Adam": (ClickModel, ADAM, {"embedding_update": "sparse"}, {}),
-        "fused Adam": (ClickModel, ADAM, {"embedding_update": "fused"}, {}),
-        "fused momentum": (
-            ClickModel,
-            (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-            {"tables": {"wide": {"embedding_update": "fused"}}},
-            {},
-        ),
-        "lazy on CPU": (ClickModel, ADAM, {"embedding_update": "fused_lazy"}, {}),
-        "subclass": (ClickModel, (MySGD, {"lr": 0.1}), {}, {}),
-        "Adafactor": (ClickModel, (torch.optim.Adafactor, {}), {}, {}),
-        "unknown table": (
-            ClickModel,
-            SGD,
-            {"tables": {"narow": {"embedding_update": "dense"}}},
-            {},
-        ),
-        "unknown option": (
-            ClickModel,
-            SGD,
-            {"tables": {"narrow": {"embeding_update": "dense"}}},
-            {},
-        ),
-        "column RowWise": (
-            ClickModel,
-            (RowWiseAdagrad, {"lr": 0.1}),
-            {"sharding_types": ["column_wise"]},
-            {},
-        ),
-        "sequence cut": (SequenceModel, SGD, {"sharding_types": ["table_row_wise"]}, {}),
-        "memory": (
-            ClickModel,
-            SGD,
-            {"memory_bytes_per_rank": 1000, "planning": {"reserve": "15%"}},
-            {},
-        ),
-        "dense memory": (
-            ClickModel,
-            ADAM,
-            {
-                "memory_bytes_per_rank": 11000,
-                "batch_size_per_rank": 1,
-                "planning": {"reserve": "15%"},
-            },
-            {},
-        ),
-    }[name]
+def pruned() -> dict[str, Any]:
+    return {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]}
 
 
-MESSAGES = {
-    "accumulation": "UnsupportedError: .*accumulate_grad_batches=4: table "
-    "'ebc.wide'.*embedding_update='auto'",
-    "accumulation later": "UnsupportedError: .*accumulate_grad_batches=2",
-    "pruning": "UnsupportedError: ModelPruning would prune 'weight' of EmbeddingBag, which is "
-    "sharded over the ranks",
-    "64-true": r"UnsupportedError: .*precision='64-true'\): FBGEMM has no float64 tables. Use one of '32-true'",
-    "clip fused": "UnsupportedError: .*gradient_clip_val=1.0: table 'ebc.wide' is updated inside "
-    "of backward",
-    "scaler fused": "UnsupportedError: .*scales the loss and may skip steps, but table 'ebc.wide'",
-    "scaler of its own": "UnsupportedError: .*the loss scaler MyScaler looks for overflows on its "
-    "own rank only",
-    "scaler in Adam": r"UnsupportedError: .*Adam\(fused=True\) looks for overflows by itself",
-    "sparse Adam": "OptimizerError: .*'ebc.wide': embedding_update='sparse', but Adam moves rows "
-    "that no id touched",
-    "fused Adam": "OptimizerError: .*'ebc.wide': embedding_update='fused', but Adam moves rows "
-    "that no id touched",
-    "fused momentum": "OptimizerError: .*'ebc.wide': .*FBGEMM's SGD has no "
-    "momentum=0.9.*embedding_update='dense'",
-    "lazy on CPU": "OptimizerError: .*FBGEMM has no Adam on CPU",
-    "subclass": "OptimizerError: .*MySGD is not known to give the same numbers",
-    "Adafactor": "OptimizerError: .*Adafactor is not known to give the same numbers",
-    "unknown table": "ConfigError: .*no table 'narow'; did you mean 'narrow'",
-    "unknown option": "ConfigError: .*no option 'embeding_update'; did you mean 'embedding_update'",
-    "column RowWise": "PlanError: .*RowWiseAdagrad keeps one number for each row",
-    "sequence cut": "PlanError: .*EmbeddingCollection's table can be table_wise, row_wise, "
-    "column_wise",
-    "memory": r"InfeasiblePlanError: .* table 'ebc.wide' fits on no rank: .* and has 850 B: [\d.]+ K?i?B too few",
-    "dense memory": r"InfeasiblePlanError: .*the tables do not fit: table 'ebc.wide' is the largest of tables that need",
+class OtherTables(ClickModel):
+    """Has another number of rows on each rank."""
+
+    def _build(self) -> None:
+        configs = bag_configs()
+        configs[0].num_embeddings += rank_and_num_ranks()[0]
+        self.ebc = EmbeddingBagCollection(tables=configs)
+
+
+class UpdatesItself(ClickModel):
+    """Has a collection that updates its tables in backward."""
+
+    def _build(self) -> None:
+        self.ebc = FusedEmbeddingBagCollection(bag_configs(), *SGD)
+
+
+class KeepsAList(ClickModel):
+    """Calls its tables through a list, past the module that replaced them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.hidden = [self.ebc]
+
+    def forward(self, batch: Any) -> Any:
+        self.ebc, retained = self.hidden[0], self.ebc
+        try:
+            return super().forward(batch)
+        finally:
+            self.ebc = retained
+
+
+class Wide(SequenceModel):
+    """Has rows of 16 columns, which 12 do not divide."""
+
+    def _build(self) -> None:
+        super()._build()
+        configs = [
+            EmbeddingConfig(name=name, embedding_dim=16, num_embeddings=60, feature_names=features)
+            for name, features in (("wide", ["a", "b"]), ("narrow", ["c", "d"]))
+        ]
+        self.ebc = EmbeddingCollection(tables=configs)
+        self.first = torch.nn.Linear(64, 56, bias=False)
+
+
+def refused(optimizer: Any = SGD, kind: type = ClickModel, **values: Any) -> Case:
+    return click_case(kind, optimizer, steps=2, **values)
+
+
+def updated(optimizer: Any, update: str) -> Case:
+    return refused(optimizer, strategy={"embedding_update": update})
+
+
+def by_columns(tables: dict[str, int]) -> Case:
+    options = {name: {"min_partition": number} for name, number in tables.items()}
+    strategy = {"sharding_types": ["column_wise"], "tables": options}
+    return refused(kind=Wide, strategy=strategy)
+
+
+def in_memory(optimizer: Any, memory_bytes: int, **planning: Any) -> Case:
+    strategy = {"memory_bytes_per_rank": memory_bytes, "planning": {"reserve": "15%"}}
+    return refused(optimizer, strategy=strategy | planning)
+
+
+LATER = {"callbacks": [GradientAccumulationScheduler({1: 2})]}
+NOT_KNOWN = "is not known to give the same numbers"
+MOVES = "but Adam moves rows that no id touched"
+REFUSED: dict[str, tuple[Case, str]] = {
+    "accumulation": (
+        refused(strategy=FUSED, trainer={"accumulate_grad_batches": 4}),
+        "accumulate_grad_batches=4: table 'ebc.wide'",
+    ),
+    "accumulation later": (refused(strategy=FUSED, trainer=LATER), "accumulate_grad_batches=2"),
+    "pruning": (
+        refused(trainer=pruned),
+        "ModelPruning would prune 'weight' of EmbeddingBag, which is sharded over the ranks",
+    ),
+    "64-true": (
+        refused(trainer={"precision": "64-true"}),
+        "precision='64-true'): FBGEMM has no float64 tables. Use one of '32-true'",
+    ),
+    "clip fused": (
+        refused(strategy=FUSED, trainer={"gradient_clip_val": 1.0}),
+        "gradient_clip_val=1.0: table 'ebc.wide' is updated inside of backward",
+    ),
+    "scaler fused": (
+        refused(strategy=FUSED, trainer=scaled),
+        "scales the loss and may skip steps, but table 'ebc.wide'",
+    ),
+    "scaler of its own": (
+        refused(trainer=partial(scaled, MyScaler)),
+        "the loss scaler MyScaler looks for overflows on its own rank only",
+    ),
+    "scaler in Adam": (
+        refused(FUSED_ADAM, trainer=scaled),
+        "Adam(fused=True) looks for overflows by itself",
+    ),
+    "sparse Adam": (updated(ADAM, "sparse"), f"'ebc.wide': embedding_update='sparse', {MOVES}"),
+    "fused Adam": (updated(ADAM, "fused"), f"'ebc.wide': embedding_update='fused', {MOVES}"),
+    "fused momentum": (
+        refused(MOMENTUM, strategy={"tables": {"wide": FUSED}}),
+        "FBGEMM's SGD has no momentum=0.9",
+    ),
+    "lazy on CPU": (updated(ADAM, "fused_lazy"), "FBGEMM has no Adam on CPU"),
+    "subclass": (refused((MySGD, {"lr": 0.1})), f"MySGD {NOT_KNOWN}"),
+    "Adafactor": (refused((torch.optim.Adafactor, {})), f"Adafactor {NOT_KNOWN}"),
+    "unknown table": (
+        refused(strategy={"tables": {"narow": {"embedding_update": "dense"}}}),
+        "no table 'narow'; did you mean 'narrow'",
+    ),
+    "unknown option": (
+        refused(strategy={"tables": {"narrow": {"embeding_update": "dense"}}}),
+        "no option 'embeding_update'; did you mean 'embedding_update'",
+    ),
+    "column RowWise": (
+        refused((RowWiseAdagrad, {"lr": 0.1}), strategy={"sharding_types": ["column_wise"]}),
+        "RowWiseAdagrad keeps one number for each row",
+    ),
+    "sequence cut": (
+        refused(kind=SequenceModel, strategy={"sharding_types": ["table_row_wise"]}),
+        "EmbeddingCollection's table can be table_wise, row_wise, column_wise",
+    ),
+    "memory": (in_memory(SGD, 1000), "table 'ebc.wide' fits on no rank: "),
+    "dense memory": (
+        in_memory(ADAM, 11000, batch_size_per_rank=1),
+        "the tables do not fit: table 'ebc.wide' is the largest of tables that need",
+    ),
+    "other tables": (
+        refused(kind=OtherTables),
+        "ShardingError: the ranks have different tables",
+    ),
+    "updates itself": (
+        refused(kind=UpdatesItself),
+        "'ebc' is a FusedEmbeddingBagCollection, which updates its tables ",
+    ),
+    "unequal widths": (
+        by_columns({"wide": 4, "narrow": 8}),
+        "tables of 'ebc' may be column_wise with unequal min_partition",
+    ),
+    "no divisor": (
+        by_columns({"wide": 12}),
+        "table 'ebc.wide': column_wise: min_partition=12 divides 16 columns",
+    ),
 }
 
 
-def _refused(name: str) -> str:
-    kind, (optimizer, options), strategy, trainer_options = _case(name)
-    model = seeded(kind, optimizer, options)
-    try:
-        train_sharded(model, 2, strategy, **trainer_options)
-    except Exception as error:
-        assert not model.losses, "a step was taken before the error"
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_by_name_on_every_rank_before_the_first_step(name: str) -> None:
+    errors = check_refused(*REFUSED[name], started=0)
+    assert len({error.split(":")[0] for error in errors}) == 1
 
 
-def _refused_all() -> dict[str, str]:
-    return {name: _refused(name) for name in MESSAGES}
-
-
-@pytest.fixture(scope="module")
-def refusals() -> list[dict[str, str]]:
-    """What each rank raised, by case."""
-    return run_on_warm_ranks(_refused_all, 2)
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_is_refused_by_name_on_every_rank_before_the_first_step(
-    refusals: list[dict[str, str]], name: str
-) -> None:
-    for message in refusals:
-        assert re.match(MESSAGES[name], message[name], re.DOTALL), message[name]
-    kinds = {message[name].split(":")[0] for message in refusals}
-    assert len(kinds) == 1
+def test_calling_the_unsharded_tables_by_an_old_reference_is_reported() -> None:
+    words = "ShardingError: the unsharded collection of 'ebc' was called"
+    check_refused(refused(kind=KeepsAList), words)
 
 
 class FailsOnRankOne(ClickModel):
@@ -210,191 +231,35 @@ def test_what_fails_on_one_rank_is_reported_on_the_others() -> None:
     )
 
 
-class OtherTables(ClickModel):
-    """Has another number of rows on each rank."""
+class WithDebugging(ClickModel):
+    """Has a collection that does more than look up rows."""
 
     def _build(self) -> None:
-        configs = bag_configs()
-        configs[0].num_embeddings += rank_and_num_ranks()[0]
-        self.ebc = EmbeddingBagCollection(tables=configs)
-
-
-def _other_tables() -> None:
-    train_sharded(seeded(OtherTables, *SGD), 2)
-
-
-def test_ranks_with_different_tables_are_reported() -> None:
-    with pytest.raises(RankFailed) as failed:
-        run_on_warm_ranks(_other_tables, 2)
-    assert (
-        len(
-            re.findall("^.*ShardingError: the ranks have different tables", str(failed.value), re.M)
-        )
-        == 2
-    )
-
-
-def _left_alone() -> tuple[list[str], str]:
-    """Return the warnings about it, and the start table."""
-    import contextlib
-    import io
-    import warnings
-
-    from torchrec.modules.debug_embedding_modules import DebugEmbeddingBagCollection
-
-    class WithDebugging(ClickModel):
-        def _build(self) -> None:
-            super()._build()
-            self.debugged = DebugEmbeddingBagCollection(bag_configs(), torch.device("cpu"))
-
-    out = io.StringIO()
-    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(out):
-        warnings.simplefilter("always")
-        model = seeded(WithDebugging, *SGD)
-        make_trainer({"find_unused_parameters": True}).fit(
-            model, rank_loader(2, rank_and_num_ranks()[0])
-        )
-    assert type(model.debugged.ebc) is EmbeddingBagCollection
-    return [
-        str(w.message) for w in caught if "is not sharded, every rank" in str(w.message)
-    ], out.getvalue()
+        super()._build()
+        self.debugged = DebugEmbeddingBagCollection(bag_configs(), torch.device("cpu"))
 
 
 def test_modules_that_cannot_be_sharded_are_left_alone_with_one_warning() -> None:
-    (reported, start_table), (silent, _) = run_on_warm_ranks(_left_alone, 2)
+    unused = {"find_unused_parameters": True}
+    first, second = run_case(click_case(WithDebugging, strategy=unused, steps=2))
     reason = (
         "is not sharded, every rank has all of it: DebugEmbeddingBagCollection does more "
         "than look up rows"
     )
-    assert reported == [f"'debugged' {reason}."]
-    assert silent == []
-    assert reason in " ".join(start_table.split())
-
-
-def _double(convert: str) -> Any:
-    model = seeded(TwoTower)
-    rank, _ = rank_and_num_ranks()
-    trainer = make_trainer({"convert_embeddings": convert}, precision="64-true")
-    try:
-        trainer.fit(model, loader([pairs(step, rank) for step in range(3)]))
-    except UnsupportedError as error:
-        return str(error)
-    return model.state_dict()
+    assert f"'debugged' {reason}." in first.lines
+    assert reason in first.lines[-1]
+    assert not [line for line in second.lines if reason in line]
 
 
 def test_float64_is_refused_where_a_table_is_sharded_only() -> None:
-    (state, message), _ = run_on_warm_ranks(_call_both, 2)
-    assert re.match(r"Trainer\(precision='64-true'\): FBGEMM has no float64 tables", message)
-    batches = [[pairs(step, rank) for rank in range(2)] for step in range(3)]
-    expected = train_unsharded(seeded(TwoTower).double(), batches).state_dict()
-    assert all(value.dtype == torch.float64 for value in state.values())
-    assert too_far(state, expected, 1e-12) == {}
-
-
-def _call_both() -> tuple[Any, Any]:
-    return _double("none"), _double("all")
-
-
-def _updates_by_itself() -> str:
-    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-
-    class Fused(ClickModel):
-        def _build(self) -> None:
-            self.ebc = FusedEmbeddingBagCollection(bag_configs(), *SGD)
-
-    try:
-        make_trainer().fit(seeded(Fused, *SGD), rank_loader(1, rank_and_num_ranks()[0]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def test_a_collection_that_updates_itself_is_refused() -> None:
-    for message in run_on_warm_ranks(_updates_by_itself, 2):
-        assert message.startswith(
-            "ShardingError: 'ebc' is a FusedEmbeddingBagCollection, which updates its tables "
-        )
-        assert "Use EmbeddingBagCollection" in message
-
-
-class KeepsAList(ClickModel):
-    """Calls its tables through a list, past the module that replaced them."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.hidden = [self.ebc]
-
-    def forward(self, batch: Any) -> Any:
-        self.ebc, retained = self.hidden[0], self.ebc
-        try:
-            return super().forward(batch)
-        finally:
-            self.ebc = retained
-
-
-def _keeps_a_list() -> None:
-    train_sharded(seeded(KeepsAList, *SGD), 2)
-
-
-def test_calling_the_unsharded_tables_by_an_old_reference_is_reported() -> None:
-    with pytest.raises(
-        RankFailed, match="ShardingError: the unsharded collection of 'ebc' was called"
-    ):
-        run_on_warm_ranks(_keeps_a_list, 2)
-
-
-def _alone() -> str:
-    import contextlib
-    import io
-
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        model, trainer = train_sharded(seeded(ClickModel, *SGD), 3)
-    assert isinstance(trainer, pl.Trainer)
-    assert len(model.losses) == 3
-    return out.getvalue()
+    fields = {"batch": pairs, "steps": 3, "trainer": {"precision": "64-true"}, "limit": 1e-12}
+    check(case_of(TwoTower, strategy={"convert_embeddings": "none"}, **fields))
+    both = case_of(TwoTower, strategy={"convert_embeddings": "all"}, **fields)
+    check_refused(both, "Trainer(precision='64-true'): FBGEMM has no float64 tables", started=0)
 
 
 def test_one_device_works_and_shows_that_nothing_is_sent() -> None:
-    assert "Nothing is sent: there is only one rank" in run_on_warm_ranks(_alone, 1)[0]
-
-
-def _widths() -> list[str]:
-    message = []
-    for tables in (
-        {"wide": {"min_partition": 4}, "narrow": {"min_partition": 8}},
-        {"wide": {"min_partition": 12}},
-    ):
-        model = seeded(Wide, *SGD)
-        try:
-            train_sharded(model, 1, {"sharding_types": ["column_wise"], "tables": tables})
-        except Exception as error:
-            message.append(f"{type(error).__name__}: {error}")
-    return message
-
-
-class Wide(SequenceModel):
-    """Has rows of 16 columns, which 12 do not divide."""
-
-    def _build(self) -> None:
-        super()._build()
-        configs = [
-            EmbeddingConfig(name=name, embedding_dim=16, num_embeddings=60, feature_names=features)
-            for name, features in (("wide", ["a", "b"]), ("narrow", ["c", "d"]))
-        ]
-        self.ebc = EmbeddingCollection(tables=configs)
-        self.first = torch.nn.Linear(64, 56, bias=False)
-
-
-def test_shards_of_unequal_width_in_an_embedding_collection_are_refused() -> None:
-    for unequal, no_divisor in run_on_warm_ranks(_widths, 2):
-        # Rank 0 plans, and the others say so.
-        assert unequal.replace("rank 0: ", "").startswith(
-            "PlanError: tables of 'ebc' may be column_wise with unequal min_partition"
-        )
-        assert no_divisor.startswith(
-            "PlanError: table 'ebc.wide': column_wise: min_partition=12 divides 16 columns"
-        )
+    check(click_case(ClickModel, num_ranks=1, told=("Nothing is sent: there is only one rank",)))
 
 
 def _debug_in_detail() -> list[str]:

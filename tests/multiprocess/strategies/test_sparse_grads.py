@@ -7,7 +7,6 @@ by gloo itself, which ends processes once in some thousand steps.
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,83 +15,12 @@ from torch import Tensor, nn
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_hook
-from tests.support.dense_models import KINDS, WithEmbedding, whole_batches
-from tests.support.dense_runs import Outcome, check_same, fit
-from tests.support.parameters import slow_except
+from tests.multiprocess.strategies.test_dense_strategies import TwoTables
+from tests.support.dense_models import KINDS, WithEmbedding
+from tests.support.dense_runs import fit
 from tests.support.ranks import run_each_on_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS
-
-
-class TwoTables(WithEmbedding):
-    """A table of many rows and one of few, stepped by SparseAdam; remembers which rows had a
-    gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.far = nn.Embedding(500, 6, sparse=True)
-        self.rows: list[list[int]] = []
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        ids = (inputs[:, :3].abs() * 100).long()
-        return super().forward(inputs) + self.out(self.far(ids).mean(1))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizers = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
-        self.manual_backward(loss)
-        gradient: Any = self.far.weight.grad
-        self.rows.append(gradient.coalesce().indices()[0].tolist())
-        for optimizer in optimizers:
-            optimizer.step()
-        self.losses.append(float(loss.detach()))
-
-    def configure_optimizers(self) -> Any:
-        tables = [self.table.weight, self.far.weight]
-        return [
-            torch.optim.SparseAdam(tables, lr=0.01),
-            torch.optim.SGD(self.out.parameters(), lr=0.001),
-        ]
-
 
 KINDS["TwoTables"] = TwoTables
-
-
-def _each_way(kind: str, settings: dict[str, Any]) -> dict[str, Outcome]:
-    ways: Any = ("sparse", "dense")
-    return {way: fit(kind, TunedDDPStrategy(sparse_grads=way), **settings) for way in ways}
-
-
-def _alone(kind: str, settings: dict[str, Any], num_ranks: int) -> Outcome:
-    pl.seed_everything(5)
-    model = KINDS[kind]()
-    pl.Trainer(**DEFAULTS | settings).fit(model, whole_batches(num_ranks))
-    return model.losses, dict(model.state_dict())
-
-
-LONGER = {"max_epochs": 8}
-CASES: dict[str, tuple[Any, ...]] = {
-    "SGD": (_each_way, "WithEmbedding", LONGER),
-    "SparseAdam": (_each_way, "TwoTables", LONGER),
-    "accumulated": (_each_way, "WithEmbedding", LONGER | {"accumulate_grad_batches": 2}),
-}
-
-
-@pytest.mark.parametrize("num_ranks", slow_except([2], [2, 3]))
-def test_losses_and_weights_are_those_of_one_process(num_ranks: int) -> None:
-    results = run_each_on_ranks(CASES, num_ranks)
-    for name, (_, kind, settings) in CASES.items():
-        losses, weights = _alone(kind, settings, num_ranks)
-        for way in ("sparse", "dense"):
-            per_rank = [result[name][way] for result in results]
-            mean = [
-                sum(reference) / num_ranks
-                for reference in zip(*(actual[0] for actual in per_rank), strict=True)
-            ]
-            for _, actual in per_rank:
-                check_same((mean, actual), (losses, weights), most=1e-5)
 
 
 class LooksUpOneTable(WithEmbedding):

@@ -1,0 +1,333 @@
+"""Gradients of several batches, backward passes or lookups, clipped or changed by hooks, give the
+update of one process."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from lightning_distrec import sharded_l2
+from lightning_distrec.errors import ShardingError
+from tests.support.cases import Case, check, check_refused, click_case, for_each
+from tests.support.click_model import (
+    FEATURES,
+    ClickModel,
+    LooksUpTwice,
+    SequenceModel,
+    make_batch,
+)
+from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, Batch, loss_of
+from tests.support.ranks import rank_and_num_ranks
+
+THREE = ("SGD", "RowWiseAdagrad", "Adam")
+USUAL = ("SGD", "Adagrad", "Adam")
+
+
+class ManualModel(ClickModel):
+    """Gives each batch to `recipe`, which does the rest."""
+
+    def __init__(self, *args: Any, recipe: Callable[..., None]) -> None:
+        super().__init__(*args)
+        self.automatic_optimization, self.recipe = False, recipe
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        backward = self.manual_backward
+        self.recipe(
+            self, self.optimizers(), lambda s: backward(s * loss_of(self, batch)), batch_idx
+        )
+
+
+def accumulate(model: Any, optimizer: Any, backward: Any, index: int) -> None:
+    """Step at every third batch, after two backward passes for each."""
+    for scale in (1.0, 0.3):
+        backward(scale)
+    if index % 3 == 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def discard(model: Any, optimizer: Any, backward: Any, index: int) -> None:
+    """Forget the gradients of a first backward, and of every third batch."""
+    backward(5.0)
+    optimizer.zero_grad()
+    backward(1.0)
+    if index % 3 == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def pile_up(model: Any, optimizer: Any, backward: Any, index: int) -> None:
+    """Never forget a gradient."""
+    backward(0.1)
+    optimizer.step()
+
+
+def clip(model: Any, optimizer: Any, backward: Any, index: int, *, algorithm: str) -> None:
+    """Clip the gradients by Lightning's function."""
+    optimizer.zero_grad()
+    backward(1.0)
+    model.clip_gradients(optimizer, CLIPPING[algorithm], algorithm)
+    optimizer.step()
+
+
+class SkipsSteps(ClickModel):
+    """Steps at every second batch, by the pattern in Lightning's documentation."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+    ) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+class WarmsUp(ClickModel):
+    """Overrides optimizer_step for a warm-up, as many do."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+    ) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = min(1.0, (batch_idx + 1) / 4)
+        optimizer.step(closure=optimizer_closure)
+
+
+class ClipsInItsHook(ClickModel):
+    """Clips by itself, without a word to the Trainer or with what the Trainer was told."""
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        limit = CLIPPING["norm"] if gradient_clip_val is None else gradient_clip_val
+        self.clip_gradients(optimizer, limit, gradient_clip_algorithm or "norm")
+
+
+class ClipsByItself(ClickModel):
+    """Clips by a norm of all gradients, with code of its own."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        gradients = [weight.grad for weight in self.parameters() if weight.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient *= (0.01 / norm).clamp(max=1.0)
+
+
+class LooksUpTwiceForOne(ClickModel):
+    """Looks up a second time for a target that needs no gradient, and asks what modules have."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        assert not any(hasattr(module, "no_such_thing") for module in self.modules())
+        sum(hasattr(module, "weight") for module in self.modules())
+        target = super().forward(batch | {"ids": (batch["ids"] * 7 + 1) % 11}).detach()
+        return super().forward(batch) + 0.1 * target
+
+
+class Checkpoints(ClickModel):
+    """Recomputes its lookup in backward, by either kind of checkpoint."""
+
+    def __init__(self, *args: Any, reentrant: bool) -> None:
+        super().__init__(*args)
+        self.reentrant = reentrant
+
+    def forward(self, batch: Batch) -> Tensor:
+        anchor = torch.zeros(1, requires_grad=True, device=self.device)
+        look_up = partial(self._look_up, batch)
+        return torch.utils.checkpoint.checkpoint(look_up, anchor, use_reentrant=self.reentrant)
+
+    def _look_up(self, batch: Batch, anchor: Tensor) -> Tensor:
+        return super().forward(batch)
+
+
+class TwoNames(ClickModel):
+    """Has two names for one collection."""
+
+    def _build(self) -> None:
+        super()._build()
+        self.alias = self.ebc
+
+    def forward(self, batch: Batch) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        return self.mlp(self.alias(features).values()).squeeze(-1)
+
+
+class WithL2(ClickModel):
+    """Has the tables' own weights in its loss."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        squares = [weight.pow(2).sum() for weight in self.ebc.parameters()]
+        return super().training_step(batch, batch_idx) + 0.05 * torch.stack(squares).sum()
+
+
+class WithTerm(ClickModel):
+    """Has the squares of all tables, and the norm of one, in its loss."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        norm = sharded_l2(self.ebc.embedding_bags["wide"]).sqrt()
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.05 * sharded_l2(self.ebc) + 0.1 * norm
+
+
+class UsesSomeRows(SequenceModel):
+    """Looks all features up, and uses two of them in every second step only."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
+        rows = self.ebc(features)
+        names = FEATURES if batch_idx % 2 == 0 else FEATURES[:2]
+        loss = torch.stack([rows[name].values().pow(2).sum() for name in names]).sum() / 8
+        return loss + 0.0 * self.mlp(self.first(torch.zeros(1, 32, device=self.device))).sum()
+
+
+class SumsUp(SequenceModel):
+    """Has a loss that is a sum, which a batch without examples has too."""
+
+    def __init__(self, *args: Any, divisor: float) -> None:
+        super().__init__(*args)
+        self.divisor = divisor
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        losses = torch.nn.functional.binary_cross_entropy_with_logits(
+            self(batch), batch["label"], reduction="sum"
+        )
+        return losses / self.divisor
+
+
+class DependsOnTheRank(ClickModel):
+    """Nudges a weight by its rank."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.mlp[2].weight += 0.001 * rank_and_num_ranks()[0]
+
+
+def halve_gradients(trainer: Any, module: Any) -> None:
+    for parameter in _with_gradients(module.parameters()):
+        parameter.grad = parameter.grad * 0.5
+
+
+def _with_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def batch_of_sizes(sizes: tuple[int, ...], step: int, rank: int) -> Batch:
+    return make_batch(1000 * step + rank, sizes[rank])
+
+
+def rows(text: str, cases: dict[str, Case]) -> dict[str, Case]:
+    """Return cases of several optimizers under this name."""
+    return {f"{text}, {name}": case for name, case in cases.items()}
+
+
+CLIPPING = {"norm": 0.05, "value": 0.002}
+BY_VALUE = {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"}
+LATER = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 2}
+LARGE_ADAM = (torch.optim.Adam, {"lr": 0.1})
+HALVED = {"callbacks": [LambdaCallback(on_after_backward=halve_gradients)]}
+DENSE, SPARSE = {"embedding_update": "dense"}, {"embedding_update": "sparse"}
+WHOLE = {"sharding_types": ["table_wise"]}
+UNEQUAL = {"batch": partial(batch_of_sizes, (4, 12)), "loss_limit": None}
+SPARSE_CUTS = SPARSE | {"tables": {"wide": {"sharding_types": ["row_wise"]}}}
+CASES = {
+    "accumulated": click_case(ClickModel, "RowWiseAdagrad", trainer={"accumulate_grad_batches": 4}),
+    **rows("accumulated later", for_each(ClickModel, THREE, steps=5, trainer=LATER)),
+    **rows("accumulated by hand", for_each(ManualModel, THREE, recipe=accumulate)),
+    **rows("forgotten", for_each(ManualModel, THREE, recipe=discard)),
+    **rows("never forgotten", for_each(ManualModel, THREE, recipe=pile_up)),
+    **rows("steps skipped", for_each(SkipsSteps, THREE)),
+    "warmed up": click_case(WarmsUp),
+    **rows("two lookups", for_each(LooksUpTwice, ("SGD", "Adagrad", "RowWiseAdagrad"))),
+    "two lookups, sparse": click_case(LooksUpTwice, "Adagrad", strategy=SPARSE),
+    "two lookups, dense": click_case(LooksUpTwice, "RowWiseAdagrad", strategy=DENSE),
+    "clipped by the Trainer": click_case(
+        ClickModel, "Adagrad", trainer={"gradient_clip_val": 0.05}
+    ),
+    "clipped by hand, by norm": click_case(
+        ManualModel, "Adam", recipe=partial(clip, algorithm="norm"), strategy=EVERY_CUT
+    ),
+    "clipped by hand, by value": click_case(
+        ManualModel, "SGD", recipe=partial(clip, algorithm="value"), strategy=EVERY_CUT
+    ),
+    **rows("clipped in the hook", for_each(ClipsInItsHook, USUAL, strategy=EVERY_CUT)),
+    "clipped in the hook, by value": click_case(
+        ClipsInItsHook, "Adagrad", strategy=EVERY_CUT, trainer=BY_VALUE
+    ),
+    "clipped by its own code": click_case(ClipsByItself, "Adam", strategy=WHOLE),
+    "accumulated and clipped": click_case(
+        ClickModel, LARGE_ADAM, steps=8, trainer=BY_VALUE | {"accumulate_grad_batches": 2}
+    ),
+    "halved by a callback": click_case(ClickModel, "Adagrad", trainer=HALVED),
+    "a second lookup without gradient": click_case(LooksUpTwiceForOne, "Adagrad"),
+    "checkpoint": click_case(Checkpoints, "Adagrad", reentrant=False),
+    "reentrant checkpoint, unequal batches": click_case(
+        *(Checkpoints, "SGD"),
+        reentrant=True,
+        batch=partial(batch_of_sizes, (3, 8)),
+        loss_limit=None,
+    ),
+    "a batch of no examples": click_case(
+        *(SumsUp, "SGD"),
+        divisor=16.0,
+        plain=partial(SumsUp, *OPTIMIZERS["SGD"], divisor=32.0),
+        batch=partial(batch_of_sizes, (0, 8)),
+        strategy={"loss_reduction": "rank_mean"},
+    ),
+    "two names": click_case(TwoNames),
+    "L2, Adam": click_case(WithL2, "Adam"),
+    "L2, dense": click_case(WithL2, strategy=DENSE),
+    "L2, sparse": click_case(WithL2, strategy=SPARSE),
+    "L2 of shards": click_case(WithTerm, "Adam", strategy=EVERY_CUT, **UNEQUAL),
+    "L2 of shards, sparse": click_case(WithTerm, "Adagrad", strategy=SPARSE_CUTS),
+    "L2 of shards, unequal": click_case(WithTerm, strategy=SPARSE_CUTS, **UNEQUAL),
+    "L2 of shards, accumulated": click_case(
+        WithTerm, "Adam", strategy=EVERY_CUT, trainer={"accumulate_grad_batches": 3}
+    ),
+    "L2 of shards, dense": click_case(WithTerm, "RowWiseAdagrad", strategy=DENSE),
+    "rows in no loss, row-wise": click_case(
+        *(UsesSomeRows, "Adam"),
+        join=None,
+        strategy={"sharding_types": ["row_wise"]},
+        rests=("mlp", "first"),
+    ),
+    "rows in no loss, table-wise": click_case(
+        *(UsesSomeRows, "Adam"), join=None, strategy=WHOLE, rests=("mlp", "first")
+    ),
+    "ranks without rows": click_case(ClickModel, "RowWiseAdagrad", strategy=WHOLE | DENSE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_make_the_update_of_one_process(name: str) -> None:
+    check(CASES[name])
+
+
+def test_weights_that_drift_apart_are_reported_on_every_rank() -> None:
+    drifting = click_case(DependsOnTheRank, steps=40, strategy=WHOLE)
+    words = "OptimizerError: a projection of 'mlp.2.weight' is no longer the same on all"
+    check_refused(drifting, words)
+
+
+def test_the_term_of_a_table_that_is_updated_in_backward_is_refused_with_a_way_out() -> None:
+    check_refused(click_case(WithTerm), "lightning_distrec.sharded_l2")
+
+
+def test_unsharded_tables_have_the_same_term() -> None:
+    table = nn.Embedding(5, 4)
+    sharded_l2(nn.Sequential(table, nn.Linear(4, 1))).backward()
+    assert torch.equal(table.weight.grad, 2 * table.weight.detach())
+    with pytest.raises(ShardingError, match="sharded_l2: Linear has no embedding tables"):
+        sharded_l2(nn.Linear(4, 1))
