@@ -33,7 +33,7 @@ from lightning_distrec.sharding.tables import (
 from tests.support.click_model import bag_configs
 from tests.support.mapped_models import ManagedModel
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "torchrec_modules.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "strategy_options.md"
 TABLES = {EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag, nn.Embedding, *MANAGED}
 
 
