@@ -141,10 +141,10 @@ class Throughput(Clocked):
 
     Args:
         samples_from: where in the batch to count samples, as keys, positions or attributes joined
-            by dots: "label", "0.features". The number is the first dim of the tensor there, or the stride of the KeyedJaggedTensor.
-            None: the first KeyedJaggedTensor of the batch, else the one size of all tensors, else
-            the tensor that is as long as the loader's batch_size. Where none of these holds,
-            samples per second are not measured.
+            by dots: "label", "0.features". The number is the first dim of the tensor there, or the
+            stride of the KeyedJaggedTensor. None: the first KeyedJaggedTensor of the batch, else
+            the one size of all tensors, else the tensor that is as long as the loader's batch_size.
+            Where none of these holds, samples per second are not measured.
     """
 
     def __init__(self, samples_from: str | None = None) -> None:
