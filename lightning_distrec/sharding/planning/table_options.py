@@ -24,9 +24,9 @@ EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
 class TableOptions:
     """Options of one table; None takes the strategy's option for all tables.
 
-    They are given by a table's name ("user_id"), by its full name, or by a pattern of either, in
-    which a dot is an ordinary letter ("user_*", "model.*", "t[12]"). The full name is the
-    collection's path and the name ("model.ebc.user_id"), or the path of an nn.Embedding. Where
+    They are given by a table's name (`user_id`), by its full name, or by a pattern of either, in
+    which a dot is an ordinary letter (`user_*`, `model.*`, `t[12]`). The full name is the
+    collection's path and the name (`model.ebc.user_id`), or the path of an nn.Embedding. Where
     several fit, a later one overrides option by option: patterns in their order, then the name,
     then the full name. One that fits no table is an error with a suggestion.
     """
