@@ -57,7 +57,7 @@ def test_the_reference_has_every_public_name_once():
     text = "\n".join(page.read_text("utf-8") for page in pages)
     names = re.findall(r"^::: lightning_distrec\.(\S+)$", text, re.MULTILINE)
     methods = ("exchange", "full_parameter", "full_state_dict", "gradient_norms", "unshard")
-    bases = ("DistRecStrategy", "IncrementalOptions")
+    bases = ("DistRecStrategy", "IncrementalOptions", "tables")
     annexes = (lightning_distrec.data, lightning_distrec.metrics, lightning_distrec.retrieval)
     modules = (lightning_distrec, *annexes)
     public = [name for module in modules for name in module.__all__]
