@@ -27,7 +27,12 @@ class ScaledLearningRate(Stoppable):
 
     The rates are multiplied during an optimizer's step only. Between steps the param groups hold
     the rates without the factor, which is what schedulers, LearningRateMonitor and checkpoints see;
-    the loggers get the rates that were used as `scaled_learning_rate`.
+    the loggers get the rates that were used as `scaled_learning_rate`. A resumed run continues as
+    if it had never stopped. AdamW's weight decay is scaled with its rate. Source: Goyal et al.
+    2017, arXiv:1706.02677.
+
+    Refused: a LearningRateFinder next to it, a rate set inside of training_step, fused tables in a
+    backward outside of `optimizer.step(closure)`, optimizers without `lr`.
 
     Args:
         rule: "linear": the factor is ranks / base_ranks, which suits SGD; "sqrt": its square root,

@@ -23,9 +23,11 @@ class PlanLogger(Callback):
     """Writes the sharding plan and its costs when a fit begins: plan.html, and figures for the
     loggers.
 
-    Loggers that accept images (TensorBoard, Weights & Biases) get the figures; without such a
-    logger they are files next to the page. Rank 0 writes, which delays the first step by a few
-    seconds. Figures need matplotlib.
+    The page has what each rank holds, spends and sends, and where each table is. Loggers that
+    accept images (TensorBoard, Weights & Biases) get the figures, as `plan/memory`, `plan/time`,
+    `plan/traffic`, `plan/traffic_matrix` and `plan/tables`; without such a logger they are files
+    next to the page. Rank 0 writes, which delays the first step by a few seconds. Figures need
+    matplotlib, which `[plots]` brings.
 
     Args:
         path: the folder; None: that of the first logger, or the Trainer's default_root_dir.
@@ -113,10 +115,10 @@ def _pixels(png: bytes) -> Any:
 class DynamicIds(Callback):
     """Logs, for each table that maps ids to rows, over all ranks:
 
-    `dynamic_ids/<table>/occupancy`, the share of rows that an id has for itself;
-    `dynamic_ids/<table>/collisions`, the share of the distinct ids that were looked up since the
-    last entry and share a row; `dynamic_ids/<table>/evictions`, the rows that were taken from an id
-    since then.
+    - `dynamic_ids/<table>/occupancy`: the share of rows that an id has for itself.
+    - `dynamic_ids/<table>/collisions`: the share of the distinct ids that were looked up since the
+      last entry and share a row.
+    - `dynamic_ids/<table>/evictions`: the rows that were taken from an id since then.
     """
 
     def __init__(self) -> None:
@@ -164,7 +166,7 @@ class DynamicIds(Callback):
 
 class NormalizeRows(Callback):
     """Scales rows after every training batch, exactly also where tables are sharded, by rows or by
-    columns.
+    columns; for shards of columns the ranks exchange one number per row.
 
     Args:
         parameters: names of weights in the module, such as ["items.weight"], each (num_rows, dim).

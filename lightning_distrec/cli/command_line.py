@@ -423,7 +423,7 @@ COMMANDS = {
         details="Print what each rank stores, computes and sends, the largest batch, and the "
         "minimum number of nodes. The module is built without memory; data is read with "
         "--from-data only, and nothing is trained. Exit codes: 0: the tables fit; 1: they do not; "
-        "2: the recipe or an option is wrong.",
+        "2: it cannot be decided, or the recipe or an option is wrong.",
         options=_plan,
         config="Read",
         ranks="Plan for",

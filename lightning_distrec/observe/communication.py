@@ -267,11 +267,26 @@ class Communication(Stoppable):
     """Logs the bytes and the number of a rank's exchanges, by kind, and prints a table at the end
     of a fit.
 
-    Calls of torch.distributed's collectives, and the sends between stages of pipeline_parallel, are
-    counted while a fit trains. Dense gradients under DDP are computed instead:
-    DistributedDataParallel reduces them in C++, where calls are not seen; a ring of W ranks sends 2
-    (W - 1) / W of their bytes. The loggers get the numbers of rank 0; the table has the mean and
-    the maximum over all ranks.
+    Give it to all ranks. The loggers get what rank 0 sends per step, as `communication/<name>`; the
+    table has the mean and the maximum over all ranks, and what each node sends to others.
+
+    - `ids_bytes`: ids, lengths, weights and their sizes.
+    - `rows_bytes`, `row_gradients_bytes`: looked up rows, and their gradients.
+    - `replicas_of_tables_bytes`: what groups of ranks exchange about replicas of tables.
+    - `stage_outputs_bytes`, `stage_gradients_bytes`: what stages of pipeline_parallel send on and
+      back.
+    - `gathered_parameters_bytes`: parameters that FSDP2 gathers.
+    - `dense_gradients_bytes`: what DDP, or replicas of stages, average, and what FSDP2 sums and
+      scatters.
+    - `control_messages_and_other_bytes`: everything else. `all_bytes`: the sum.
+    - `across_nodes_bytes`: what leaves the node, where there are several.
+    - `ids_calls` and so on: exchanges of each kind per step; DDP's own are not seen.
+
+    All-to-alls and sends of stages are counted to the byte, other collectives as rings in the order
+    of ranks. Dense gradients under DDP are computed: DistributedDataParallel reduces them in C++,
+    where calls are not seen, and a ring of W ranks sends 2 (W - 1) / W of their bytes. Not counted
+    are validation, objects, other sends, and collectives that were imported by name before the fit
+    or are called inside of torch.compile.
     """
 
     def __init__(self) -> None:

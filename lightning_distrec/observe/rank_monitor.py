@@ -54,7 +54,26 @@ class RankMonitor(Clocked):
     Each rank measures its steps with the host's clock, and on a GPU forward and backward by events
     that are read later. When Lightning logs, it leaves a record in the process group's store, and
     rank 0 logs the latest ones of all ranks: no collective is added, and nothing waits for a GPU.
-    With `Communication` among the callbacks the summary has the bytes sent.
+    Each number is logged as `ranks/<name>_max` and `ranks/<name>_mean`.
+
+    - `step_ms`: the step.
+    - `own_ms`: the step without waits for ranks, and without backward, which waits for gradients.
+    - `wait_ms`: waiting for ids, rows and control messages of other ranks.
+    - `host_cpu_ms`: CPU time of all threads of the process.
+    - `process_bytes`, `process_peak_bytes`: memory of the process.
+    - `device_allocated_bytes`, `device_reserved_bytes`, `device_peak_bytes`: on a GPU, memory of
+      torch's allocator.
+    - `device_forward_ms`, `device_backward_ms`: on a GPU, by CUDA events; not with manual
+      optimization, nor under strategies without spans.
+    - `gpu_use_percent`: on a GPU where pynvml is installed, as torch.cuda.utilization reports it.
+    - `slowest_rank`: the rank with the largest own time; no maximum or mean.
+
+    A straggler is named in a warning, with its host, node, local rank and device. The table and
+    run_summary.json, in the log folder, have where the time went, the share of it that ranks waited
+    for data, the mean loss of all steps and ranks, each rank's place, times and memory, and sums by
+    node; with `Communication` among the callbacks also what was sent. A rank whose record is
+    missing after 60 s is named. Under strategies without spans own time is the step, so that
+    stragglers are not recognized.
 
     Args:
         straggler_share: a rank is a straggler if its own time, without waits for ranks and without

@@ -125,16 +125,26 @@ class Throughput(Clocked):
     a step takes.
 
     Only rank 0 measures, with the host's clock, without collectives and without waiting for the
-    GPU. Samples per second are those of rank 0 times the number of ranks. The phases are logged
-    under strategies that emit spans.
+    GPU. Numbers are means over the last 50 batches, logged as `throughput/<name>`; phases under
+    strategies that emit spans.
+
+    - `samples_per_second`: those of rank 0 times the number of ranks.
+    - `step_ms`: from the end of the batch before to the batch's own. The other parts add up to it.
+    - `wait_for_data_ms`: waiting for the dataloader.
+    - `wait_for_input_dist_ms`: waiting for the ids of a lookup.
+    - `wait_for_output_dist_ms`: waiting for rows when the module touches them.
+    - `wait_for_control_message_ms`: waiting for the ranks' message about the step.
+    - `start_input_dist_ms`: preparing and starting an exchange of ids.
+    - `forward_ms`, `backward_ms`, `optimizer_ms`: `training_step` without the waits in it,
+      backward, and the optimizers' steps.
+    - `other_ms`: the rest.
 
     Args:
         samples_from: where in the batch to count samples, as keys, positions or attributes joined
-            by dots: "label", "0.features".
-            The number is the first dim of the tensor there, or the stride of the KeyedJaggedTensor.
-            None: the first KeyedJaggedTensor of the batch, else the one size of all tensors, else
-            the tensor that is as long as the loader's batch_size. Where none of these holds,
-            samples per second are not measured.
+            by dots: "label", "0.features". The number is the first dim of the tensor there, or the
+            stride of the KeyedJaggedTensor. None: the first KeyedJaggedTensor of the batch, else
+            the one size of all tensors, else the tensor that is as long as the loader's batch_size.
+            Where none of these holds, samples per second are not measured.
     """
 
     def __init__(self, samples_from: str | None = None) -> None:

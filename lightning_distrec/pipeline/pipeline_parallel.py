@@ -78,9 +78,9 @@ class PipelineParallelStrategy(DistRecStrategy[PipelineRun]):
         microbatches: parts of a batch that are in the stages at the same time. A batch that cannot
             be divided so is divided into fewer.
         schedule: "gpipe": all forwards, then all backwards; training_step computes its loss of the
-            whole batch. "1f1b", and "interleaved_1f1b" with several stages per
-            rank: backwards begin earlier, which needs less memory, and training_step computes its
-            loss of each micro-batch, which must be a mean over examples.
+            whole batch. "1f1b", and "interleaved_1f1b" with several stages per rank: backwards
+            begin earlier, which needs less memory, and training_step computes its loss of each
+            micro-batch, which must be a mean over examples.
         stages: number of stages. None: one per rank, or stages_per_rank of them. Further ranks are
             replicas.
         stages_per_rank: stages that each rank computes, with "interleaved_1f1b".

@@ -40,11 +40,12 @@ class StageSchedule(Stoppable):
     """Draws one step of every rank of the first pipeline, and compares the time that ranks idle
     with the ideal.
 
-    Its spans are the host's: on a GPU they end when work is queued. One step has an exchange more.
+    The picture shows which stage computes which micro-batch when. Its spans are the host's: on a
+    GPU they end when work is queued. One step has an exchange more.
 
     Args:
         path: the picture, a file that ends in .svg, .png or .pdf. Missing folders are created.
-            Needs matplotlib.
+            Needs matplotlib, which `[plots]` brings.
         step: the batch that is drawn, counted from 0 within a fit; the first ones are slower than
             others.
     """

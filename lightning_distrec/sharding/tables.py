@@ -1,4 +1,41 @@
-"""Finds the embedding tables of a module."""
+"""Finds the embedding tables of a module. What is done with each module of TorchRec that has to do
+with embeddings:
+
+- **Sharded**: `EmbeddingBagCollection`, `EmbeddingCollection`, `nn.EmbeddingBag`, `nn.Embedding`.
+- **Their tables are sharded**, what is computed of rows is on every rank, and a `FeatureProcessor`
+  learns: `FeatureProcessedEmbeddingBagCollection`, `EmbeddingTower`, `EmbeddingTowerCollection`,
+  `PECEmbeddingCollection`.
+- **Sharded with their mapping**: `ManagedCollisionEmbeddingBagCollection`,
+  `ManagedCollisionEmbeddingCollection`, `McEmbeddingBagCollectionAdapter`,
+  `McEmbeddingCollectionAdapter`. So are `HashZchManagedCollisionModule`,
+  `MCHManagedCollisionModule` and `ManagedCollisionCollection` in them; elsewhere, and as subclasses
+  (`ManagedCollisionModule`, `BaseManagedCollisionEmbeddingCollection`), an error on several ranks.
+- **Refused**: `FusedEmbeddingBagCollection`, `FusedEmbeddingCollection`. Each rank would update its
+  rows by itself: use the collection without `Fused`.
+- **Replicated: unsharded, they prune nothing**: `ITEPEmbeddingBagCollection`,
+  `ITEPEmbeddingCollection` (`GenericITEPModule`, `RowwiseShardedITEPModule`).
+- **Replicated: buffers, of which every rank gets rank 0's values**: `TensorPool`,
+  `KeyedJaggedTensorPool` (`ObjectPool`, `KeyedJaggedTensorPoolLookup`, `TensorPoolLookup`).
+- **Replicated: they may compute something else**: `DebugEmbeddingBagCollection`,
+  `DebugEmbeddingCollection`, subclasses of `EmbeddingBagCollection`, `EmbeddingCollection`,
+  `EmbeddingBagCollectionInterface` and `EmbeddingCollectionInterface`.
+- **Replicated: they are for inference**: modules of `torchrec.quant`, such as
+  `QuantManagedCollisionEmbeddingCollection` and `QuantManagedCollisionEmbeddingBagCollection`.
+- **Layers on every rank**, where weights of ids get their gradients: `PositionWeightedModule`,
+  `PositionWeightedModuleCollection`, `PositionWeightedProcessor`, `FeatureProcessorsCollection`,
+  `FeatureProcessorDictWrapper`, `BaseFeatureProcessor`, `BaseGroupedFeatureProcessor`,
+  `KTRegroupAsDict`, `PermuteMultiEmbedding`, `ComputeKJTToJTDict`, interaction layers.
+- **`KeyedJaggedTensor`** with `inverse_indices`: bags are expanded by them as unsharded, rows of an
+  `EmbeddingCollection` are not. On GPUs each bag is sent once, where tables are table_wise or
+  column_wise and updated by FBGEMM's SGD or row-wise Adagrad. Otherwise features are padded with
+  empty bags to one batch size. Without `inverse_indices` unequal batch sizes are an error.
+- **`TensorDict`**: taken as a `KeyedJaggedTensor` of its entries, in their order; its ids are not
+  prefetched.
+- **`quantize_embeddings`, `quantize_inference_model`**: an error while tables are sharded; call
+  `trainer.strategy.unshard()` first.
+
+What is replicated is on every rank as it is, and the start table says why.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

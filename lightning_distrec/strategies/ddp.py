@@ -64,11 +64,10 @@ class TunedDDPStrategy(DistRecStrategy[DDPRun]):
         comm_dtype: the type in which gradients are sent and added up: "fp32", or "bf16" or "fp16",
             which halve the bytes and give other numbers.
         powersgd: matrix_rank, start_step: send gradients as products of two matrices, which is many
-            times fewer bytes, and inexact;
-            see PowerSGDOptions.
+            times fewer bytes, and inexact; see PowerSGDOptions.
         activation_checkpointing: layers that recompute their activations in backward; same numbers.
-        true: all layers of parts that repeat, like a transformer's;
-            or a list of class names and paths.
+            true: all layers of parts that repeat, like a transformer's; or a list of class names
+            and paths.
         find_unused_parameters: as in DDP, for layers that some steps do not use.
         static_graph: as in DDP, for a module every step of which uses the same layers alike.
         sparse_grads: how gradients of nn.Embedding(sparse=True) are sent over gloo: "sparse", as

@@ -54,13 +54,12 @@ class TunedFSDPStrategy(DistRecStrategy[Run]):
             "nodes": one on each node, so that parameters are gathered within nodes, and gradients
             are summed between them.
         reshard_after_forward: whether to free a block's parameters after forward, and gather them
-            again for backward.
-            "auto": for all blocks but the last.
+            again for backward. "auto": for all blocks but the last.
         activation_checkpointing: layers that recompute their activations in backward instead of
             keeping them: true for the blocks, or a list of class names and paths.
         param_dtype: "fp32", "bf16" or "fp16": type in which parameters are gathered. None: the
-            precision's. With precision="32-true", blocks compute in
-            it: they cast their inputs to it, and their outputs back.
+            precision's. With precision="32-true", blocks compute in it: they cast their inputs to
+            it, and their outputs back.
         reduce_dtype: type in which gradients are sent and summed. None: float32, or that of a true
             precision.
         offload: keep parameters, gradients and optimizer state on the host, and update there

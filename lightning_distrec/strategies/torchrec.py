@@ -60,15 +60,12 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
     Args:
         embedding_update: how tables are updated. "auto": inside of backward where FBGEMM has the
             same numbers and nothing must come between, otherwise by the user's optimizer on each
-            rank's shards.
-            "fused", "sparse", "dense": that, or an error. "fused_lazy": Adam on touched rows only
-            (CUDA), which gives other numbers.
+            rank's shards. "fused", "sparse", "dense": that, or an error. "fused_lazy": Adam on
+            touched rows only (CUDA), which gives other numbers.
         table_optimizer: class_path, init_args and lr_scheduler of an optimizer that updates the
-            tables, together with the module's one.
-            None: the module's.
+            tables, together with the module's one. None: the module's.
         convert_embeddings: which nn.Embedding and nn.EmbeddingBag are sharded too. "auto": those
-            with at least `min_rows` rows that can be;
-            "all"; "none"; or a list of their paths.
+            with at least `min_rows` rows that can be; "all"; "none"; or a list of their paths.
         min_rows: see convert_embeddings.
         sharding_types: sharding types that the planner may choose, for example ["table_wise",
             "row_wise"]; None: all.
@@ -78,20 +75,17 @@ class TorchRecShardedStrategy(FullTables[TorchRecRun]):
             "ignore": row 0.
         prefetch: depth, the number of batches in flight. 1: lookups exchange ids when they are
             called; from 2 on the next batch's ids are exchanged while this one computes.
-            computed_ids: whether also those that the step computes.
-            None: 3, and true.
+            computed_ids: whether also those that the step computes. None: 3, and true.
         quantized_comms: forward and backward, the types in which rows and their gradients are sent:
-            "fp32", "fp16" or "bf16".
-            16 bits halve the bytes and give other numbers. None: float32.
+            "fp32", "fp16" or "bf16". 16 bits halve the bytes and give other numbers. None: float32.
         loss_reduction: what `training_step` returns, for ranks whose batches have unequal sizes.
-            "mean" over the batch:
-            ranks are weighted by their number of examples, where lookups show it (those of
-            nn.Embedding do not); "sum" over the batch; "rank_mean": all ranks count alike, as in
-            DDP.
+            "mean" over the batch: ranks are weighted by their number of examples, where lookups
+            show it (those of nn.Embedding do not); "sum" over the batch; "rank_mean": all ranks
+            count alike, as in DDP.
         memory_bytes_per_rank: memory of a rank, of which tables get what planning.reserve leaves.
-        None: measure it.
-        batch_size_per_rank: examples per rank and step, for estimates. None: those of the loader,
-            or 512.
+            None: measure it.
+        batch_size_per_rank: examples per rank and step, for estimates. None: `batch_size` of the
+            loader that fit gets, of the datamodule, the module or their hparams, or else 512.
         planning: how plans are made, and what is assumed of the machines: see PlanningOptions.
         sharding_groups: tables are sharded within groups of ranks, each with a replica: see
             ShardingGroupOptions.

@@ -1,6 +1,7 @@
 """What `import lightning_distrec` promises: sorted names that exist, and no torchrec before it is
 needed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,13 @@ def test_the_public_names_are_sorted_and_each_is_there_once():
 
 def test_dir_shows_public_names_only():
     assert dir(lightning_distrec) == sorted([*lightning_distrec.__all__, "__version__"])
+
+
+def test_type_checkers_see_the_public_names():
+    text = Path(lightning_distrec.__file__).read_text("utf-8")
+    seen = text.partition("if TYPE_CHECKING:")[2].partition("__all__")[0]
+    for name in lightning_distrec.__all__:
+        assert re.search(rf"\b{name}\b", seen), name
 
 
 @pytest.mark.parametrize("name", lightning_distrec.__all__)

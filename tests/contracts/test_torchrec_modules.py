@@ -7,7 +7,6 @@ import pkgutil
 import re
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torchrec.modules.keyed_jagged_tensor_pool import KeyedJaggedTensorPool
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.tensor_pool import TensorPool
 
+import lightning_distrec.sharding.tables
 from lightning_distrec.sharding.tables import (
     CALLERS,
     FUSED,
@@ -33,7 +33,6 @@ from lightning_distrec.sharding.tables import (
 from tests.support.click_model import bag_configs
 from tests.support.mapped_models import ManagedModel
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "torchrec_modules.md"
 TABLES = {EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag, nn.Embedding, *MANAGED}
 
 
@@ -80,8 +79,8 @@ def test_every_module_with_a_sharder_is_in_one_group() -> None:
     assert {kind.__name__ for kind, group in groups.items() if group == "refused"} == set(FUSED)
 
 
-def test_the_page_names_every_module_with_tables() -> None:
-    text = PAGE.read_text()
+def test_the_reference_names_every_module_with_tables() -> None:
+    text = lightning_distrec.sharding.tables.__doc__
     kinds = _sharded_by_torchrec()
     for module in _modules_of_torchrec():
         for name, kind in vars(module).items():

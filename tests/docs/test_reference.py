@@ -1,9 +1,9 @@
 """The reference pages name the options that the code has, and no others."""
 
+import ast
+import dataclasses
 import inspect
 import re
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,76 +11,70 @@ import pytest
 import lightning_distrec.data
 import lightning_distrec.metrics
 import lightning_distrec.retrieval
+from lightning_distrec.cli.command_line import COMMANDS
 from lightning_distrec.strategies.run.strategy import DistRecStrategy
+from tests.docs.command_help import with_help
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+GENERATED = ("strategy_options", "callbacks", "api")
+"""Pages of the reference that the site fills with docstrings."""
+CLASSES = [
+    name for name in lightning_distrec.__all__ if inspect.isclass(getattr(lightning_distrec, name))
+]
+CLASSES.remove("LaunchedRanks")  # strategies make it
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*)`")
 
 
-def _section(page: str, heading: str) -> str:
-    text = (DOCS / page).read_text("utf-8")
-    return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+def _documented_arguments(owner: type) -> list[str]:
+    """Return the arguments that a docstring in Google's style explains."""
+    text = inspect.getdoc(owner) or ""
+    return re.findall(r"^    (\w+):", text.partition("\nArgs:\n")[2], re.MULTILINE)
 
 
-def _documented(text: str) -> set[str]:
-    """Return the names in the first cells of a page's tables."""
-    cells = re.findall(r"^\| ([^|]*) \|", text, re.MULTILINE)
-    return {name for cell in cells for name in re.findall(r"`([a-z_0-9]+)`", cell)}
+@pytest.mark.parametrize("name", [*CLASSES, "DistRecStrategy"])
+def test_a_docstring_has_the_arguments_of_its_class_and_no_others(name):
+    owner = getattr(lightning_distrec, name, DistRecStrategy)
+    if dataclasses.is_dataclass(owner):
+        return  # its fields have docstrings of their own
+    assert sorted(_documented_arguments(owner)) == sorted(inspect.signature(owner).parameters)
 
 
-def _arguments(function: Callable[..., object]) -> set[str]:
-    return set(inspect.signature(function).parameters)
+@pytest.mark.parametrize("name", [name for name in CLASSES if name.endswith("Options")])
+def test_each_field_of_options_has_a_docstring(name):
+    owner = getattr(lightning_distrec, name)
+    body = ast.parse(inspect.getsource(owner)).body[0].body
+    fields = [at for at, line in enumerate(body) if isinstance(line, ast.AnnAssign)]
+    assert len(fields) == len(dataclasses.fields(owner))
+    for at in fields:
+        following = body[at + 1]
+        assert isinstance(following, ast.Expr), ast.unparse(body[at])
+        assert isinstance(following.value, ast.Constant), ast.unparse(body[at])
 
 
-@pytest.mark.parametrize("name", ["torchrec_sharded", "ddp_tuned", "fsdp_tuned"])
-def test_the_reference_has_the_arguments_of_a_strategy_and_no_others(name):
-    classes = {
-        "torchrec_sharded": lightning_distrec.TorchRecShardedStrategy,
-        "ddp_tuned": lightning_distrec.TunedDDPStrategy,
-        "fsdp_tuned": lightning_distrec.TunedFSDPStrategy,
-    }
-    page = "reference/strategy_options.md"
-    own_part = _section(page, name).partition("| `planning` | Default |")[0]
-    everywhere = _arguments(DistRecStrategy)
-    assert _documented(own_part) | _documented(_section(page, "All strategies")) == (
-        _arguments(classes[name]) - {"run_options"} | everywhere
-    )
-
-
-def test_the_reference_has_the_options_of_planning_and_of_tables():
-    planning = _section("reference/strategy_options.md", "torchrec_sharded").partition(
-        "| `planning` | Default |"
-    )[2]
-    assert _documented(planning) == {
-        field.name for field in fields(lightning_distrec.PlanningOptions)
-    }
-    tables = (DOCS / "reference" / "table_options.md").read_text("utf-8").partition("## ")[0]
-    assert _documented(tables) == {field.name for field in fields(lightning_distrec.TableOptions)}
-
-
-@pytest.mark.parametrize(
-    "name", ["Throughput", "Communication", "RankMonitor", "PlanLogger", "ScaledLearningRate"]
-)
-def test_the_reference_has_the_arguments_of_a_callback(name):
-    shown = _section("reference/callbacks.md", name)
-    for argument in _arguments(getattr(lightning_distrec, name)):
-        assert re.search(rf"\b{argument}\b", shown), argument
-
-
-def test_the_api_page_has_every_public_name_once():
-    page = (DOCS / "reference" / "api.md").read_text("utf-8")
-    names = re.findall(r"^::: lightning_distrec\.(\S+)$", page, re.MULTILINE)
+def test_the_reference_has_every_public_name_once():
+    pages = [DOCS / "reference" / f"{page}.md" for page in GENERATED]
+    text = "\n".join(page.read_text("utf-8") for page in pages)
+    names = re.findall(r"^::: lightning_distrec\.(\S+)$", text, re.MULTILINE)
     methods = ("exchange", "full_parameter", "full_state_dict", "gradient_norms", "unshard")
+    bases = ("DistRecStrategy", "IncrementalOptions", "tables")
     annexes = (lightning_distrec.data, lightning_distrec.metrics, lightning_distrec.retrieval)
     modules = (lightning_distrec, *annexes)
     public = [name for module in modules for name in module.__all__]
     assert sorted(name.rpartition(".")[2] for name in names) == sorted([
         *public,
         *methods,
+        *bases,
         "export_for_serving",
         "TopK",
     ])
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_the_page_of_commands_has_the_help_of_each(command):
+    page = (DOCS / "reference" / "command_line.md").read_text("utf-8")
+    assert f"<!-- help: {command} " in page
+    assert f"usage: lightning-distrec {command}" in with_help(page)
 
 
 def test_the_reference_has_every_error():

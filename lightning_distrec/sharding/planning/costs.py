@@ -8,7 +8,8 @@ of traffic.py.
 Updates: on a GPU the bytes that an update reads and writes are counted. On a CPU arithmetic and
 cache misses take longer than the bytes do, so costs were measured there, and are kept as bytes that
 memory copies in that time: they shrink and grow with `host_memory`, as torchrec's estimates of
-lookups do. docs/how_to/plans.md has the measurements.
+lookups do. Measured with torch 2.13 and fbgemm 1.8, one thread, where memory copies 13 GB/s; sums
+are within 33 % of ten real fits' steps.
 """
 
 import math

@@ -22,7 +22,14 @@ EmbeddingUpdate = Literal["auto", "fused", "sparse", "dense", "fused_lazy"]
 
 @dataclass(frozen=True, kw_only=True)
 class TableOptions:
-    """Options of one table; None takes the strategy's option for all tables."""
+    """Options of one table; None takes the strategy's option for all tables.
+
+    They are given by a table's name (`user_id`), by its full name, or by a pattern of either, in
+    which a dot is an ordinary letter (`user_*`, `model.*`, `t[12]`). The full name is the
+    collection's path and the name (`model.ebc.user_id`), or the path of an nn.Embedding. Where
+    several fit, a later one overrides option by option: patterns in their order, then the name,
+    then the full name. One that fits no table is an error with a suggestion.
+    """
 
     embedding_update: EmbeddingUpdate | None = None
     """How to update the table: auto, fused, sparse, dense or fused_lazy."""
@@ -43,17 +50,21 @@ class TableOptions:
     """Minimum number of columns of a column-wise shard; a multiple of 4."""
 
     pooling_factor: float | None = None
-    """Average ids per example and feature, by which the planner estimates load."""
+    """Average ids per example and feature, by which the planner estimates load; a wrong one costs
+    time, and changes no more than the order of additions."""
 
     cache_load_factor: float | None = None
     """Share of the rows in the GPU's cache of a fused_uvm_caching table; between 0 and 1."""
 
     replicated: bool | None = None
-    """Keep all of the table on every rank and average its gradient, as for a dense layer."""
+    """Keep all of the table on every rank and average its gradient, as for a dense layer; without
+    other options. Of an EmbeddingBagCollection some tables may be; of an EmbeddingCollection all or
+    none."""
 
     gathered_weight: bool | None = None
     """Gather the full weight from all ranks where the module reads it, for tied output weights for
-    example; every rank then holds all of it, and of its gradient, for the time of a step."""
+    example; every rank then holds all of it, and of its gradient, for the time of a step. Its
+    update is dense."""
 
     ids: Literal["dynamic"] | None = None
     """Let ids be any numbers from 0 on, and give each one a row when it is first looked up in
@@ -65,7 +76,7 @@ class TableOptions:
 
     buckets: int | None = None
     """Blocks of rows of a table with ids: dynamic, which the number of ranks must divide; None
-    chooses by the rows."""
+    chooses 12 to 20,160 by the rows."""
 
     evict: Literal["lru", "lfu", "never"] | None = None
     """Whose row a new id gets where none is free: the least recently used ("lru"; None is the
@@ -371,7 +382,8 @@ class PlanningOptions:
 
     estimate_pooling: int = 0
     """Batches of each rank's training dataloader in which the ids per example of every feature are
-    counted before tables are planned, where no pooling_factor is given; 0: none."""
+    counted before tables are planned, where no pooling_factor is given; 0: none. Training gets
+    these batches, too."""
 
     plan_file: str | TorchRecPlan | None = None
     """Place tables as this file says, or the one in this checkpoint's folder, or TorchRec's

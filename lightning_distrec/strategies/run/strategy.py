@@ -78,21 +78,22 @@ class DistRecStrategy(CheckpointHooks, Generic[AnyRun]):
 
     Args:
         uneven_inputs: what to do where ranks have unequal numbers of batches: "stop" after the last
-            that all ranks have, or raise an "error".
+            that all ranks have, though predict all; or raise an "error".
         checkpoint: distributed, async_save, pickles, start_from, ...: see CheckpointOptions.
         stopping: auto_requeue, requeue_signal, on_sigterm, resume, run_name: see StopOptions.
-        process_group_backend: "gloo" or "nccl"; None: the device's default.
+        process_group_backend: "gloo" or "nccl"; None: the device's default. Between stages of
+            pipeline_parallel on GPUs "gloo" is an error.
         float32_matmul_precision: "high" computes float32 products of dense layers in TF32, "medium"
-            in bfloat16, where the device can;
-            "highest" in float32. None: leave torch's setting as it is.
+            in bfloat16, where the device can; "highest" in float32. None: leave torch's setting as
+            it is.
         timeout_seconds: how long a rank waits in any collective. None:
             PROCESS_GROUP_TIMEOUT_SECONDS, or else 1800.
-        start_seconds: how long ranks wait for each other at the start; at most timeout_seconds.
+        start_seconds: how long ranks wait for each other at the start; at most timeout_seconds. The
+            error names those that are missing.
         watchdog_seconds: seconds of silence after which all ranks abort and name the missing one; 0
             disables.
         deadlock_seconds: how long ranks may wait for each other in different exchanges; then they
-            are ended, and their places are named.
-            0 disables, and so does watchdog_seconds=0.
+            are ended, and their places are named. 0 disables, and so does watchdog_seconds=0.
     """
 
     takes_launched_ranks = True
