@@ -34,6 +34,10 @@ class NextItemModel(pl.LightningModule):
         """Return which of the places are the sequences' last ones, (batch_size,)."""
         raise NotImplementedError
 
+    def queries(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return what items are scored by, (batch_size, dim)."""
+        return self.encode(batch)[self.last_places(batch)]
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the softmax loss of each next item, among all items or among those drawn."""
         hidden, following = self.encode(batch), batch["following"].flatten()
@@ -73,7 +77,7 @@ class NextItemModel(pl.LightningModule):
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Return the ten items that come next most likely and their scores, (batch_size, 10)
         each."""
-        queries = self.encode(batch)[self.last_places(batch)]
+        queries = self.queries(batch)
         scores, items = top_k(queries, self.items, 10, exclude=_no_item(queries))
         return {"items": items, "scores": scores}
 
@@ -82,9 +86,8 @@ class NextItemModel(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
 
     def _evaluate(self, metrics: MetricCollection, batch: dict[str, Tensor]) -> None:
-        places = self.last_places(batch)
-        queries = self.encode(batch)[places]
-        target = batch["following"].flatten()[places]
+        queries = self.queries(batch)
+        target = batch["following"].flatten()[self.last_places(batch)]
         metrics.update(
             target_ranks_in_table(queries, self.items, target, excluded=_no_item(queries))
         )

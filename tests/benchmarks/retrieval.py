@@ -3,7 +3,7 @@
     python -m tests.benchmarks.retrieval [ROWS ...] [--rounds 3] [--steps 3] [--kinds KIND ...]
     python -m tests.benchmarks.retrieval [ROWS ...] --within GIB
 
-In each round every kind of loss trains for some steps, one after the other in the same processes.
+In each round every kind of loss trains for some steps, one after the other, in processes of its own.
 Printed are medians over steps: wall time, and processor time of the busier rank, which other jobs
 of the machine change less; and the most that a process grew by in a step. With --within, each kind
 trains in processes that may grow by so much only, and what became of it is printed.
@@ -32,7 +32,6 @@ from lightning_distrec.retrieval import (  # noqa: E402
     sampled_softmax_loss,
     softmax_loss,
 )
-from lightning_distrec.retrieval.table_rows import is_shard  # noqa: E402
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks  # noqa: E402
 from tests.support.trainers import make_trainer  # noqa: E402
 
@@ -79,7 +78,7 @@ class Scoring(pl.LightningModule):
         return self.loss(self.items, queries, targets, batch_idx)
 
     def on_train_start(self) -> None:
-        assert is_shard(next(self.items.parameters())), "the table is not sharded"
+        assert len(next(self.items.parameters())) < self.rows, "the table is not sharded"
 
     def on_train_batch_start(self, *_: Any) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
@@ -120,23 +119,14 @@ def trained(kind: str, rows: int, steps: int) -> Scoring:
     return model
 
 
-def measured_rounds(
-    kinds: list[str], rows: int, num_rounds: int, steps: int
-) -> dict[str, list[tuple[float, float, int]]]:
-    """Collective. Return kind -> wall seconds, processor seconds and growth in bytes of steps, each
-    fit's first one left out."""
-    for kind in kinds:
-        trained(kind, 1000, 2)  # what is loaded and started once
-    results: dict[str, list[tuple[float, float, int]]] = {kind: [] for kind in kinds}
-    for _ in range(num_rounds):
-        for kind in kinds:
-            before = status_bytes("VmRSS:")
-            model = trained(kind, rows, 1 + steps)
-            growths = [peak - before for peak in model.peaks]
-            measured = zip(model.walls, model.processors, growths, strict=True)
-            results[kind] += list(measured)[1:]
-            del model
-    return results
+def measured_steps(kind: str, rows: int, steps: int) -> list[tuple[float, float, int]]:
+    """Collective. Return wall seconds, processor seconds and growth in bytes of each step but the
+    first."""
+    trained(kind, 1000, 2)  # what is loaded and started once
+    before = status_bytes("VmRSS:")
+    model = trained(kind, rows, 1 + steps)
+    growths = [peak - before for peak in model.peaks]
+    return list(zip(model.walls, model.processors, growths, strict=True))[1:]
 
 
 def train_within(kind: str, rows: int, spare_bytes: int) -> int:
@@ -151,16 +141,25 @@ def train_within(kind: str, rows: int, spare_bytes: int) -> int:
 
 def print_times(kinds: list[str], rows: int, num_rounds: int, steps: int) -> None:
     """Print a line for each kind of loss."""
-    arguments = (kinds, rows, num_rounds, steps)
-    ranks = run_on_ranks(measured_rounds, 2, *arguments, timeout_seconds=TIMEOUT_SECONDS)
+    walls: dict[str, list[float]] = {kind: [] for kind in kinds}
+    processors: dict[str, list[float]] = {kind: [] for kind in kinds}
+    growths = dict.fromkeys(kinds, 0)
+    for _ in range(num_rounds):
+        for kind in kinds:
+            ranks = run_on_ranks(
+                measured_steps, 2, kind, rows, steps, timeout_seconds=TIMEOUT_SECONDS
+            )
+            for step in zip(*ranks, strict=True):
+                wall, processor, growth = map(max, zip(*step, strict=True))
+                walls[kind].append(wall)
+                processors[kind].append(processor)
+                growths[kind] = max(growths[kind], growth)
     for kind in kinds:
-        columns = [list(zip(*rank[kind], strict=True)) for rank in ranks]
-        wall = max(statistics.median(column[0]) for column in columns)
-        processor = max(statistics.median(column[1]) for column in columns)
-        growth = max(max(column[2]) for column in columns)
+        wall_ms = 1000 * statistics.median(walls[kind])
+        processor_ms = 1000 * statistics.median(processors[kind])
         print(
-            f"{rows:>10,} {kind:<22} {1000 * wall:9.0f} ms {1000 * processor:9.0f} ms of processor "
-            f"{growth / GIB:6.2f} GiB",
+            f"{rows:>10,} {kind:<22} {wall_ms:9.0f} ms {processor_ms:9.0f} ms of processor "
+            f"{growths[kind] / GIB:6.2f} GiB",
             flush=True,
         )
 

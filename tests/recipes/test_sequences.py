@@ -107,7 +107,7 @@ def test_no_film_is_neither_predicted_nor_ahead_of_a_target(
     sasrec: SASRec, windows: dict[str, Tensor]
 ) -> None:
     with torch.no_grad():
-        queries = sasrec.encode(windows)[sasrec.last_places(windows)]
+        queries = sasrec.queries(windows)
         sasrec.items.weight[0] = 100 * queries.sum(0)  # the highest score of all
         scores = (queries @ sasrec.items.weight.T)[:, 1:]
         assert (queries @ sasrec.items.weight[0] > scores.amax(1)).all()
