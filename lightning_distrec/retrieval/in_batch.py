@@ -134,14 +134,15 @@ def _scored(
 
 
 class SampledFrequency(nn.Module):
-    """Estimates how often an item is in a batch: the inverse of the mean number of steps between
-    two batches that have it.
+    """Estimates how many keys of a batch have an item: the inverse of the mean number of steps
+    between two such keys.
 
     `frequency(ids)`: (any number,), the items of this rank's keys. Returns their logarithms, for
     `log_q`. Collective while training, where it counts the items of all ranks as one batch: all
     ranks have the same numbers.
     num_buckets: items share one where there are fewer. rate: weight of the latest step.
-    Source: Yi et al., Sampling-Bias-Corrected Neural Modeling, 2019, algorithm 2.
+    Source: Yi et al., Sampling-Bias-Corrected Neural Modeling, 2019, algorithm 2. There an item is
+    in a batch or not; each key counts here, as each is a negative of the others.
     """
 
     latest: Tensor
@@ -170,8 +171,9 @@ class SampledFrequency(nn.Module):
 
     def _count(self, buckets: Tensor) -> None:
         self.step += 1
-        buckets = buckets.unique()
+        buckets, counts = buckets.unique(return_counts=True)
         latest = self.latest[buckets]
-        mean = self.interval[buckets].lerp(self.step - latest, self.rate)
-        self.interval[buckets] = torch.where(latest > 0, mean, self.step).clamp(min=1)
+        interval = (self.step - latest) / counts
+        mean = self.interval[buckets].lerp(interval, self.rate)
+        self.interval[buckets] = torch.where(latest > 0, mean, interval)
         self.latest[buckets] = self.step

@@ -148,7 +148,7 @@ class HSTU(NextItemModel):
             num_layers: blocks of gated attention.
             num_heads: heads of each attention.
             dropout: share of numbers that are dropped in training.
-            num_negatives: items drawn per step as negatives for all places of the batch; 0: all
+            num_negatives: items drawn per step as negatives for all places of all ranks; 0: all
                 items.
             learning_rate: Adam's.
         """

@@ -39,8 +39,8 @@ class SASRec(NextItemModel):
             num_heads: heads of each attention.
             hidden: width of the small networks.
             dropout: share of numbers that are dropped in training.
-            num_negatives: items drawn per step as negatives for all places of the batch; 0: all
-                items, which suits vocabularies of some ten thousand.
+            num_negatives: items drawn per step as negatives for all places of all ranks; 0: all
+                items, which suits up to some million.
             learning_rate: Adam's.
         """
         if dim % num_heads or dim % 4:

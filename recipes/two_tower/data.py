@@ -23,9 +23,8 @@ class NextFilmDataModule(FolderColumns):
     """Which film will this person rate next? Leaves one out: the last film tests, the one before
     validates.
 
-    `ids` of a batch are the features of people, then those of films. `label`: (batch_size, 3): the
-    film's position in the catalogue, the logarithm of its share of the training rows, and which row
-    of its part this is.
+    `ids` of a batch are the features of people, then those of films. `label`: (batch_size, 2): the
+    film's position in the catalogue, and which row of its part this is.
     """
 
     films: pa.Table
@@ -46,7 +45,7 @@ class NextFilmDataModule(FolderColumns):
             data_dir: folder with one .inter, one .user and one .item file. Left out:
                 MovieLens-100k, downloaded once.
             cache_dir: where the download is kept.
-            batch_size: events per rank and step; the others' films are the negatives of each.
+            batch_size: events per rank and step; all ranks' other films are the negatives of each.
             history_length: how many of the person's latest films the model sees.
             num_workers: processes that build batches; 0 builds them in the training process, which
                 is fast enough here.
@@ -59,7 +58,7 @@ class NextFilmDataModule(FolderColumns):
             )
         person = PERSON | {"history": replace(PERSON["history"], max_length=history_length)}
         sizes = {"batch_size": batch_size, "num_workers": num_workers}
-        labels = ["film", "log_share", "row"]
+        labels = ["film", "row"]
         super().__init__(person | FILM, labels, data_dir=data_dir, cache_dir=cache_dir, **sizes)
         self.history_length = history_length
 
@@ -80,8 +79,6 @@ class NextFilmDataModule(FolderColumns):
         """Return a row for each event of a part."""
         events = self.sequences.parts[part]
         rows, film = np.arange(len(events)), self.sequences.items[events] - 1
-        # A film that was never watched counts as watched once: its logarithm must exist.
-        shares = np.maximum(self.watched(), 1) / len(self.sequences.parts["train"])
         tables = people.take(self.sequences.users[events]), self.films.take(film)
         columns = {name: table[name] for table in tables for name in table.column_names}
         hidden = pa.array((rows % UNKNOWN_EVERY == 0) & (part == "train"))
@@ -90,7 +87,6 @@ class NextFilmDataModule(FolderColumns):
             "user": compute.if_else(hidden, None, columns["user"]),
             "history": self._histories(events),
             "film": film,
-            "log_share": np.log(shares)[film],
             "row": rows,
         })
 

@@ -14,8 +14,9 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.metrics import retrieval_metrics, slice_of_rank, target_ranks
+from lightning_distrec.retrieval import SampledFrequency, in_batch_loss
 from recipes.two_tower.features import FILM, PERSON, table_rows
-from recipes.two_tower.towers import Tower, in_batch_loss
+from recipes.two_tower.towers import Tower
 
 
 class TwoTower(pl.LightningModule):
@@ -47,6 +48,7 @@ class TwoTower(pl.LightningModule):
         # Created in configure_model, where the strategy chooses the device.
         self.people: Tower | None = None
         self.films: Tower | None = None
+        self.frequency = SampledFrequency(num_buckets=table_rows(FILM)["item"])
         # Set as validation or test begins: of this rank's films, and what people have seen.
         self.film_vectors: Tensor | None = None
         self.seen: Tensor | None = None
@@ -77,11 +79,16 @@ class TwoTower(pl.LightningModule):
         return self.films(ids)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Return the loss of finding each person's film among those of the batch."""
-        film, log_share, _ = batch["label"].unbind(1)
+        """Return the loss of finding each person's film among those of all ranks' batches."""
+        film, _ = batch["label"].long().unbind(1)
         ids = self.sparse_inputs(batch)
-        vectors = self.encode_people(ids["people"]), self.encode_films(ids["films"])
-        loss = in_batch_loss(*vectors, film, log_share, self.hparams["temperature"])
+        loss = in_batch_loss(
+            self.encode_people(ids["people"]),
+            self.encode_films(ids["films"]),
+            film,
+            log_q=self.frequency(film),
+            temperature=self.hparams["temperature"],
+        )
         # The mean over the epoch and all ranks; ranks exchange it once per epoch.
         size = len(film)
         self.log(
@@ -143,7 +150,7 @@ class TwoTower(pl.LightningModule):
     def _evaluate(self, metrics: MetricCollection, batch: dict[str, Any]) -> None:
         assert self.film_vectors is not None
         assert self.seen is not None
-        film, _, row = batch["label"].long().unbind(1)
+        film, row = batch["label"].long().unbind(1)
         num_films = len(self.trainer.datamodule.films)  # type: ignore[attr-defined]
         people = self.predict_step(batch, 0)
         # What a person has seen is not recommended again.

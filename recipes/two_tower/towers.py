@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
@@ -38,21 +37,3 @@ class Tower(nn.Module):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Return (batch_size, out)."""
         return functional.normalize(self.layers(self.tables(ids).values()), dim=1)
-
-
-def in_batch_loss(
-    people: Tensor, films: Tensor, items: Tensor, log_shares: Tensor, temperature: float
-) -> Tensor:
-    """Return the softmax loss of finding each person's own film among those of the batch.
-
-    A film that is often watched is often a negative, so the logarithm of its share is subtracted
-    from its scores (log-q
-    correction: Yi et al., Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
-    Recommendations, RecSys 2019). The same film in another example of the batch is no negative.
-
-    people, films: (batch_size, dim). items: (batch_size,) int64. log_shares: (batch_size,).
-    """
-    scores = people @ films.T / temperature - log_shares
-    diagonal = torch.eye(len(items), dtype=torch.bool, device=items.device)
-    scores = scores.masked_fill((items[:, None] == items) & ~diagonal, float("-inf"))
-    return functional.cross_entropy(scores, torch.arange(len(items), device=items.device))

@@ -1,10 +1,11 @@
-"""Films in order of time: who is left out, what a window holds, and the towers' loss by hand."""
+"""Films in order of time: who is left out, what a window holds, and what losses are over."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from lightning_distrec.errors import DataError
@@ -16,7 +17,6 @@ from recipes.two_tower.data import NextFilmDataModule
 from recipes.two_tower.features import FILM, PERSON
 from recipes.two_tower.model import TwoTower
 from recipes.two_tower.serve import film_of, film_vectors, recommend, titles_of
-from recipes.two_tower.towers import in_batch_loss
 from tests.support.movielens_folder import write_movielens_folder
 
 
@@ -66,43 +66,76 @@ def test_sasrec_does_not_look_ahead() -> None:
     assert not torch.allclose(model(items)[:, 4:], model(changed)[:, 4:])
 
 
-def test_the_sampled_loss_is_against_the_films_drawn_but_for_the_right_one() -> None:
+@pytest.fixture
+def sasrec() -> SASRec:
     torch.manual_seed(1)
-    model = SASRec(num_items=20, length=6, dim=8, num_negatives=9)
-    hidden, following = torch.randn(5, 8), torch.tensor([3, 0, 7, 3, 20])  # 0: no film follows
-    candidates = model.sparse_inputs({"following": following})["candidates"]
-    actual = model._sampled_loss(hidden, following, candidates)
-    drawn = candidates[5:].tolist()
-    assert len(drawn) == 9
-    assert set(drawn) & {3, 7, 20}
-    rows = model.items.weight
-    losses = []
-    for place, film in enumerate(following.tolist()):
-        if film:
-            films = [film, *(other for other in drawn if other != film)]
-            losses.append(
-                functional.cross_entropy((rows[films] @ hidden[place])[None], torch.tensor([0]))
-            )
-    torch.testing.assert_close(actual, torch.stack(losses).mean())
+    model = SASRec(num_items=20, length=3, dim=8, hidden=16).eval()
+    torch.nn.init.normal_(model.items.weight)
+    return model
 
 
-def test_the_loss_leaves_out_the_same_film_and_corrects_by_its_share() -> None:
+@pytest.fixture
+def windows() -> dict[str, Tensor]:
+    """Three of them; 0 is no film."""
+    return {
+        "items": torch.tensor([[4, 9, 0], [1, 2, 3], [7, 0, 0]]),
+        "following": torch.tensor([[9, 5, 0], [2, 3, 20], [11, 0, 0]]),
+        "length": torch.tensor([2, 3, 1]),
+    }
+
+
+def test_sasrec_trains_on_the_softmax_over_all_films(
+    sasrec: SASRec, windows: dict[str, Tensor]
+) -> None:
+    scores = sasrec(windows["items"]) @ sasrec.items.weight.T
+    targets = windows["following"].flatten()
+    expected = functional.cross_entropy(scores.flatten(0, 1), targets, ignore_index=0)
+    torch.testing.assert_close(sasrec.training_step(windows, 0), expected)
+
+
+def test_very_many_negatives_come_close_to_the_softmax_over_all_films(
+    sasrec: SASRec, windows: dict[str, Tensor]
+) -> None:
+    expected = sasrec.training_step(windows, 0)
+    sasrec.hparams["num_negatives"] = 100_000
+    sampled = sasrec.training_step(windows, 0)
+    assert not torch.equal(sampled, expected)
+    torch.testing.assert_close(sampled, expected, atol=2e-2, rtol=0)
+
+
+def test_no_film_is_neither_predicted_nor_ahead_of_a_target(
+    sasrec: SASRec, windows: dict[str, Tensor]
+) -> None:
+    with torch.no_grad():
+        queries = sasrec.queries(windows)
+        sasrec.items.weight[0] = 100 * queries.sum(0)  # the highest score of all
+        scores = (queries @ sasrec.items.weight.T)[:, 1:]
+        assert (queries @ sasrec.items.weight[0] > scores.amax(1)).all()
+    films = torch.tensor([[5], [20], [11]])  # the last of each window
+    ranks = 1 + (scores > scores.gather(1, films - 1)).sum(1)
+    sasrec.validation_step(windows, 0)
+    expected = (1 / torch.log2(1 + ranks)).where(ranks <= 10, 0).mean()
+    torch.testing.assert_close(sasrec.val_metrics.compute()["val_ndcg_at_10"], expected)
+    predicted = sasrec.predict_step(windows, 0)["items"]
+    assert torch.equal(predicted, 1 + scores.topk(10).indices)
+
+
+def test_towers_train_on_the_films_of_a_batch_of_which_the_same_one_is_no_negative(
+    data: NextFilmDataModule,
+) -> None:
     torch.manual_seed(1)
-    people, films = torch.randn(4, 3), torch.randn(4, 3)
-    items, shares = torch.tensor([7, 8, 7, 9]), torch.tensor([0.5, 0.1, 0.5, 0.2])
-    losses = []
-    for own_part in range(4):
-        scores = [
-            (people[own_part] @ films[other] / 0.1 - shares[other].log()).item()
-            for other in range(4)
-            if other == own_part or items[other] != items[own_part]
-        ]
-        local = sum(1 for other in range(own_part) if items[other] != items[own_part])
-        losses.append(functional.cross_entropy(torch.tensor([scores]), torch.tensor([local])))
-    expected = torch.stack(losses).mean()
-    torch.testing.assert_close(
-        in_batch_loss(people, films, items, shares.log(), temperature=0.1), expected
-    )
+    model = TwoTower(dim=8, hidden=16, out=8, temperature=0.1)
+    model.configure_model()
+    model.eval()
+    batch = next(iter(data.train_dataloader()))
+    ids = model.sparse_inputs(batch)
+    scores = model.encode_people(ids["people"]) @ model.encode_films(ids["films"]).T / 0.1
+    film = batch["label"][:, 0]
+    own = torch.arange(len(film))
+    is_other = (film[:, None] == film).fill_diagonal_(False)
+    assert is_other.any()
+    expected = functional.cross_entropy(scores.masked_fill(is_other, -torch.inf), own)
+    torch.testing.assert_close(model.training_step(batch, 0), expected)
 
 
 def test_a_batch_says_who_what_and_what_was_seen(data: NextFilmDataModule) -> None:
@@ -115,7 +148,7 @@ def test_a_batch_says_who_what_and_what_was_seen(data: NextFilmDataModule) -> No
     bags = {name: bag.to_dense() for name, bag in batch["ids"].to_dict().items()}
     assert list(bags) == [*PERSON, *FILM]
     for number, event in enumerate(events[:size]):
-        film, _, row = batch["label"][number].tolist()
+        film, row = batch["label"][number].tolist()
         assert (film, row) == (sequences.items[event] - 1, number)
         assert users[bags["user"][number]] == str(1 + sequences.users[event])
         initial = sequences.items[sequences.starts[event] : event] - 1
@@ -129,7 +162,7 @@ def test_a_batch_says_who_what_and_what_was_seen(data: NextFilmDataModule) -> No
 def test_every_tenth_example_trains_with_an_unknown_person(data: NextFilmDataModule) -> None:
     for batch in data.train_dataloader():
         users = batch["ids"]["user"].values()
-        torch.testing.assert_close(users == 0, batch["label"][:, 2] % 10 == 0)
+        torch.testing.assert_close(users == 0, batch["label"][:, 1] % 10 == 0)
 
 
 def test_serving_recommends_what_scores_best_and_was_not_watched(data: NextFilmDataModule) -> None:
