@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.root_pages import page_of_notebook
 from tests.docs.snippets import blocks_of
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = json.loads((ROOT / "docs/notebook.ipynb").read_text("utf-8"))
+
+
+def _sources_of(kind: str) -> list[str]:
+    cells = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == kind]
+    return ["".join(cell["source"]) for cell in cells]
 
 
 def _run(folder: Path, *arguments: str, stdin: str = "") -> str:
@@ -31,8 +37,7 @@ def _run(folder: Path, *arguments: str, stdin: str = "") -> str:
 
 @pytest.mark.slow
 def test_the_notebooks_cells_train_on_two_ranks(tmp_path: Path) -> None:
-    cells = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-    output = _run(tmp_path, "-", stdin="\n".join(cells))
+    output = _run(tmp_path, "-", stdin="\n".join(_sources_of("code")))
     assert "Embedding tables over 2 ranks" in output
     assert int(output.partition("% of the clicks")[0].split()[-1]) > 90
     assert (tmp_path / "clicks.pt").exists()
@@ -44,6 +49,15 @@ def test_the_notebook_is_one_that_jupyter_opens() -> None:
     assert all(cell["outputs"] == [] for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code")
     nbformat = pytest.importorskip("nbformat")
     nbformat.validate(nbformat.from_dict(NOTEBOOK))
+
+
+def test_the_notebooks_page_has_its_cells_and_a_link_to_it() -> None:
+    page = page_of_notebook(json.dumps(NOTEBOOK))
+    blocks = list(blocks_of(page))
+    assert [block.text.rstrip() for block in blocks] == _sources_of("code")
+    assert {block.language for block in blocks} == {"python"}
+    title, _, rest = _sources_of("markdown")[0].partition("\n\n")
+    assert page.startswith(f"{title}\n\n[Download this notebook](notebook.ipynb).\n\n{rest}")
 
 
 @pytest.mark.slow
