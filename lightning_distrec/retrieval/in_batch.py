@@ -201,9 +201,9 @@ class SampledFrequency(nn.Module):
         if self.training:
             ranks = ranks_of(None)
             settings = {"num_buckets": len(self.interval), "rate": self.rate}
-            num_ids = (len(ids),)
+            num_ids = (len(ids), 0)
             _, headers = ranks.agree("SampledFrequency", settings, lambda: (None, num_ids))
-            counts = [count for (count,) in headers]
+            counts = [count for count, _ in headers]
             self._count(self._buckets(ranks.gather_rows(ids, counts)))
         return -self.interval[self._buckets(ids)].log()
 

@@ -108,7 +108,7 @@ def sampled_softmax_loss(
                 f"{list(SAMPLERS)} or an object."
             )
         counted = count_queries(queries, targets, rows, ignore_index)
-        return counted, (len(counted.targets),)
+        return counted, (len(counted.targets), 0)
 
     equal = {
         "reduction": reduction,
@@ -145,7 +145,7 @@ def sampled_softmax_loss(
     losses = functional.cross_entropy(scores, torch.zeros_like(ids), reduction="none")
     if reduction == "none":
         return counted.spread(losses)
-    counts = [count for (count,) in headers]
+    counts = [count for count, _ in headers]
     return reduced(losses, reduction, counts, rows.ranks)
 
 

@@ -129,9 +129,9 @@ def reduced(losses: Tensor, reduction: Reduction, counts: list[int], ranks: Rank
         # Of all ranks of the run, also where each of them has the table, or a group.
         run = ranks_of(None)
         if run.num_ranks > ranks.num_ranks:
-            own_count = (len(losses),)
+            own_count = (len(losses), 0)
             _, headers = run.agree("global_mean", {}, lambda: (None, own_count))
-            counts = [count for (count,) in headers]
+            counts = [count for count, _ in headers]
         divisor = sum(counts) / len(counts)
     elif reduction == "mean":
         # A rank without targets adds nothing to the others' mean. None at all are NaN, as in torch.

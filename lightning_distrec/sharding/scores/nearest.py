@@ -74,7 +74,7 @@ def best_rows(
                 f"k={k} must be 1 to {rows.num_rows}, queries {tuple(queries.shape)} (queries, "
                 f"dim), and exclude {tuple(excluded.shape)} (queries, any number)."
             )
-        return excluded, tuple(excluded.shape)
+        return excluded, (len(excluded), excluded.shape[1])
 
     ranks = rows.ranks
     dtype = torch.promote_types(score_dtype(queries, rows), torch.float32)

@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_distrec import errors
+from lightning_distrec import errors, gpu
 from lightning_distrec.errors import ConfigError, DistRecError
 from lightning_distrec.ranks import Ranks, number_for
 
 T = TypeVar("T")
-Numbers = tuple[int, ...]
+Numbers = tuple[int, int]
+MESSAGE = 3
+"""Numbers that ranks exchange first."""
 FUNCTION = "the function"
 """Name of what ranks compare first."""
 
@@ -39,7 +41,7 @@ class RankGroup:
         ConfigError where ranks call other functions, or with other values.
         """
         prepared = None
-        numbers: Numbers = ()
+        numbers: Numbers = (0, 0)
         problem = ("", "")
         try:
             prepared, numbers = prepare()
@@ -48,23 +50,30 @@ class RankGroup:
         call_in_words = {FUNCTION: call}
         for name, value in equal.items():
             call_in_words[name] = str(value)
-        # A number stands for the words, which are sent where they differ.
-        messages = self._exchange((number_for((problem, call_in_words)), numbers))
-        first_digest = messages[0][0]
-        if problem != ("", "") or any(digest != first_digest for digest, _ in messages):
-            _raise_first(self._exchange((problem, call_in_words)))
-        return prepared, [numbers for _, numbers in messages]  # type: ignore[return-value]
+        # A number stands for the words, which are sent where it differs.
+        own_numbers = (number_for((problem, call_in_words)), *numbers)
+        messages = self._exchange_numbers(own_numbers)
+        digests = {digest for digest, *_ in messages}
+        if problem != ("", "") or len(digests) > 1:
+            all_words: list[Any] = [(problem, call_in_words)] * self.num_ranks
+            if self.num_ranks > 1:
+                dist.all_gather_object(all_words, all_words[0], self.group)
+            _raise_first(all_words)
+        return prepared, [received for _, *received in messages]  # type: ignore[return-value]
 
-    def _exchange(self, message: Any) -> list[Any]:
-        """Collective. Return each rank's message."""
+    def _exchange_numbers(self, numbers: tuple[int, ...]) -> list[Any]:
+        """Collective. Return each rank's numbers; waits for a GPU at most once."""
         if self.num_ranks == 1:
-            return [message]
+            return [numbers]
         if self.job is not None:
-            messages = self.job.all_gather(message)
+            messages = self.job.all_gather(numbers)
             return [messages[rank] for rank in dist.get_process_group_ranks(self.group)]
-        messages = [None] * self.num_ranks
-        dist.all_gather_object(messages, message, self.group)
-        return messages
+        # The host's numbers are sent by the device, where the backend knows no other way.
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        received = torch.empty(self.num_ranks * MESSAGE, dtype=torch.long, device=device)
+        sent = gpu.on_device_of(received, list(numbers))
+        dist.all_gather_into_tensor(received, sent, self.group)
+        return gpu.HostCopy(received.view(self.num_ranks, MESSAGE)).read()
 
     def gather_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Collective. Return all ranks' rows, rank after rank. counts: how many each rank has."""
