@@ -174,7 +174,7 @@ def assert_as_one_process(
         _batches(program),
         program.accumulate,
     )
-    limit = 0.03 if "16" in program.precision else 2e-5
+    limit = 0.03 if "16" in program.precision else 5e-6
     difference = differences(state, expected)
     assert max(difference.values()) < limit, f"{name}: {program}: {difference}"
     means = [sum(step) / len(losses) for step in zip(*losses, strict=True)]

@@ -173,7 +173,8 @@ class _SoftmaxLosses(torch.autograd.Function):
         with torch.autocast(queries.device.type, enabled=False):
             all_queries = ranks.gather_rows(queries.to(scoring.dtype), scoring.counts)
             all_targets = ranks.gather_rows(targets, scoring.counts)
-            sums = all_queries.new_zeros(2, len(all_targets), dtype=scoring.sum_dtype)
+            # Few, and of many blocks and ranks: in float64 their order hardly matters.
+            sums = all_queries.new_zeros(2, len(all_targets), dtype=torch.float64)
             exponentials, target_scores = sums
             exponentials.fill_(-torch.inf)
             for block, _, scores in scoring.blocks(all_queries, bias, list(weights)):
@@ -189,9 +190,10 @@ class _SoftmaxLosses(torch.autograd.Function):
             exponentials.sub_(largest).exp_()
             ranks.all_reduce(sums)
         log_sums = exponentials.log() + largest
+        losses = (log_sums - target_scores).to(scoring.sum_dtype)
+        log_sums = log_sums.to(scoring.sum_dtype)
         ctx.scoring = scoring
         ctx.save_for_backward(all_queries, all_targets, log_sums, bias, *weights)
-        losses = log_sums - target_scores
         return losses.split(scoring.counts)[ranks.rank].clone()
 
     @staticmethod

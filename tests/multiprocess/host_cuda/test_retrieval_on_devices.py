@@ -4,6 +4,7 @@ one process, no hazard, and no wait of the host but those that a call needs."""
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -102,3 +103,38 @@ def test_the_host_waits_no_more_than_a_call_needs(devices: DeviceRanks) -> None:
         # Without those of its lookup.
         own = [place for place in waits["sampled"] if "scores/" in place or "retrieval/" in place]
         assert [waits["sampled"][place] for place in own] == [1], own
+
+
+ROWS_OF_LARGE, LARGE_DIM = 100_000, 8
+MAX_BYTES = 2**18
+
+
+def _peak_bytes() -> float:
+    """Return the memory that a step takes at its peak, without what is there before."""
+    peaks = []
+
+    class Measured(Retrieving):
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            self.before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+            peaks.append(torch.cuda.max_memory_allocated(self.device) - self.before)
+
+    def loss(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+        return softmax_loss(queries, model.table, batch["targets"], max_bytes=MAX_BYTES)
+
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
+    strategy["embedding_update"] = "dense"
+    batches = [[make_batch(step, 64)] * 2 for step in range(4)]
+    model = Measured("embedding", loss, "SGD", ROWS_OF_LARGE)
+    train(model, batches, strategy, accelerator="gpu")
+    return float(peaks[-1])
+
+
+def test_a_step_takes_the_gradient_of_a_share_and_a_block_of_scores(devices: DeviceRanks) -> None:
+    share = ROWS_OF_LARGE // 2 * LARGE_DIM * 4
+    for rank in devices.call(_peak_bytes):
+        assert not rank.error, rank.error
+        # Of lookups and the loss there is one gradient each, before they are added up.
+        assert MAX_BYTES / 2 <= rank.result <= 2 * share + 2 * MAX_BYTES, rank.result

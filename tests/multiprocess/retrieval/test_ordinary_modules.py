@@ -23,7 +23,7 @@ from tests.support.retrieval_models import (
 )
 
 STEPS = 3
-LIMIT = 1e-5
+LIMIT = 2e-6
 
 Logits = Callable[[Retrieving, Tensor], Tensor]
 
