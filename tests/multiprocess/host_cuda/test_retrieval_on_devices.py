@@ -125,7 +125,7 @@ def _peak_bytes() -> float:
         return softmax_loss(queries, model.table, batch["targets"], max_bytes=MAX_BYTES)
 
     strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
-    strategy["embedding_update"] = "dense"
+    strategy["embedding_update"] = "sparse"
     batches = [[make_batch(step, 64)] * 2 for step in range(4)]
     model = Measured("embedding", loss, "SGD", ROWS_OF_LARGE)
     train(model, batches, strategy, accelerator="gpu")
@@ -136,5 +136,5 @@ def test_a_step_takes_the_gradient_of_a_share_and_a_block_of_scores(devices: Dev
     share = ROWS_OF_LARGE // 2 * LARGE_DIM * 4
     for rank in devices.call(_peak_bytes):
         assert not rank.error, rank.error
-        # Of lookups and the loss there is one gradient each, before they are added up.
-        assert MAX_BYTES / 2 <= rank.result <= 2 * share + 2 * MAX_BYTES, rank.result
+        # Autograd adds the gradient of lookups to the loss's, for which it takes another share.
+        assert share <= rank.result <= 2 * share + MAX_BYTES
