@@ -63,10 +63,10 @@ def kept_on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tens
     return torch.tensor(numbers, device=device)
 
 
-def on_device_of(like: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+def on_device_of(like: torch.Tensor, numbers: list[int] | torch.Tensor) -> torch.Tensor:
     """Return numbers in the type and on the device of a tensor, which is not waited for."""
     pinned = torch.empty(len(numbers), dtype=like.dtype, pin_memory=is_on_gpu(like))
-    pinned.copy_(torch.tensor(numbers))
+    pinned.copy_(torch.as_tensor(numbers))
     return pinned.to(like.device, non_blocking=True)
 
 

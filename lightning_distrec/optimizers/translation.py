@@ -319,12 +319,11 @@ def _sum_several_lookups(update: TableUpdate) -> TableUpdate:
     return replace(sparse, reason="a step may look it up more than once")
 
 
-def summed_form(name: str, update: TableUpdate, sums_rows: bool) -> TableUpdate:
-    """Return the update of a fused table that a step looks up more than once. sums_rows: see
-    `can_sum_rows`."""
+def summed_form(name: str, update: TableUpdate, sums_rows: bool, reason: str) -> TableUpdate:
+    """Return the update of a fused table whose gradients must be summed. sums_rows: see
+    `can_sum_rows`. reason: why, for reports."""
     assert update.param_group is not None
     sparse = sparse_form(update.param_group, sums_rows)
-    reason = "a step looks it up more than once"
     if isinstance(sparse, str):
         return _dense_form(name, update.param_group, reason, on_request=False)
     return replace(sparse, reason=reason)

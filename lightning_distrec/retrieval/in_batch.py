@@ -1,14 +1,18 @@
 """Losses of queries against the keys of all ranks' batches."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.retrieval.full_softmax import Reduction, problem_of_reduction, reduced
-from lightning_distrec.retrieval.rank_group import (
+from lightning_distrec.sharding.scores.counted_queries import (
+    Reduction,
+    reduced,
+    refuse_reduction,
+    scalar_in_words,
+)
+from lightning_distrec.sharding.scores.rank_group import (
+    Numbers,
     RankGroup,
     gathered_rows,
     ranks_of,
@@ -38,14 +42,15 @@ def in_batch_loss(
     gather: False: keys of this rank alone. reduction: as of `softmax_loss`.
     Raises ConfigError on every rank: arguments do not fit.
     """
-    batch = _scored(
-        "in_batch_loss", queries, keys, ids, temperature, log_q, negatives, gather, reduction
+    batch = _Batch(
+        "in_batch_loss", queries, keys, ids=ids, log_q=log_q, negatives=negatives, gather=gather
     )
-    is_other = batch.is_same.scatter(1, batch.own_columns[:, None], False)
+    scores = batch.scores(temperature, reduction)
+    is_other = batch.is_same().scatter(1, batch.own_columns[:, None], False)
     num_keys = is_other.shape[1]
-    batch.scores[:, :num_keys].masked_fill_(is_other, -torch.inf)
-    losses = functional.cross_entropy(batch.scores, batch.own_columns, reduction="none")
-    return reduced(losses, reduction, batch.counts, batch.own_columns >= 0)
+    scores[:, :num_keys].masked_fill_(is_other, -torch.inf)
+    losses = functional.cross_entropy(scores, batch.own_columns, reduction="none")
+    return batch.reduced(losses, reduction)
 
 
 def contrastive_loss(
@@ -65,72 +70,107 @@ def contrastive_loss(
     negatives and the others: as of `in_batch_loss`.
     Source: Khosla et al., Supervised Contrastive Learning, 2020, equation 2.
     """
-    batch = _scored(
-        "contrastive_loss", queries, keys, labels, temperature, None, negatives, gather, reduction
+    batch = _Batch(
+        "contrastive_loss", queries, keys, ids=labels, negatives=negatives, gather=gather
     )
-    num_keys = batch.is_same.shape[1]
-    positives = torch.where(batch.is_same, batch.scores[:, :num_keys], 0)
-    means = positives.sum(1) / batch.is_same.sum(1)
-    losses = batch.scores.logsumexp(1) - means
-    return reduced(losses, reduction, batch.counts, batch.own_columns >= 0)
+    scores = batch.scores(temperature, reduction)
+    is_same = batch.is_same()
+    num_keys = is_same.shape[1]
+    positives = scores[:, :num_keys].where(is_same, 0)
+    losses = scores.logsumexp(1) - positives.sum(1) / is_same.sum(1)
+    return batch.reduced(losses, reduction)
 
 
-@dataclass(frozen=True)
-class _Scored:
-    scores: Tensor
-    """(queries, keys of all ranks and own negatives), float32 or float64."""
+class _Batch:
+    """The queries of this rank, and the keys of all ranks.
+
+    After `scores`, own_columns are the columns of the queries' own keys, (queries,).
+    """
+
     own_columns: Tensor
-    """(queries,), the column of each query's key."""
-    is_same: Tensor
-    """(queries, keys of all ranks): whether the key is of the same item."""
-    counts: list[int]
-    """How many queries each rank has."""
 
+    def __init__(
+        self,
+        call: str,
+        queries: Tensor,
+        keys: Tensor,
+        *,
+        ids: Tensor | None,
+        log_q: Tensor | None = None,
+        negatives: Tensor | None,
+        gather: bool,
+    ) -> None:
+        self.call = call
+        self.queries = queries
+        self.keys = keys
+        self.ids = ids
+        self.log_q = log_q
+        self.negatives = negatives
+        self.ranks = ranks_of(None) if gather else RankGroup()
+        self.counts: list[int] = []
+        """How many queries each rank has."""
 
-def _scored(
-    call: str,
-    queries: Tensor,
-    keys: Tensor,
-    ids: Tensor | None,
-    temperature: float | Tensor,
-    log_q: Tensor | None,
-    negatives: Tensor | None,
-    gather: bool,
-    reduction: Reduction,
-) -> _Scored:
-    ranks = ranks_of(None) if gather else RankGroup()
-    fits = queries.ndim == 2 and queries.shape == keys.shape
-    for numbers in (ids, log_q):
-        fits &= numbers is None or numbers.shape == queries.shape[:1]
-    if negatives is not None:
-        fits &= negatives.ndim == 3 and negatives[:, 0].shape == queries.shape
-    problem = problem_of_reduction(reduction)
-    if not fits:
-        problem = ConfigError(
-            f"queries {tuple(queries.shape)} and keys {tuple(keys.shape)} must be (queries, dim), "
-            "ids or labels and log_q (queries,), and negatives (queries, any number, dim)."
-        )
-    equal = {"dim": keys.shape[1:], "dtype": keys.dtype}
-    equal |= {"whether there are ids": ids is None, "whether there is log_q": log_q is None}
-    headers = ranks.agree(call, problem, equal, (len(keys), keys.requires_grad))
-    counts = [count for count, _ in headers]
-    is_needed = torch.is_grad_enabled() and any(needed for _, needed in headers)
-    all_keys = gathered_rows(with_gradient(keys, is_needed), ranks, counts)
-    scores = queries @ all_keys.T
-    if negatives is not None:
-        scores = torch.cat([scores, (negatives @ queries[:, :, None])[:, :, 0]], dim=1)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
-    if log_q is not None:
-        # Also of a rank's own key: which items are keys is drawn with these probabilities.
-        corrections = ranks.gather_rows(log_q.detach(), counts)
-        padding = scores.shape[1] - len(corrections)
-        scores = scores - functional.pad(corrections, (0, padding))
-    places = torch.arange(sum(counts), device=keys.device)
-    own_columns = places.split(counts)[ranks.rank]
-    if ids is None:
-        return _Scored(scores, own_columns, own_columns[:, None] == places, counts)
-    is_same = ids[:, None] == ranks.gather_rows(ids, counts)
-    return _Scored(scores, own_columns, is_same, counts)
+    def _fits(self) -> bool:
+        queries = self.queries
+        fits = queries.ndim == 2 and queries.shape == self.keys.shape
+        for numbers in (self.ids, self.log_q):
+            fits &= numbers is None or numbers.shape == queries.shape[:1]
+        if self.negatives is not None:
+            fits &= self.negatives.ndim == 3 and self.negatives[:, 0].shape == queries.shape
+        return fits
+
+    def scores(self, temperature: float | Tensor, reduction: Reduction) -> Tensor:
+        """Collective. Return (queries, keys of all ranks and own negatives), float32 or float64."""
+
+        def prepare() -> tuple[None, Numbers]:
+            refuse_reduction(reduction)
+            if not self._fits():
+                shapes = tuple(self.queries.shape), tuple(self.keys.shape)
+                raise ConfigError(
+                    f"queries {shapes[0]} and keys {shapes[1]} must be (queries, dim), ids or "
+                    "labels and log_q (queries,), and negatives (queries, any number, dim)."
+                )
+            return None, (len(self.keys), self.keys.requires_grad)
+
+        equal = {
+            "reduction": reduction,
+            "temperature": scalar_in_words(temperature),
+            "dim": tuple(self.keys.shape[1:]),
+            "dtype": self.keys.dtype,
+            "whether there are ids": self.ids is not None,
+            "whether there is log_q": self.log_q is not None,
+        }
+        _, headers = self.ranks.agree(self.call, equal, prepare)
+        self.counts = [count for count, _ in headers]
+        needs_gradient = any(needed for _, needed in headers)
+        keys = with_gradient(self.keys, torch.is_grad_enabled() and needs_gradient)
+        all_keys = gathered_rows(keys, self.ranks, self.counts)
+        scores = self.queries @ all_keys.T
+        if self.negatives is not None:
+            own_scores = self.negatives @ self.queries[:, :, None]
+            scores = torch.cat([scores, own_scores[:, :, 0]], dim=1)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
+        if self.log_q is not None:
+            # Also of a rank's own key: which items are keys is drawn with these probabilities.
+            corrections = self.ranks.gather_rows(self.log_q.detach(), self.counts)
+            padding = scores.shape[1] - len(corrections)
+            scores = scores - functional.pad(corrections, (0, padding))
+        columns = torch.arange(len(all_keys), device=keys.device)
+        self.own_columns = columns.split(self.counts)[self.ranks.rank]
+        return scores
+
+    def is_same(self) -> Tensor:
+        """Collective. Return whether a key is of a query's item, (queries, keys of all ranks)."""
+        if self.ids is not None:
+            return self.ids[:, None] == self.ranks.gather_rows(self.ids, self.counts)
+        columns = torch.arange(sum(self.counts), device=self.keys.device)
+        return self.own_columns[:, None] == columns
+
+    def reduced(self, losses: Tensor, reduction: Reduction) -> Tensor:
+        """Collective for "global_mean". Return what is asked for of losses, (queries,)."""
+        if reduction == "none":
+            return losses
+        return reduced(losses, reduction, self.counts, self.ranks)
 
 
 class SampledFrequency(nn.Module):
@@ -161,7 +201,10 @@ class SampledFrequency(nn.Module):
         """Count the items, if training, and return their log-frequencies, float32."""
         if self.training:
             ranks = ranks_of(None)
-            counts = ranks.agree("SampledFrequency", None, {}, len(ids))
+            settings = {"num_buckets": len(self.interval), "rate": self.rate}
+            num_ids = (len(ids), 0)
+            _, headers = ranks.agree("SampledFrequency", settings, lambda: (None, num_ids))
+            counts = [count for count, _ in headers]
             self._count(self._buckets(ranks.gather_rows(ids, counts)))
         return -self.interval[self._buckets(ids)].log()
 

@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchrec import EmbeddingCollection, KeyedJaggedTensor
 
+from lightning_distrec import gpu
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.retrieval.full_softmax import (
-    MAX_BYTES,
+from lightning_distrec.sharding.scores.counted_queries import (
+    CountedQueries,
     Reduction,
-    problem_of_call,
-    problem_of_reduction,
+    count_queries,
     reduced,
+    refuse_reduction,
+    scalar_in_words,
 )
-from lightning_distrec.retrieval.table_rows import Table, rows_of
+from lightning_distrec.sharding.scores.rank_group import Numbers
+from lightning_distrec.sharding.scores.table_rows import Table, rows_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Sampler:
     def log_probabilities(self, ids: Tensor, num_rows: int) -> Tensor:
         """Return the logarithm of the probability of each row, in the shape of `ids`."""
         rows = ids.double().cpu()
-        shares = (self.before(rows + 1) - self.before(rows)) / self._total(num_rows)
+        counts = self.before(rows + 1) - self.before(rows)
+        shares = counts / self._total(num_rows)
         return shares.log().float().to(ids.device)
 
     def _total(self, num_rows: int) -> Tensor:
@@ -94,37 +98,55 @@ def sampled_softmax_loss(
     reduction: as of `softmax_loss`. Raises on every rank: ConfigError, IdsError.
     """
     rows = rows_of("sampled_softmax_loss", table)
-    is_counted = targets.reshape(-1) != ignore_index
-    problem = problem_of_call(queries, rows, MAX_BYTES, targets, is_counted)
-    if num_negatives < 1 or isinstance(sampler, str) and sampler not in SAMPLERS:
-        problem = ConfigError(
-            f"num_negatives={num_negatives} must be at least 1, and sampler={sampler!r} one of "
-            f"{list(SAMPLERS)} or an object."
-        )
-    problem = problem or problem_of_reduction(reduction)
-    equal = {"step": step, "seed": seed, "num_negatives": num_negatives}
-    ids = targets.reshape(-1)[is_counted].long()
-    counts = rows.ranks.agree("sampled_softmax_loss", problem, equal, len(ids))
+
+    def prepare() -> tuple[CountedQueries, Numbers]:
+        refuse_reduction(reduction)
+        is_sampler = not isinstance(sampler, str) or sampler in SAMPLERS
+        if num_negatives < 1 or not is_sampler:
+            raise ConfigError(
+                f"num_negatives={num_negatives} must be at least 1, and sampler={sampler!r} one of "
+                f"{list(SAMPLERS)} or an object."
+            )
+        counted = count_queries(queries, targets, rows, ignore_index)
+        return counted, (len(counted.targets), 0)
+
+    equal = {
+        "reduction": reduction,
+        "temperature": scalar_in_words(temperature),
+        "ignore_index": ignore_index,
+        "step": step,
+        "seed": seed,
+        "num_negatives": num_negatives,
+        "sampler": sampler if isinstance(sampler, str) else "an object",
+        "log_q": log_q,
+    }
+    counted, headers = rows.ranks.agree("sampled_softmax_loss", equal, prepare)
+    ids = counted.targets
     source = SAMPLERS[sampler] if isinstance(sampler, str) else sampler
     # One number of both; neighbouring seeds give unrelated draws.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    negatives = source.draw(num_negatives, rows.num_rows, generator).to(ids.device)
+    draws = source.draw(num_negatives, rows.num_rows, generator)
+    negatives = gpu.on_device_of(ids, draws)
     vectors = _looked_up(table, ids, negatives)
     target_rows = vectors[: len(ids)]
     negative_rows = vectors[len(ids) :]
-    counted = queries.reshape(-1, rows.dim)[is_counted]
+    target_scores = (counted.queries * target_rows).sum(1, keepdim=True)
     # Without targets no negatives were looked up.
-    negative_scores = (counted @ negative_rows.T).view(len(ids), num_negatives)
-    scores = torch.cat([(counted * target_rows).sum(1, keepdim=True), negative_scores], 1)
+    negative_scores = (counted.queries @ negative_rows.T).view(len(ids), num_negatives)
+    scores = torch.cat([target_scores, negative_scores], 1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
     if log_q:
         # How often each is expected among the negatives. The target is there once, not drawn.
-        expected = source.log_probabilities(negatives, rows.num_rows) + math.log(num_negatives)
-        scores = scores - functional.pad(expected, (1, 0))
+        expected = source.log_probabilities(draws, rows.num_rows) + math.log(num_negatives)
+        corrections = functional.pad(expected, (1, 0))
+        scores = scores - gpu.on_device_of(scores, corrections)
     is_hit = functional.pad(negatives == ids[:, None], (1, 0))
     scores = scores.masked_fill(is_hit, -torch.inf)
     losses = functional.cross_entropy(scores, torch.zeros_like(ids), reduction="none")
-    return reduced(losses, reduction, counts, is_counted.view(targets.shape))
+    if reduction == "none":
+        return counted.spread(losses)
+    counts = [count for count, _ in headers]
+    return reduced(losses, reduction, counts, rows.ranks)
 
 
 def _looked_up(table: Table, targets: Tensor, negatives: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from lightning_distrec.sharding.initial_weights import (
 from lightning_distrec.sharding.meta_weight import stop_recording
 from lightning_distrec.sharding.proxies import ProxyWeight, ShardedProxy, make_proxy
 from lightning_distrec.sharding.row_gradients import LocalShard, local_shards_of
+from lightning_distrec.sharding.scores.lazy_scores import score
 from lightning_distrec.sharding.sharded_tables import ShardedTables
 from lightning_distrec.sharding.sharders import QuantizedComms, ShardingByTable, sharder_of
 from lightning_distrec.sharding.sharding_groups import ShardingGroups
@@ -226,6 +227,7 @@ def _guard(
         state=result.state,
         rectangles=rectangles,
         gathering=Gathering(shape, rectangles, result.state) if is_gathered else None,
+        score=score,
     )
     guard(guarded, [(shard.row, shard.column) for shard in local])
 

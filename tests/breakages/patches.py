@@ -996,7 +996,7 @@ BREAKAGES = (
     ),
     Breakage(
         "full-softmax-sums-over-ranks",
-        "lightning_distrec/retrieval",
+        "lightning_distrec/sharding/scores",
         r"\.div_\(ranks\.num_ranks\)",
         "",
         "A full softmax moves rows by the sum of the ranks' gradients, not by their mean.",
@@ -1004,7 +1004,7 @@ BREAKAGES = (
     ),
     Breakage(
         "full-softmax-of-own-rows",
-        "lightning_distrec/retrieval",
+        "lightning_distrec/sharding/scores",
         r"ranks\.all_reduce\(sums\)",
         "pass",
         "A full softmax is over this rank's rows alone.",
@@ -1012,7 +1012,7 @@ BREAKAGES = (
     ),
     Breakage(
         "keys-learn-from-their-rank-alone",
-        "lightning_distrec/retrieval",
+        "lightning_distrec/sharding/scores",
         r"ctx\.ranks\.send_rows\(gradient, ctx\.counts\)\.sum\(0\)",
         "ctx.ranks.send_rows(gradient, ctx.counts)[ctx.ranks.rank]",
         "A key gets no gradients from the queries of other ranks.",
@@ -1020,7 +1020,7 @@ BREAKAGES = (
     ),
     Breakage(
         "excluded-rows-are-found",
-        "lightning_distrec/retrieval",
+        "lightning_distrec/sharding/scores",
         r"block_scores = _without\(block_scores, all_excluded, block\)",
         "block_scores = _without(block_scores, all_excluded[:, :0], block)",
         "top_k returns rows that are excluded.",

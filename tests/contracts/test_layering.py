@@ -40,6 +40,7 @@ SHARDING = {
     "sharding/mapping",
     "sharding/lookup",
     "sharding/planning",
+    "sharding/scores",
     "sharding/weights",
 }
 BELOW_STRATEGIES = GROUND | SHARDING | {"cluster", "checkpoint", "prefetch", "optimizers"}
@@ -90,7 +91,8 @@ MAY_IMPORT = {
     "cluster": GROUND,
     "sharding/mapping": GROUND,
     "sharding/weights": GROUND,
-    "sharding": GROUND | {"sharding/mapping", "sharding/weights"},
+    "sharding/scores": GROUND | {"sharding/weights"},
+    "sharding": GROUND | {"sharding/mapping", "sharding/scores", "sharding/weights"},
     "sharding/lookup": GROUND | {"sharding", "sharding/mapping", "sharding/weights"},
     "sharding/planning": GROUND | {"sharding"},
     "strategies/checkpoints": BELOW_STRATEGIES,
@@ -106,7 +108,7 @@ MAY_IMPORT = {
     "callbacks": GROUND | {"observe"},  # for any strategy, too
     "metrics": {"errors", "option_values"},  # for any strategy, and for none
     "data": {"errors", "atomic_files"},  # for any strategy, and for none
-    "retrieval": GROUND | {"sharding/weights", "metrics"},
+    "retrieval": GROUND | {"sharding/scores", "sharding/weights", "metrics"},
     "advice": BELOW_STRATEGIES | STRATEGIES | {"pipeline"},
     "serving": BELOW_STRATEGIES | {"data", "retrieval"},
     "cli": BELOW_STRATEGIES | STRATEGIES | ANNEXES | {"__init__", "registration"},

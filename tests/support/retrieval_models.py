@@ -62,7 +62,7 @@ class Retrieving(pl.LightningModule):
         history = batch["history"]
         if self.kind == "embedding":
             return self.tower(self.items(history).sum(1))
-        lengths = torch.full((len(history),), HISTORY)
+        lengths = torch.full((len(history),), HISTORY, device=history.device)
         looked_up = self.items(KeyedJaggedTensor(["history"], history.flatten(), lengths=lengths))
         if self.kind == "bags":
             return self.tower(looked_up.values())
@@ -134,4 +134,4 @@ def differences(actual: dict[str, Tensor], expected: nn.Module) -> dict[str, flo
     """Return the largest difference of each weight."""
     state = expected.state_dict()
     assert sorted(actual) == sorted(state)
-    return {key: float((actual[key] - value).abs().max()) for key, value in state.items()}
+    return {key: float((actual[key].cpu() - value).abs().max()) for key, value in state.items()}

@@ -67,6 +67,8 @@ class ShardedLookup:
         self.sums_gradients = False
         """Whether gradients are left on shards of tables that were fused at the start; see
         `sum_gradients`."""
+        self.may_sum_gradients = False
+        """Whether they may come to be, in this step."""
         tables = setup.tables
         uses = setup.uses
         self.outputs = LookupOutputs(setup)
@@ -179,8 +181,7 @@ class ShardedLookup:
         """Return features as their bags are sent, and what expands these to examples; None:
         torchrec's module does."""
         bags = SharedBags(self.path, features)
-        may_sum = self.sums_gradients or self.second_gradients.on_second is not None
-        takes_unequal = self.setup.takes_unequal_batches and not may_sum
+        takes_unequal = self.setup.takes_unequal_batches and not self.may_sum_gradients
         if bags.indices and features.variable_stride_per_key() and takes_unequal:
             return bags.ordered(prepare_unequal_batches(self.setup.sharded)), None
         # Other kernels and sharding types take one batch size.
@@ -249,13 +250,13 @@ class ShardedLookup:
         # too.
         return frozenset(self.outputs.frozen()), torch.is_grad_enabled(), saved_tensors_are_hooked()
 
-    def sum_gradients(self) -> None:
-        """Take several lookups in a step from now on: tables that were updated once for each are
-        not in backward."""
+    def sum_gradients(self, names: set[str]) -> None:
+        """Keep the gradients of these tables from now on, by full name: several lookups in a step,
+        and a loss over all rows, take no update inside of backward."""
         self.sums_gradients = True
         for table in self.setup.tables:
-            use = self.setup.uses[table.name]
-            if not use.adds_up:
+            if table.full_name in names:
+                use = self.setup.uses[table.name]
                 self.setup.uses[table.name] = replace(use, adds_up=True, in_backward=False)
                 self.second_gradients.allow([table.full_name])
 

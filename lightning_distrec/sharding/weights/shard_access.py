@@ -56,8 +56,11 @@ WAYS = {
     "all gradients.",
 }
 
-PRODUCTS = frozenset({"T", "mT", "t", "transpose", "matmul", "__rmatmul__", "mm", "linear"})
-"""Operations that score rows, by their names."""
+PRODUCTS = frozenset(
+    {"T", "mT", "t", "transpose", "permute", "matmul", "__rmatmul__", "mm", "linear", "einsum"}
+    | {".weight"}
+)
+"""Operations that score rows, or may come before, by their names."""
 
 
 @dataclass(eq=False)
@@ -76,6 +79,9 @@ class SharedState:
     num_changes: int = 0
     """How often weights may have changed: what was gathered before is gathered again when it is
     read next."""
+    before_full_gradient: Callable[[str], None] = lambda _: None
+    """Called on all ranks with the name of a table, when a step begins what leads to a gradient of
+    all of its rows."""
     writes: Counter[str] = field(default_factory=Counter)
     """Table -> writes of user code into its weight, and copies of it; torch does not count those
     through `.data`."""
@@ -140,6 +146,9 @@ class GuardedTable:
     """Rank -> its shards with rows, in order."""
     gathering: Any = field(default=None, repr=False)
     """Gathers the full weight where it is read; None: reading it raises."""
+    score: Callable[..., Any] = field(default=lambda *_: NotImplemented, repr=False)
+    """Returns the lazy result of an operation that scores queries against the rows, from its name,
+    arguments and the guarded table; or NotImplemented."""
 
 
 @dataclass(frozen=True)

@@ -304,9 +304,17 @@ def _takes_full(name: str, args: Any, kwargs: Any, place: ShardPlace) -> bool:
 
 
 def _on_full(func: Operation, name: str, args: Any, kwargs: Any, place: ShardPlace) -> Any:
-    if place.table.gathering is None or place.kind != "weight":
+    if place.kind == "weight" and place.table.gathering is not None:
+        return call_on_full(func, args, kwargs)
+    result = NotImplemented
+    if place.table.state.in_step and place.kind == "weight" and not place.is_computed:
+        weight = place.table.weights[0]
+        is_detached = any(not shard.requires_grad for shard in _shards_in([args, kwargs]))
+        if not (is_detached and weight.requires_grad and torch.is_grad_enabled()):
+            result = place.table.score(func, name, args, kwargs, place.table)
+    if result is NotImplemented:
         raise place.refusal(name)
-    return call_on_full(func, args, kwargs)
+    return result
 
 
 def _same_place(*tensors: Any) -> bool:

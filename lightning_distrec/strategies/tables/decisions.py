@@ -100,8 +100,10 @@ def select_tables(
         table_options = options[name]
         if read_in and _stays_full(table, settings):
             reasons[name] = (
-                f"its weight is read in {read_in}. To shard it, set tables={{'{name}': "
-                "{'gathered_weight': True}}"
+                f"its weight is read in {read_in}. To shard it, write softmax_loss(queries, table, "
+                "targets), of lightning_distrec.retrieval, for a cross entropy over all rows, or "
+                "name the table in convert_embeddings: queries @ weight.T is exact then. For other "
+                f"reads set tables={{'{name}': {{'gathered_weight': True}}}}"
             )
             continue
         # Here where its collection is sharded because of its other tables.
@@ -136,8 +138,10 @@ def _warn_of_selection(records: list[TableRecord], left_alone: Mapping[str, str]
         if record.read_in:
             warnings.append(
                 f"the weight of table '{record.name}' is read in {record.read_in}, but each rank "
-                f"has a shard of it, so that this raises. Set tables={{'{record.name}': "
-                "{'gathered_weight': True}}, or 'replicated': True."
+                "has a shard of it. queries @ weight.T is exact for F.cross_entropy, topk and "
+                "argmax, as softmax_loss of lightning_distrec.retrieval is; other reads raise. For "
+                f"these set tables={{'{record.name}': {{'gathered_weight': True}}}}, or "
+                "'replicated': True."
             )
     return warnings
 

@@ -1,9 +1,10 @@
 """Tables whose update changes while they train: once unfrozen, or looked up several times.
 
 FBGEMM updates a table once for each lookup: where a step makes several, their gradients must be
-summed first. The first step shows it. Until it is over, backward can take both ways: through
-FBGEMM's kernels, or past them to the shards, on which the user's optimizer steps. The second lookup
-of a collection, made before backward, decides.
+summed first. So it is where a loss scores all rows of a table, as softmax_loss does. The first step
+shows it. Until it is over, backward can take both ways: through FBGEMM's kernels, or past them to
+the shards, on which the user's optimizer steps. The second lookup of a collection, or the loss,
+made before backward, decides.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -104,28 +105,38 @@ class SummedLookups:
         self._updates = updates
         self._num_steps = num_steps
         self._on_change = on_change
-        self.followed: list[tuple[ShardedLookup, list[Any]]] = []
-        """Lookups that the first step may make twice, and the handles of hooks on their kernels."""
+        self.followed: list[tuple[ShardedLookup, set[str], list[Any]]] = []
+        """Lookups that the first step may make twice, full names of tables whose updates change
+        then, and the handles of hooks on their kernels."""
 
     def begin(self, lookups: Iterable[ShardedLookup]) -> None:
         """The first step may begin."""
+        self._shards.state.before_full_gradient = self._take_full_gradient
         for lookup in lookups:
-            tables = []
-            for t in self._shards.tables_of(lookup.path):
-                if not self._updates[t.full_name].adds_up:
-                    tables.append(t)
-            if tables and all(map(self._can_be_summed, tables)):
-                self._follow(lookup, {table.full_name for table in tables})
+            tables = self._shards.tables_of(lookup.path)
+            fused = [table for table in tables if self._updates[table.full_name].in_backward]
+            if not all(map(self._can_be_summed, fused)):
+                fused = [table for table in fused if not self._updates[table.full_name].adds_up]
+            if fused and all(map(self._can_be_summed, fused)):
+                self._follow(lookup, {table.full_name for table in fused})
 
     def end_first_step(self) -> None:
         """An optimizer has stepped. Where one lookup was made, FBGEMM alone updates the tables from
         now on."""
-        for lookup, handles in self.followed:
+        for lookup, _, handles in self.followed:
             lookup.second_gradients.on_second = None
+            lookup.may_sum_gradients = lookup.sums_gradients
             if not lookup.sums_gradients:
                 for handle in handles:
                     handle.remove()
         self.followed = []
+        self._shards.state.before_full_gradient = lambda _: None
+
+    def _take_full_gradient(self, name: str) -> None:
+        """A gradient of all rows of a table comes in backward."""
+        for lookup, names, _ in self.followed:
+            if name in names and not lookup.sums_gradients:
+                self._sum(lookup, names, "a loss takes the gradient of all of its rows")
 
     def _can_be_summed(self, table: Table) -> bool:
         update = self._updates[table.full_name]
@@ -137,10 +148,14 @@ class SummedLookups:
 
     def _follow(self, lookup: ShardedLookup, names: set[str]) -> None:
         handles = self._shards.keep_gradients_if(names, lambda: lookup.sums_gradients)
-        lookup.second_gradients.on_second = partial(self._sum, lookup, names)
-        self.followed.append((lookup, handles))
+        lookup.may_sum_gradients = True
+        adds_up = [self._updates[name].adds_up for name in names]
+        if not all(adds_up):
+            reason = "a step looks it up more than once"
+            lookup.second_gradients.on_second = partial(self._sum, lookup, names, reason)
+        self.followed.append((lookup, names, handles))
 
-    def _sum(self, lookup: ShardedLookup, names: set[str]) -> None:
+    def _sum(self, lookup: ShardedLookup, names: set[str], reason: str) -> None:
         """Let the user's optimizer step on the tables from this step on, on all ranks: they make
         the same lookups."""
         memory = self._shards.fused_state()
@@ -148,18 +163,14 @@ class SummedLookups:
             update = self._updates[name]
             shards = self._shards.shards[name]
             weight = shards[0].weight
-            self._updates[name] = summed_form(
-                name, update, can_sum_rows(weight.dtype, weight.device.type)
-            )
+            sums_rows = can_sum_rows(weight.dtype, weight.device.type)
+            self._updates[name] = summed_form(name, update, sums_rows, reason)
             for shard in shards:
                 self._bring_state(name, update, shard, memory)
                 shard.sparse = self._updates[name].kind == "sparse"
-            rank_zero_info(
-                f"table '{name}' is looked up more than once in a step: {self._updates[name].kind} "
-                "from now on."
-            )
+            rank_zero_info(f"table '{name}': {reason}: {self._updates[name].kind} from now on.")
             self._on_change(name)
-        lookup.sum_gradients()
+        lookup.sum_gradients(names)
 
     def _bring_state(
         self,

@@ -80,7 +80,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     ),
     "unequal smoothing": (
         lambda m, q, t: _softmax(m, q, t, label_smoothing=_on(1, 0.1, 0.2)),
-        r"ConfigError: softmax_loss: label_smoothing differs between ranks: \[0.2, 0.1\]",
+        "ConfigError: softmax_loss: label_smoothing differs between ranks: 0.2, 0.1",
     ),
     "no table": (
         lambda m, q, t: softmax_loss(q, (m, "itm"), t),
@@ -92,11 +92,39 @@ CALLS: dict[str, tuple[Any, str]] = {
     ),
     "step": (
         lambda m, q, t: _sampled(m, q, t, step=_on(1, 4, 5)),
-        r"ConfigError: sampled_softmax_loss: step differs between ranks: \[5, 4\]",
+        "ConfigError: sampled_softmax_loss: step differs between ranks: 5, 4",
     ),
     "sampler": (
         lambda m, q, t: _sampled(m, q, t, sampler="zipf"),
         "ConfigError: sampled_softmax_loss: rank 0: num_negatives=3 .* sampler='zipf' one of",
+    ),
+    "reductions": (
+        lambda m, q, t: _softmax(m, q, t, reduction=_on(1, "sum", "mean")),
+        "ConfigError: softmax_loss: reduction differs between ranks: mean, sum",
+    ),
+    "temperatures": (
+        lambda m, q, t: in_batch_loss(q, q, temperature=_on(0, 0.1, 0.2)),
+        "ConfigError: in_batch_loss: temperature differs between ranks: 0.1, 0.2",
+    ),
+    "numbers of negatives": (
+        lambda m, q, t: _sampled(m, q, t, num_negatives=_on(1, 4, 5)),
+        "ConfigError: sampled_softmax_loss: num_negatives differs between ranks: 5, 4",
+    ),
+    "samplers": (
+        lambda m, q, t: _sampled(m, q, t, sampler=_on(1, "log_uniform", "uniform")),
+        "ConfigError: sampled_softmax_loss: sampler differs between ranks: uniform, log_uniform",
+    ),
+    "biases": (
+        lambda m, q, t: _softmax(m, q, t, bias=torch.full((ROWS,), _on(1, 0.5, 0.0))),
+        "ConfigError: softmax_loss: bias differs between ranks: values",
+    ),
+    "ks": (
+        lambda m, q, t: top_k(q, m.table, _on(1, 3, 2)),
+        "ConfigError: top_k: k differs between ranks: 2, 3",
+    ),
+    "functions": (
+        lambda m, q, t: _on(1, top_k(q, m.table, 1), 0) if _on(1, 1, 0) else _softmax(m, q, t),
+        "ConfigError: .*: the function differs between ranks: softmax_loss, top_k",
     ),
     "k": (
         lambda m, q, t: top_k(q, m.table, _on(1, ROWS + 1, 2)),
@@ -149,34 +177,83 @@ def _raise(message: str) -> None:
     raise AssertionError(message)
 
 
-def fused(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+def asked_for(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
     return softmax_loss(queries, model.table, batch["targets"])
 
 
-def multiplied(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
-    return functional.cross_entropy(queries @ model.items.weight.T, batch["targets"])
+def late(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    if not model.losses:
+        return queries.sum()
+    return softmax_loss(queries, model.table, batch["targets"])
 
 
-def linear(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
-    return functional.cross_entropy(
-        functional.linear(queries, model.items.weight), batch["targets"]
-    )
-
-
-def _refused(loss: Any) -> None:
-    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
-    train(seeded("embedding", loss, "SGD"), [[make_batch(0, 4)] * 2], strategy)
+def _refused(loss: Any, options: dict[str, Any]) -> None:
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True, **options)
+    train(seeded("embedding", loss, "SGD"), [[make_batch(0, 4)] * 2] * 2, strategy)
 
 
 @pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (fused, "the loss uses the weight of 'items' itself.*embedding_update='sparse'"),
-        (multiplied, r"write softmax_loss\(queries, self.items, targets\).*gathered_weight"),
-        (linear, r"write softmax_loss\(queries, self.items, targets\).*gathered_weight"),
-    ],
+    ("loss", "options"), [(asked_for, {"embedding_update": "fused"}), (late, {})]
 )
-def test_what_a_table_cannot_do_is_refused_with_the_line_to_write(loss: Any, message: str) -> None:
+def test_an_update_inside_of_backward_is_refused_by_its_option(
+    loss: Any, options: dict[str, Any]
+) -> None:
+    message = "the loss uses the weight of 'items' itself.*embedding_update='sparse'"
     with pytest.raises(RankFailed, match=message) as caught:
-        run_on_warm_ranks(_refused, 2, loss)
+        run_on_warm_ranks(_refused, 2, loss, options)
     assert len(words_of_ranks(caught.value)) == 2
+
+
+SCORES: dict[str, tuple[Any, str]] = {
+    "softmax": (lambda x, t: x.softmax(1), "softmax"),
+    "a mask": (lambda x, t: x.masked_fill(x > 0, 0.0), "gt"),
+    "some rows": (lambda x, t: x[:, 1:], "__getitem__"),
+    "a bias of each query": (lambda x, t: x + t[:, None], "add"),
+    "in place": (lambda x, t: x.div_(2.0), "div_"),
+    "a transposed loss": (lambda x, t: functional.cross_entropy(x.T, t), "permute|T"),
+    "weighted classes": (
+        lambda x, t: functional.cross_entropy(x, t, weight=torch.ones(ROWS)),
+        "cross_entropy",
+    ),
+    "worst rows": (lambda x, t: x.topk(2, largest=False), "topk"),
+    "best queries": (lambda x, t: x.argmax(0), "argmax"),
+    "all values": (lambda x, t: x.sum(), "sum"),
+    "another's scores": (lambda x, t: torch.ones(4, ROWS) - x, "sub|rsub"),
+    "a product of both": (lambda x, t: x * x, "mul"),
+    "printed values": (lambda x, t: x.tolist(), "tolist"),
+    "a gradient of the best": (lambda x, t: x.topk(2).values.sum().backward(), "the gradient"),
+}
+
+
+def _refusals() -> dict[str, str]:
+    messages = {}
+
+    def step(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+        scores = queries @ model.items.weight.T
+        assert scores.shape == (4, ROWS)
+        assert scores.requires_grad
+        assert len(scores) == 4
+        for name, (call, _) in SCORES.items():
+            try:
+                call(scores, batch["targets"])
+            except DistRecError as error:
+                messages[name] = f"{type(error).__name__}: {error}"
+        with torch.no_grad():
+            assert not scores.detach().requires_grad
+        return functional.cross_entropy(scores, batch["targets"])
+
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
+    strategy["convert_embeddings"] = ["items"]
+    train(seeded("embedding", step, "SGD"), [[make_batch(0, 4)] * 2], strategy)
+    return messages
+
+
+def test_what_needs_all_scores_is_refused_with_the_line_to_write() -> None:
+    messages = run_on_warm_ranks(_refusals, 2)[0]
+    for name, (_, operation) in SCORES.items():
+        assert name in messages, f"{name} was not refused"
+        pattern = (
+            rf"ShardedWeightError: scores .*'items' were read \(({operation}).*"
+            r"write softmax_loss\(queries, self.items, targets\).*gathered_weight"
+        )
+        pytest.raises(AssertionError, _raise, messages[name]).match(pattern)

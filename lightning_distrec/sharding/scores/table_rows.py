@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distrec.errors import ConfigError, did_you_mean
-from lightning_distrec.retrieval.rank_group import RankGroup, ranks_of
+from lightning_distrec.sharding.scores.rank_group import RankGroup, ranks_of
+from lightning_distrec.sharding.weights.shard_access import GuardedTable
 
 Table = nn.Module | tuple[nn.Module, str]
 """An nn.Embedding, one table of a collection such as `self.tables.embeddings["item"]`, or a
@@ -26,35 +27,55 @@ class Block:
     part: int
     """Which of the weights it is of; or the rows of each rank, where ranks exchange rows."""
 
+    @property
+    def rows(self) -> slice:
+        """Where they are in the table."""
+        return slice(self.first, self.first + self.num_rows)
+
 
 class TableRows:
     """A table of which this rank has whole rows: a shard of them, or all where it is unsharded.
 
     Its methods are given the weights: those that a function of autograd holds are not guarded.
+    guarded: the sharded table.
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, int], weights: list[Any], ranks: RankGroup
+        self,
+        name: str,
+        shape: tuple[int, int],
+        weights: list[Any],
+        ranks: RankGroup,
+        guarded: GuardedTable | None = None,
     ) -> None:
         self.name = name
         (self.num_rows, self.dim) = shape
         self.weights = weights
         self.ranks = ranks
         """Those that share the table; one where each rank has all of it."""
+        self.guarded = guarded
         self._offsets = [(0, 0)]
-        if is_shard(weights[0]):
+        if guarded is not None:
             self._offsets = [(weight.place.row, weight.place.column) for weight in weights]
+
+    def before_gradient(self) -> None:
+        """A gradient of all rows comes in backward, which no update inside of it follows."""
+        learns = torch.is_grad_enabled() and self.weights[0].requires_grad
+        if self.guarded is not None and learns:
+            self.guarded.state.before_full_gradient(self.guarded.name)
 
     def blocks(self, weights: Weights, rows_per_block: int) -> Iterator[Block]:
         """Yield the blocks of this rank; an empty one where it has no rows."""
         for number, weight in enumerate(weights):
             row, _ = self._offsets[number]
             for first in range(0, max(1, len(weight)), rows_per_block):
-                yield Block(row + first, min(rows_per_block, len(weight) - first), number)
+                num_rows = min(rows_per_block, len(weight) - first)
+                yield Block(row + first, num_rows, number)
 
     def read(self, block: Block, weights: Weights) -> Tensor:
         """Return the rows of a block, (num_rows, dim)."""
-        first = block.first - self._offsets[block.part][0]
+        row, _ = self._offsets[block.part]
+        first = block.first - row
         return weights[block.part][first : first + block.num_rows]
 
     def write(self, block: Block, rows: Tensor, weights: Weights) -> None:
@@ -72,53 +93,53 @@ class ExchangedRows(TableRows):
         """Yield the blocks of this rank, as many as on every other."""
         num_ranks = self.ranks.num_ranks
         rows_per_block = min(rows_per_block, -(-self.num_rows // num_ranks))
-        for first in range(0, self.num_rows, rows_per_block * num_ranks):
-            first += self.ranks.rank * rows_per_block
-            count = max(0, min(rows_per_block, self.num_rows - first))
-            yield Block(first, count, rows_per_block)
+        for begin in range(0, self.num_rows, rows_per_block * num_ranks):
+            first = begin + self.ranks.rank * rows_per_block
+            num_left = max(0, self.num_rows - first)
+            yield Block(first, min(rows_per_block, num_left), rows_per_block)
 
     def _overlaps(self, block: Block, weights: Weights, rows: Tensor) -> Iterator[list[Tensor]]:
         """Yield where the round of a block meets each shard of this rank: the shard's values and
         those in `rows` of the round."""
         begin = block.first - self.ranks.rank * block.part
         for (row, column), weight in zip(self._offsets, weights, strict=True):
+            num_rows, num_columns = weight.shape
             top = max(row, begin)
-            bottom = min(row + len(weight), begin + len(rows))
+            bottom = min(row + num_rows, begin + len(rows))
             if top < bottom:
-                in_rows = rows[top - begin : bottom - begin, column : column + weight.shape[1]]
-                yield [weight[top - row : bottom - row], in_rows]
+                columns = rows[top - begin : bottom - begin].narrow(1, column, num_columns)
+                yield [weight[top - row : bottom - row], columns]
 
     def read(self, block: Block, weights: Weights) -> Tensor:
         """Collective. Return the rows of a block, (num_rows, dim)."""
-        rows = weights[0].new_zeros(self.ranks.num_ranks * block.part, self.dim)
+        counts = [block.part] * self.ranks.num_ranks
+        rows = weights[0].new_zeros(sum(counts), self.dim)
         for shard, in_rows in self._overlaps(block, weights, rows):
             in_rows.copy_(shard)
         # Each value is of one rank, and 0 on the others.
-        rows_of_block = self.ranks.send_rows(rows, [block.part] * self.ranks.num_ranks).sum(0)
+        rows_of_block = self.ranks.send_rows(rows, counts).sum(0)
         return rows_of_block[: block.num_rows]
 
     def write(self, block: Block, rows: Tensor, weights: Weights) -> None:
         """Collective. Write each rank's block of rows to the shards that it lies in."""
         rows_of_block = weights[0].new_zeros(block.part, self.dim)
         rows_of_block[: block.num_rows] = rows
-        all_rows = self.ranks.gather_rows(rows_of_block, [block.part] * self.ranks.num_ranks)
+        counts = [block.part] * self.ranks.num_ranks
+        all_rows = self.ranks.gather_rows(rows_of_block, counts)
         for shard, in_rows in self._overlaps(block, weights, all_rows):
             shard.copy_(in_rows)
-
-
-def is_shard(weight: Tensor) -> bool:
-    """Whether this weight is a shard of a table that is on several ranks."""
-    return hasattr(weight, "place")
 
 
 def embedding_of(call: str, table: Table) -> nn.Module:
     """Return the module of one table. Raises ConfigError: there is none."""
     module, name = table if isinstance(table, tuple) else (table, "")
-    children: Any = dict(module.named_children())
-    embeddings = children.get("embeddings", children.get("embedding_bags", {}))
-    if name and name not in embeddings:
-        raise ConfigError(f"{call}: there is no table {name!r}{did_you_mean(name, embeddings)}")
-    embedding = embeddings[name] if name else module
+    embedding = module
+    if name:
+        children: Any = dict(module.named_children())
+        tables = children.get("embeddings", children.get("embedding_bags", {}))
+        if name not in tables:
+            raise ConfigError(f"{call}: there is no table {name!r}{did_you_mean(name, tables)}")
+        embedding = tables[name]
     if not isinstance(embedding, (nn.Embedding, nn.EmbeddingBag)):
         raise ConfigError(
             f"{call}: the table is a {type(embedding).__name__}. Pass an nn.Embedding, or a "
@@ -135,18 +156,25 @@ def embedding_of(call: str, table: Table) -> nn.Module:
 def rows_of(call: str, table: Table) -> TableRows:
     """Return the rows of a table, sharded or not. Raises ConfigError: there is no such table."""
     embedding = embedding_of(call, table)
-    weights: list[Any] = list(embedding.parameters(recurse=False))
-    if not is_shard(weights[0]):
-        shape = tuple(weights[0].shape)
-        return TableRows(type(embedding).__name__, shape, weights[:1], RankGroup())
-    guarded = weights[0].place.table
-    widths = {width for shards in guarded.rectangles for *_, width in shards}
-    kind = TableRows if widths == {guarded.shape[1]} else ExchangedRows
-    ranks = ranks_of(guarded.state.group)
-    return kind(guarded.name, guarded.shape, list(guarded.weights), ranks)
+    weight: Any = next(embedding.parameters(recurse=False))
+    if hasattr(weight, "place"):
+        return rows_of_guarded(weight.place.table)
+    return TableRows(type(embedding).__name__, tuple(weight.shape), [weight], RankGroup())
+
+
+def rows_of_guarded(table: GuardedTable) -> TableRows:
+    """Return the rows of a sharded table."""
+    ranks = ranks_of(table.state.group, table.state.ranks)
+    kind = TableRows
+    for rectangles in table.rectangles:
+        for *_, num_columns in rectangles:
+            if num_columns < table.shape[1]:
+                kind = ExchangedRows
+    return kind(table.name, table.shape, list(table.weights), ranks, table)
 
 
 def block_rows(num_queries: int, dim: int, dtype: torch.dtype, max_bytes: int) -> int:
     """Return how many rows a block may have, so that scores of all queries fit into max_bytes."""
     copies = 2  # tensors of the size of the scores that exist at a time
-    return max(1, max_bytes // (copies * dtype.itemsize * max(num_queries, dim)))
+    bytes_per_row = copies * dtype.itemsize * max(num_queries, dim)
+    return max(1, max_bytes // bytes_per_row)

@@ -2,21 +2,35 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_distrec.errors import ConfigError, DistRecError, IdsError
-from lightning_distrec.retrieval.rank_group import ranks_of, with_gradient
-from lightning_distrec.retrieval.table_rows import Block, Table, TableRows, block_rows, rows_of
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.sharding.scores.counted_queries import (
+    MAX_BYTES,
+    CountedQueries,
+    Reduction,
+    bias_in_words,
+    count_queries,
+    reduced,
+    refuse_limit,
+    refuse_reduction,
+    scalar_in_words,
+    score_dtype,
+)
+from lightning_distrec.sharding.scores.rank_group import Numbers, with_gradient
+from lightning_distrec.sharding.scores.table_rows import (
+    Block,
+    Table,
+    TableRows,
+    block_rows,
+    rows_of,
+)
 from lightning_distrec.sharding.weights.shard_access import without_guards, write_back
-
-Reduction = Literal["mean", "sum", "none", "global_mean"]
-REDUCTIONS = get_args(Reduction)
-MAX_BYTES = 2**28
 
 
 def softmax_loss(
@@ -45,105 +59,70 @@ def softmax_loss(
         targets where the strategy does not weight losses (loss_reduction="rank_mean").
     max_bytes: bound of the memory for scores; smaller blocks of rows take more time.
     Returns float32, or float64 for such input. Where this rank alone has no targets the mean is 0.
-    The table moves in every row, which no update inside of backward does: set
-    embedding_update="sparse" or "dense" for it.
+    The table moves in every row: a first step that calls this lets the optimizer step on it, in
+    place of an update inside of backward.
     Raises on every rank: ConfigError, arguments do not fit; IdsError, a target is no row.
     """
-    rows = rows_of("softmax_loss", table)
-    is_counted = targets.reshape(-1) != ignore_index
-    problem = problem_of_call(queries, rows, max_bytes, targets, is_counted)
-    if problem is None and bias is not None and bias.shape != (rows.num_rows,):
-        problem = ConfigError(f"bias {tuple(bias.shape)} must be ({rows.num_rows},), of each row.")
-    if problem is None and not 0 <= label_smoothing <= 1:
-        problem = ConfigError(f"label_smoothing={label_smoothing} must be in 0 to 1.")
-    if problem is None:
-        problem = problem_of_reduction(reduction)
-    counted_queries = queries
-    if problem is None:
-        # What does not count is neither sent nor scored.
-        counted_queries = (queries / temperature).reshape(-1, rows.dim)[is_counted]
-    counted_targets = targets.reshape(-1)[is_counted]
+    return softmax_over(
+        rows_of("softmax_loss", table),
+        queries,
+        targets,
+        temperature=temperature,
+        bias=bias,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        max_bytes=max_bytes,
+    )
+
+
+def softmax_over(
+    rows: TableRows,
+    queries: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = -100,
+    reduction: Reduction = "mean",
+    max_bytes: int = MAX_BYTES,
+) -> Tensor:
+    """Collective. Return `softmax_loss` over these rows. ignore_index: None: all targets count."""
+
+    def prepare() -> tuple[CountedQueries, Numbers]:
+        refuse_limit(max_bytes)
+        refuse_reduction(reduction)
+        if bias is not None and bias.shape != (rows.num_rows,):
+            shape = tuple(bias.shape)
+            raise ConfigError(f"bias {shape} must be ({rows.num_rows},), of each row.")
+        if not 0 <= label_smoothing <= 1:
+            raise ConfigError(f"label_smoothing={label_smoothing} must be in 0 to 1.")
+        counted = count_queries(queries / temperature, targets, rows, ignore_index)
+        return counted, (len(counted.targets), counted.queries.requires_grad)
+
     dtype = score_dtype(queries, rows)
-    headers = rows.ranks.agree(
-        "softmax_loss",
-        problem,
-        {
-            "max_bytes": max_bytes,
-            "label_smoothing": label_smoothing,
-            "whether there is a bias": bias is not None,
-            "dtype": dtype,
-        },
-        (len(counted_targets), counted_queries.requires_grad),
-    )
+    equal = {
+        "reduction": reduction,
+        "temperature": scalar_in_words(temperature),
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "max_bytes": max_bytes,
+        "dtype": dtype,
+        "bias": bias_in_words(bias, rows),
+    }
+    counted, headers = rows.ranks.agree("softmax_loss", equal, prepare)
     counts = [count for count, _ in headers]
-    is_needed = torch.is_grad_enabled() and any(needed for _, needed in headers)
+    needs_gradient = any(needed for _, needed in headers)
+    rows.before_gradient()
     scoring = _Scoring(rows, counts, dtype, label_smoothing, max_bytes)
+    own_queries = with_gradient(counted.queries, torch.is_grad_enabled() and needs_gradient)
     losses: Tensor = _SoftmaxLosses.apply(
-        scoring, with_gradient(counted_queries, is_needed), counted_targets, bias, *rows.weights
+        scoring, own_queries, counted.targets, bias, *rows.weights
     )
-    return reduced(losses, reduction, counts, is_counted.view(targets.shape))
-
-
-def problem_of_reduction(reduction: str) -> ConfigError | None:
-    """Return what is wrong with a reduction."""
-    if reduction in REDUCTIONS:
-        return None
-    return ConfigError(f"reduction={reduction!r} must be one of {REDUCTIONS}.")
-
-
-def reduced(losses: Tensor, reduction: Reduction, counts: list[int], is_counted: Tensor) -> Tensor:
-    """Collective for "global_mean". Return what is asked for of this rank's losses.
-
-    counts: how many there are on each rank of the call. is_counted: which queries have one.
-    """
     if reduction == "none":
-        zeros = losses.new_zeros(is_counted.shape)
-        return zeros.masked_scatter(is_counted, losses)
-    divisor = 1.0
-    if reduction == "global_mean":
-        # Of all ranks, also where the table is on each of them.
-        all_counts = ranks_of(None).agree("global_mean", None, {}, len(losses))
-        divisor = sum(all_counts) / len(all_counts)
-    elif reduction == "mean":
-        # A rank without targets adds nothing to the others' mean. None at all are NaN, as in torch.
-        divisor = max(len(losses), min(1, sum(counts)))
-    return losses.sum() / divisor
-
-
-def score_dtype(queries: Tensor, rows: TableRows) -> torch.dtype:
-    """Return the type in which scores are multiplied: autocast's, or that of the tensors."""
-    kind = queries.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return torch.promote_types(queries.dtype, rows.weights[0].dtype)
-
-
-def problem_of_call(
-    queries: Tensor, rows: TableRows, max_bytes: int, targets: Tensor | None, is_row: Tensor | None
-) -> DistRecError | None:
-    """Return what is wrong with arguments of this rank. is_row: (all targets,), where they are to
-    be rows."""
-    if queries.shape[-1:] != (rows.dim,) or not queries.is_floating_point() or max_bytes < 1:
-        return ConfigError(
-            f"queries {tuple(queries.shape)} of {queries.dtype} must be floats, (..., {rows.dim}), "
-            f"as rows of '{rows.name}' are; max_bytes={max_bytes} must be at least 1."
-        )
-    if targets is None or is_row is None:
-        return None
-    shape = queries.shape[:-1]
-    if targets.dtype not in (torch.int64, torch.int32) or targets.shape != shape:
-        return ConfigError(
-            f"targets {tuple(targets.shape)} of {targets.dtype} must be int64 or int32, "
-            f"{tuple(shape)}, one for each query."
-        )
-    ids = targets.reshape(-1)
-    wrong = ids[is_row & ((ids < 0) | (ids >= rows.num_rows))]
-    if not len(wrong):
-        return None
-    return IdsError(
-        f"the target {int(wrong[0])} is no row of '{rows.name}', which has rows 0 to "
-        f"{rows.num_rows - 1}."
-    )
+        return counted.spread(losses)
+    return reduced(losses, reduction, counts, rows.ranks)
 
 
 @dataclass(frozen=True)
@@ -171,7 +150,7 @@ class _Scoring:
             values = self.rows.read(block, weights).to(self.dtype)
             scores = (queries @ values.T).to(self.sum_dtype)
             if bias is not None:
-                scores += bias[block.first : block.first + block.num_rows]
+                scores += bias[block.rows]
             yield block, values, scores
 
 
@@ -189,31 +168,33 @@ class _SoftmaxLosses(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         write_back()
-        rows = scoring.rows
         ranks = scoring.rows.ranks
         smoothing = scoring.label_smoothing
         with torch.autocast(queries.device.type, enabled=False):
             all_queries = ranks.gather_rows(queries.to(scoring.dtype), scoring.counts)
-            all_targets = ranks.gather_rows(targets.long(), scoring.counts)
-            sums = torch.zeros(2, len(all_targets), dtype=scoring.sum_dtype, device=queries.device)
+            all_targets = ranks.gather_rows(targets, scoring.counts)
+            # Few, and of many blocks and ranks: in float64 their order hardly matters.
+            sums = all_queries.new_zeros(2, len(all_targets), dtype=torch.float64)
             exponentials, target_scores = sums
             exponentials.fill_(-torch.inf)
             for block, _, scores in scoring.blocks(all_queries, bias, list(weights)):
                 if not scores.numel():
                     continue
                 is_here, columns = _columns(all_targets, block)
-                block_scores = torch.where(is_here, scores.gather(1, columns)[:, 0], 0)
-                target_scores += (1 - smoothing) * block_scores
+                block_scores = scores.gather(1, columns)[:, 0].where(is_here, 0)
+                target_scores.add_(block_scores, alpha=1 - smoothing)
                 if smoothing:
-                    target_scores += smoothing / rows.num_rows * scores.sum(1)
-                exponentials.copy_(torch.logaddexp(exponentials, scores.logsumexp(1)))
+                    target_scores.add_(scores.sum(1), alpha=smoothing / scoring.rows.num_rows)
+                exponentials.copy_(exponentials.logaddexp(scores.logsumexp(1)))
             largest = ranks.all_reduce(exponentials.clone(), dist.ReduceOp.MAX)
             exponentials.sub_(largest).exp_()
             ranks.all_reduce(sums)
         log_sums = exponentials.log() + largest
+        losses = (log_sums - target_scores).to(scoring.sum_dtype)
+        log_sums = log_sums.to(scoring.sum_dtype)
         ctx.scoring = scoring
         ctx.save_for_backward(all_queries, all_targets, log_sums, bias, *weights)
-        return (log_sums - target_scores).split(scoring.counts)[ranks.rank].clone()
+        return losses.split(scoring.counts)[ranks.rank].clone()
 
     @staticmethod
     @once_differentiable
@@ -228,14 +209,16 @@ class _SoftmaxLosses(torch.autograd.Function):
         factors = ranks.gather_rows(gradient.to(scoring.sum_dtype), scoring.counts)
         query_gradients = torch.zeros_like(all_queries, dtype=scoring.sum_dtype)
         bias_gradient = torch.zeros_like(bias) if needs_bias else None
-        weight_gradients = list(map(torch.zeros_like, weights))
+        weight_gradients: list[Any] = [None] * len(weights)
+        if any(needs_weights):
+            weight_gradients = list(map(torch.zeros_like, weights))
         for block, values, scores in scoring.blocks(all_queries, bias, weights):
             scores.sub_(log_sums[:, None]).exp_()
             _subtract_targets(scores, all_targets, block, scoring)
             scores *= factors[:, None]
             if bias_gradient is not None:
                 # DDP averages it over the ranks, of which each has the part of its rows.
-                bias_gradient[block.first : block.first + block.num_rows] = scores.sum(0)
+                bias_gradient[block.rows] = scores.sum(0)
             scores = scores.to(scoring.dtype)
             query_gradients += scores @ values
             if any(needs_weights):
@@ -245,17 +228,14 @@ class _SoftmaxLosses(torch.autograd.Function):
         query_gradient = None
         if needs_queries:
             query_gradient = ranks.send_rows(query_gradients, scoring.counts).sum(0)
-        learned = [
-            values if needed else None
-            for values, needed in zip(weight_gradients, needs_weights, strict=True)
-        ]
-        return None, query_gradient, None, bias_gradient, *learned
+        return None, query_gradient, None, bias_gradient, *weight_gradients
 
 
 def _columns(targets: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Return which targets are in a block, (queries,), and their columns or 0, (queries, 1)."""
-    is_here = (targets >= block.first) & (targets < block.first + block.num_rows)
-    return is_here, torch.where(is_here, targets - block.first, 0)[:, None]
+    columns = targets - block.first
+    is_here = (columns >= 0) & (columns < block.num_rows)
+    return is_here, columns.where(is_here, 0)[:, None]
 
 
 def _subtract_targets(
@@ -267,5 +247,5 @@ def _subtract_targets(
     smoothing = scoring.label_smoothing
     probabilities -= smoothing / scoring.rows.num_rows
     is_here, columns = _columns(targets, block)
-    shares = torch.where(is_here, smoothing - 1.0, 0.0).to(probabilities.dtype)
+    shares = is_here.to(probabilities.dtype) * (smoothing - 1.0)
     probabilities.scatter_add_(1, columns, shares[:, None])

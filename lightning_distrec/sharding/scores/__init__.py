@@ -1,0 +1,1 @@
+"""What queries score against the rows of a table that no rank has whole: losses and best rows."""

@@ -1,0 +1,439 @@
+"""What a step makes of `queries @ table.weight.T` where the table is sharded: scores that no rank
+has, until a loss or the best rows are asked for.
+
+What is done to all scores alike is done to the queries, and to a bias, in their place: products
+with numbers, other shapes, choices of queries. F.cross_entropy, log_softmax(...).gather, topk and
+argmax are computed by the ranks that have the rows. All else needs the scores, and is refused.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_distrec.errors import ShardedWeightError
+from lightning_distrec.sharding.scores.counted_queries import score_dtype
+from lightning_distrec.sharding.scores.full_softmax import softmax_over
+from lightning_distrec.sharding.scores.nearest import best_rows
+from lightning_distrec.sharding.scores.table_rows import TableRows, rows_of_guarded
+from lightning_distrec.sharding.weights.shard_access import (
+    WAYS,
+    GuardedTable,
+    Operation,
+    refusal,
+    without_guard,
+)
+
+MATMULS = ("matmul", "__matmul__", "mm")
+TRANSPOSES = ("T", "mT", "t", "transpose", "permute", "swapaxes", "movedim")
+DESCRIBES = ("shape", "size", "dim", "ndim", "numel", "dtype", "is_floating_point", "__len__")
+
+
+def score(func: Operation, name: str, args: Any, kwargs: Any, table: GuardedTable) -> Any:
+    """Return the lazy result of an operation with the weight of a sharded table; NotImplemented:
+    it is no product with queries.
+
+    name: of the function, method or attribute of torch.
+    """
+    if name in TRANSPOSES:
+        if _order(func, 2, args, kwargs) != [1, 0]:
+            return NotImplemented
+        transposed: Any = args[0].place.meta().T.as_subclass(TransposedWeight)
+        transposed.table = table
+        return transposed
+    if name == "linear":
+        return _linear(table, *args, **kwargs)
+    if name == "einsum":
+        return _einsum(table, *args, **kwargs)
+    return NotImplemented
+
+
+def _order(func: Operation, num_dims: int, args: Any, kwargs: Any) -> list[int]:
+    """Return where each dim of the result comes from, of a function that changes their order."""
+    sizes = range(num_dims)
+    # Each dim has another size, by which it is found again.
+    result = func(torch.empty(*sizes, device="meta"), *args[1:], **kwargs)
+    return list(result.shape)
+
+
+def _linear(table: GuardedTable, input: Any, weight: Any, bias: Any = None) -> Any:
+    if hasattr(input, "place"):
+        return NotImplemented
+    scores = _scores(table, input)
+    return scores if bias is None else scores + bias
+
+
+def _einsum(table: GuardedTable, equation: str, *operands: Any) -> Any:
+    """Return scores for an equation such as "btd,nd->btn"."""
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(operands) != 2 or len(terms) != 2:
+        return NotImplemented
+    if hasattr(operands[0], "place"):
+        terms = terms[::-1]
+        operands = operands[::-1]
+    query_term, weight_term = terms
+    lead = query_term[:-1]
+    column = query_term[-1:]
+    row = weight_term[:1]
+    is_product = weight_term == row + column and output == lead + row
+    has_own_names = len(set(lead + row + column)) == len(lead) + 2
+    if hasattr(operands[0], "place") or not is_product or not has_own_names:
+        return NotImplemented
+    return _scores(table, operands[0])
+
+
+def _name_of(func: Operation) -> str:
+    """Return the name of a function or method, or of the attribute that is read or set."""
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        attribute: str = func.__self__.__name__  # type: ignore[attr-defined]
+        return attribute if func.__name__ == "__get__" else f"{attribute} ="
+    return func.__name__
+
+
+class TransposedWeight(Tensor):
+    """The transposed weight of a sharded table, on meta: a factor, and no more."""
+
+    table: GuardedTable
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Operation, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name in DESCRIBES:
+            with without_guard():
+                return func(*args, **kwargs)
+        if name in MATMULS and len(args) == 2 and isinstance(args[1], TransposedWeight):
+            return _scores(args[1].table, args[0])
+        weights = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
+        table: GuardedTable = weights[0].table
+        if name in TRANSPOSES and _order(func, 2, args, kwargs) == [1, 0]:
+            return table.weights[0]
+        raise refusal(table.name, "weight", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """What scores stand for: `queries @ weight.T + bias`."""
+
+    rows: TableRows
+    queries: Tensor
+    """(..., dim)."""
+    dtype: torch.dtype
+    has_graph: bool
+    """Whether they were made with a graph."""
+    bias: Tensor | None = None
+    is_log: bool = False
+    """Whether log_softmax of it."""
+    has_classes_second: bool = False
+    """Whether rows are dim 1, where F.cross_entropy has classes, and not the last one."""
+
+    def scores(self) -> "Scores":
+        """Return them as a tensor without values."""
+        shape = [*self.queries.shape[:-1], self.rows.num_rows]
+        if self.has_classes_second:
+            shape.insert(1, shape.pop())
+        tensor: Any = torch.empty(shape, dtype=self.dtype, device="meta").as_subclass(Scores)
+        tensor.product = self
+        return tensor  # type: ignore[no-any-return]
+
+    def takes(self, value: Tensor) -> bool:
+        """Whether a graph of this value is one of the scores', too."""
+        return self.has_graph or not (value.requires_grad and torch.is_grad_enabled())
+
+    def loss(self, targets: Tensor, **options: Any) -> Tensor:
+        """Collective. Return the cross entropy."""
+        with torch.set_grad_enabled(self.has_graph and torch.is_grad_enabled()):
+            losses = softmax_over(self.rows, self.queries, targets, bias=self.bias, **options)
+            is_autocast = torch.is_autocast_enabled(losses.device.type)
+            return losses if is_autocast else losses.to(self.dtype)
+
+    def best(self, k: int) -> tuple[Tensor, Tensor]:
+        """Collective. Return the k best scores, and their rows, both (..., k)."""
+        queries = self.queries.reshape(-1, self.queries.shape[-1])
+        scores, ids = best_rows(self.rows, queries, k, bias=self.bias)
+        shape = (*self.queries.shape[:-1], k)
+        return scores.view(shape).to(self.dtype), ids.view(shape)
+
+
+def _scores(table: GuardedTable, queries: Tensor) -> "Scores":
+    rows = rows_of_guarded(table)
+    product = Product(
+        rows=rows,
+        queries=queries,
+        dtype=score_dtype(queries, rows),
+        has_graph=torch.is_grad_enabled(),
+    )
+    return product.scores()
+
+
+class Scores(Tensor):
+    """Scores of queries for all rows of a sharded table, on meta: see the top of this file."""
+
+    product: Product
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Operation, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = _name_of(func)
+        args = list(args)
+        kwargs = dict(kwargs or {})
+        if not args:
+            args = [kwargs.pop("input", None)]
+        if name in ("mul", "__mul__", "add", "__add__") and not isinstance(args[0], Scores):
+            args.reverse()
+        scores = args[0]
+        if not isinstance(scores, Scores):
+            others = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
+            raise _refusal(others[0].product, name)
+        if name in DESCRIBES:
+            with without_guard():
+                return func(*args, **kwargs)
+        result = NotImplemented
+        if name in SHAPES:
+            result = SHAPES[name](func, scores, args, kwargs)
+        elif name in OPERATIONS and _fits(OPERATIONS[name], args, kwargs):
+            result = OPERATIONS[name](scores.product, *args[1:], **kwargs)
+        if result is NotImplemented:
+            raise _refusal(scores.product, name)
+        return result.scores() if isinstance(result, Product) else result
+
+
+def _fits(operation: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether an operation takes these arguments."""
+    try:
+        inspect.signature(operation).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _refusal(product: Product, name: str) -> ShardedWeightError:
+    table = product.rows.name
+    ways = (WAYS["product"] + WAYS["weight"]).format(table=table)
+    return ShardedWeightError(
+        f"scores for all rows of the sharded table '{table}' were read ({name}), but each is on "
+        "the rank that has the row. F.cross_entropy, log_softmax(...).gather, topk and argmax "
+        "along the rows are exact; before these, products with numbers, a bias for each row, and "
+        f"other shapes that keep the rows. {ways}"
+    )
+
+
+def _reshaped(func: Operation, scores: Scores, args: Any, kwargs: Any) -> Any:
+    product = scores.product
+    with without_guard():
+        result = func(*args, **kwargs)
+    is_last = result.ndim > 0 and result.shape[-1] == product.rows.num_rows
+    if product.has_classes_second or not is_last or result.dtype != product.dtype:
+        return NotImplemented
+    width = product.queries.shape[-1]
+    return replace(product, queries=product.queries.reshape(*result.shape[:-1], width))
+
+
+def _transposed(func: Operation, scores: Scores, args: Any, kwargs: Any) -> Any:
+    product = scores.product
+    last = scores.ndim - 1
+    order = _order(func, scores.ndim, args, kwargs)
+    if product.has_classes_second:
+        return NotImplemented
+    if order[-1] == last:
+        return replace(product, queries=product.queries.permute(order))
+    if last > 1 and order == [0, last, *range(1, last)]:
+        return replace(product, has_classes_second=True)
+    return NotImplemented
+
+
+def _chosen(product: Product, index: Any) -> Any:
+    """Return scores of some queries."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    num_dims = 0
+    for part in parts:
+        is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
+        num_dims += part.ndim if is_mask else part is not None
+    last = parts[-1] if parts else None
+    if num_dims == product.queries.ndim and isinstance(last, slice) and last == slice(None):
+        num_dims -= 1
+    # The rows are the last dim, of which a choice is none of the scores any more.
+    is_of_queries = num_dims < product.queries.ndim and not any(part is ... for part in parts)
+    if product.has_classes_second or not is_of_queries:
+        return NotImplemented
+    return replace(product, queries=product.queries[index])
+
+
+def _scaled(product: Product, operation: Operation, number: Any) -> Any:
+    if isinstance(number, Tensor):
+        is_number = number.numel() == 1 and number.ndim <= 1 and product.takes(number)
+    else:
+        is_number = isinstance(number, (int, float))
+    if product.is_log or not is_number or hasattr(number, "place"):
+        return NotImplemented
+    bias = product.bias if product.bias is None else operation(product.bias, number)
+    dtype = torch.result_type(torch.empty(1, dtype=product.dtype, device="meta"), number)
+    return replace(product, queries=operation(product.queries, number), bias=bias, dtype=dtype)
+
+
+def _times(product: Product, other: Any) -> Any:
+    return _scaled(product, torch.mul, other)
+
+
+def _divided(product: Product, other: Any) -> Any:
+    return _scaled(product, torch.div, other)
+
+
+def _plus(product: Product, other: Any) -> Any:
+    shape = (product.rows.num_rows,)
+    is_bias = isinstance(other, Tensor) and not hasattr(other, "place") and other.shape == shape
+    if not is_bias or product.is_log or product.has_classes_second or not product.takes(other):
+        return NotImplemented
+    return replace(product, bias=other if product.bias is None else product.bias + other)
+
+
+def _minus(product: Product, other: Any) -> Any:
+    return _plus(product, -other) if isinstance(other, Tensor) else NotImplemented
+
+
+def _requires_grad(product: Product) -> bool:
+    learned = (product.queries, product.rows.weights[0], product.bias)
+    needs = any(tensor is not None and tensor.requires_grad for tensor in learned)
+    return product.has_graph and needs
+
+
+def _device(product: Product) -> torch.device:
+    return product.queries.device
+
+
+def _words(product: Product, *_: Any, **__: Any) -> str:
+    shape = tuple(product.scores().shape)
+    return f"scores {shape} for the rows of the sharded table '{product.rows.name}'"
+
+
+def _same(product: Product) -> Product:
+    return product
+
+
+def _in_float32(product: Product, dtype: Any = torch.float32) -> Any:
+    # Sums of 16-bit scores are float32 anyway.
+    is_wider = dtype == torch.float32 and product.dtype != torch.float64
+    return replace(product, dtype=dtype) if is_wider else NotImplemented
+
+
+def _detached(product: Product) -> Product:
+    bias = product.bias if product.bias is None else product.bias.detach()
+    return replace(product, queries=product.queries.detach(), bias=bias, has_graph=False)
+
+
+def _is_along_rows(product: Product, dim: int | None) -> bool:
+    num_dims = product.queries.ndim
+    row_dim = 1 if product.has_classes_second else num_dims - 1
+    return dim is not None and dim % num_dims == row_dim
+
+
+def _log_softmax(
+    product: Product, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+) -> Any:
+    if not _is_along_rows(product, dim) or dtype not in (None, torch.float32):
+        return NotImplemented
+    return replace(product, is_log=True, dtype=dtype or product.dtype)
+
+
+def _cross_entropy(
+    product: Product,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    is_plain = weight is None and size_average is None and reduce is None
+    # Of more dims torch takes classes from dim 1.
+    has_classes = product.has_classes_second or product.queries.ndim <= 2
+    if not is_plain or not has_classes:
+        return NotImplemented
+    return product.loss(
+        target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+
+
+def _nll_loss(product: Product, *args: Any, **kwargs: Any) -> Any:
+    return _cross_entropy(product, *args, **kwargs) if product.is_log else NotImplemented
+
+
+def _gathered(product: Product, dim: int, index: Tensor) -> Any:
+    """Return the log-probability of one row for each query."""
+    is_single = index.shape == (*product.queries.shape[:-1], 1)
+    is_last = _is_along_rows(product, dim) and not product.has_classes_second
+    if not product.is_log or not is_single or not is_last:
+        return NotImplemented
+    losses = product.loss(index[..., 0], ignore_index=None, reduction="none")
+    return -losses[..., None]
+
+
+def _top_k(
+    product: Product, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Any:
+    is_last = _is_along_rows(product, dim) and not product.has_classes_second
+    if not is_last or not largest or product.is_log:
+        return NotImplemented
+    scores, ids = product.best(k)
+    if product.has_graph and torch.is_grad_enabled():
+        weight = product.rows.weights[0]
+        scores = _WithoutGradient.apply(scores, product, product.queries, weight)
+    return torch.return_types.topk((scores, ids))
+
+
+def _best_row(product: Product, dim: int | None = None, keepdim: bool = False) -> Any:
+    if not _is_along_rows(product, dim) or product.has_classes_second:
+        return NotImplemented
+    _, ids = product.best(1)
+    return ids if keepdim else ids[..., 0]
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Returns the best scores. They are no part of a loss: that would be a silently smaller one."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, product: Product, *learned: Tensor) -> Tensor:
+        ctx.product = product
+        return scores.view_as(scores)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise _refusal(ctx.product, "the gradient of topk")
+
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("view", "reshape", "flatten", "squeeze", "unsqueeze"), _reshaped),
+    **dict.fromkeys(TRANSPOSES, _transposed),
+}
+"""Name of an operation that changes dims alone -> what it makes of scores."""
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _times),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _divided),
+    **dict.fromkeys(("add", "__add__", "__radd__"), _plus),
+    **dict.fromkeys(("sub", "subtract", "__sub__"), _minus),
+    **dict.fromkeys(("contiguous", "clone"), _same),
+    **dict.fromkeys(("float", "to"), _in_float32),
+    "__getitem__": _chosen,
+    "detach": _detached,
+    "requires_grad": _requires_grad,
+    "device": _device,
+    "__repr__": _words,
+    "__format__": _words,
+    "log_softmax": _log_softmax,
+    "cross_entropy": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "gather": _gathered,
+    "topk": _top_k,
+    "argmax": _best_row,
+}
+"""Name of an operation -> what it makes of the product."""

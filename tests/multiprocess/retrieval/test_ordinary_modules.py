@@ -1,0 +1,121 @@
+"""A module that multiplies queries by the weight of its table trains as it is, sharded."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.support.ranks import run_each_on_ranks
+from tests.support.retrieval_models import (
+    ROWS,
+    Batch,
+    Retrieving,
+    differences,
+    make_batch,
+    seeded,
+    strategy_of,
+    train,
+    train_plain,
+)
+
+STEPS = 3
+LIMIT = 2e-6
+
+Logits = Callable[[Retrieving, Tensor], Tensor]
+
+LOGITS: dict[str, Logits] = {
+    "T": lambda m, q: q @ m.weight.T,
+    "t": lambda m, q: torch.matmul(q, m.weight.t()),
+    "mT": lambda m, q: torch.mm(q, m.weight.mT) * m.temperature,
+    "transpose": lambda m, q: m.temperature * (q @ m.weight.transpose(0, 1)),
+    "permute": lambda m, q: (q @ m.weight.permute(1, 0) / 0.7).float(),
+    "linear": lambda m, q: functional.linear(q, m.weight),
+    "linear with bias": lambda m, q: functional.linear(q, m.weight, m.bias) / m.temperature,
+    "plus bias": lambda m, q: q @ m.weight.transpose(-1, -2) / m.temperature + m.bias,
+    "minus bias": lambda m, q: (q @ m.weight.T).contiguous() - m.bias * 2,
+    "einsum": lambda m, q: torch.einsum("bd,nd->bn", q, m.weight),
+    "einsum of both": lambda m, q: torch.einsum("nd, btd -> btn", m.weight, q[:, None])[:, 0],
+}
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.nll_loss(functional.log_softmax(logits, dim=-1), targets)
+
+
+def _gathered(logits: Tensor, targets: Tensor) -> Tensor:
+    return -logits.log_softmax(1).gather(1, targets[:, None]).squeeze(1).mean()
+
+
+def _by_positions(logits: Tensor, targets: Tensor) -> Tensor:
+    by_position = logits.unsqueeze(1).view(-1, 1, ROWS)
+    return functional.cross_entropy(by_position.transpose(1, 2), targets[:, None])
+
+
+def _flat(logits: Tensor, targets: Tensor) -> Tensor:
+    flat = logits[:, None].flatten(0, 1).reshape(-1, ROWS)
+    is_chosen = targets != 3
+    losses = functional.cross_entropy(flat[is_chosen], targets[is_chosen], reduction="sum")
+    return losses / len(targets)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross_entropy": functional.cross_entropy,
+    "module": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "sum": lambda x, t: functional.cross_entropy(x, t, reduction="none").sum() / len(t),
+    "nll_loss": _nll,
+    "gather": _gathered,
+    "positions": _by_positions,
+    "flat": _flat,
+}
+
+CASES: dict[str, tuple[str, str, str, str]] = {}
+"""Name -> logits, loss, optimizer, sharding type."""
+for number, logits_name in enumerate(LOGITS):
+    loss_name = list(LOSSES)[number % len(LOSSES)]
+    optimizer = ["SGD", "Adagrad", "Adam"][number % 3]
+    sharding_type = ["row_wise", "row_wise", "table_wise", "column_wise"][number % 4]
+    CASES[logits_name] = (logits_name, loss_name, optimizer, sharding_type)
+
+
+def loss_of(logits: str, loss: str, model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    """Return the loss of a module that knows nothing of shards."""
+    return LOSSES[loss](LOGITS[logits](model, queries), batch["targets"])
+
+
+def _batches(sizes: tuple[int, ...]) -> list[list[Batch]]:
+    steps = []
+    for step in range(STEPS):
+        steps.append([make_batch(100 * step + rank, size) for rank, size in enumerate(sizes)])
+    return steps
+
+
+def _kind(sizes: tuple[int, ...]) -> str:
+    # Bags show how many examples a rank has, by which its loss is weighted.
+    return "embedding" if len(set(sizes)) == 1 else "bags"
+
+
+def _train(case: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+    logits, loss, optimizer, sharding_type = CASES[case]
+    if len(sizes) == 1:
+        # One rank would have several column shards, of which each is no weight.
+        sharding_type = "row_wise"
+    kind = _kind(sizes)
+    strategy = strategy_of(kind, sharding_type, find_unused_parameters=True)
+    # By its path, for a table whose weight is read stays whole otherwise.
+    strategy["convert_embeddings"] = ["items"] if kind == "embedding" else "all"
+    model = seeded(kind, partial(loss_of, logits, loss), optimizer)
+    return train(model, _batches(sizes), strategy)
+
+
+@pytest.mark.parametrize("sizes", [(5,), (4, 4), (2, 4), (4, 1, 3)])
+def test_losses_and_weights_are_those_of_one_process(sizes: tuple[int, ...]) -> None:
+    actual = run_each_on_ranks({case: (_train, case, sizes) for case in CASES}, len(sizes))
+    for case, (logits, loss, optimizer, _) in CASES.items():
+        model = seeded(_kind(sizes), partial(loss_of, logits, loss), optimizer)
+        expected = train_plain(model, _batches(sizes))
+        difference = differences(actual[0][case]["state"], expected)
+        assert max(difference.values()) < LIMIT, f"{case}: {difference}"
