@@ -1,7 +1,6 @@
-"""Sharded runs of a click model with each of some optimizers, and the plain torch loop they are
-compared with."""
+"""Optimizers, cuts and the plain torch loop that sharded runs of a click model are compared
+with."""
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,13 +11,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from tests.support.click_model import (
     ClickModel,
     join_batches,
-    largest_difference,
     make_batch,
-    rank_loader,
-    seeded,
 )
-from tests.support.ranks import rank_and_num_ranks
-from tests.support.trainers import make_trainer
 
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.5}),
@@ -26,7 +20,6 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 0.02}),
     "Adam": (torch.optim.Adam, {"lr": 0.001}),
 }
-ALL = tuple(OPTIMIZERS)
 USUAL = ("SGD", "Adagrad", "Adam")
 EVERY_CUT: dict[str, Any] = {
     "tables": {
@@ -44,24 +37,6 @@ def limit_of(name: str) -> float:
     """The largest difference that an optimizer is allowed: float addition in another order, and no
     more."""
     return 1e-6 if name.startswith("SGD") else 1e-5
-
-
-def fit_with_each(
-    kind: type,
-    names: Iterable[str],
-    strategy: dict[str, Any] | None = None,
-    options: dict[str, Any] | None = None,
-    steps: int = STEPS,
-) -> dict[str, State]:
-    """Train a model of this kind on this rank with each optimizer in turn; returns what each
-    trained."""
-    states = {}
-    for name in names:
-        model = seeded(kind, *OPTIMIZERS[name])
-        trainer = make_trainer(strategy, **copy.deepcopy(options or {}))
-        trainer.fit(model, rank_loader(steps, rank_and_num_ranks()[0]))
-        states[name] = model.final_state
-    return states
 
 
 def global_batches(steps: int = STEPS, first: int = 0, num_ranks: int = 2) -> list[Batch]:
@@ -92,23 +67,3 @@ def train_plain(
         clip(model.parameters())
         optimizer.step()
     return model.state_dict()
-
-
-def train_plain_click_model(name: str) -> State:
-    """Train a click model with the optimizer of this name on all batches, one step for each."""
-    return train_plain(seeded(ClickModel, *OPTIMIZERS[name]), global_batches())
-
-
-def assert_equal(
-    actual: dict[str, State], expected: Callable[[str], State], start: State | None = None
-) -> None:
-    """Compare what was trained under each name of an optimizer with what `wanted` trains for it."""
-    assert actual
-    for name, state in actual.items():
-        reference = expected(name)
-        differences = largest_difference(state, reference)
-        assert max(differences.values()) <= limit_of(name), f"{name}: {differences}"
-        moved = largest_difference(
-            reference, start or seeded(ClickModel, *OPTIMIZERS["SGD"]).state_dict()
-        )
-        assert min(moved.values()) > 1e-4, f"{name}: {moved}"

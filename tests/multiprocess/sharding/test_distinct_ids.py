@@ -1,7 +1,6 @@
 """Ids that a batch of sequences repeats are sent once: same numbers, and as few bytes as
 planned."""
 
-from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,24 +12,21 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
 from lightning_distrec import Communication
 from lightning_distrec.observe.communication import IDS, ROW_GRADIENTS, ROWS
+from tests.support.cases import Case, check, click_case
 from tests.support.click_model import (
     FEATURES,
     SequenceModel,
-    largest_difference,
     rank_loader,
     seeded,
 )
-from tests.support.embedding_models import train_unsharded as train_by_ranks
 from tests.support.parameters import slow_except
-from tests.support.plain_loop import OPTIMIZERS, limit_of
+from tests.support.plain_loop import OPTIMIZERS
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 STEPS = 4
 MANY: dict[str, Any] = {"tables": {"*": {"pooling_factor": 50}}}
 """By which 512 examples have more ids than the tables have rows."""
-CUTS = ("table_wise", "row_wise", "column_wise")
-QUICK = [(2, "row_wise", "SGD"), (3, "table_wise", "Adagrad"), (2, "column_wise", "Adam")]
 
 
 class WithPlainRows(SequenceModel):
@@ -49,44 +45,29 @@ class WithPlainRows(SequenceModel):
         return [part for item in rows.values() for part in (item.values(), item.lengths())]
 
 
-def _fit(cut: str, update: str, depth: int = 3) -> tuple[list[float], dict[str, Tensor], set[str]]:
-    """Return the losses of this rank, the trained state, and the tables whose ids are sent once."""
-    model = seeded(WithPlainRows, *OPTIMIZERS[update])
-    once: set[str] = set()
-
-    def look() -> None:
-        once.update(
-            name
-            for name, item in model.trainer.strategy.run_tables.plan.tables.items()
-            if item.deduplicated
-        )
-
-    model.on_train_start = look
-    trainer = make_trainer(
-        MANY | {"convert_embeddings": "all", "sharding_types": [cut], "prefetch": {"depth": depth}}
-    )
-    trainer.fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
-    return model.losses, model.final_state, once
+def case(cut: str, optimizer: str, num_ranks: int = 2, depth: int = 3) -> Case:
+    strategy = {"convert_embeddings": "all", "sharding_types": [cut], "prefetch": {"depth": depth}}
+    fields = {"strategy": MANY | strategy, "num_ranks": num_ranks, "steps": STEPS}
+    return click_case(WithPlainRows, optimizer, join=None, **fields)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "cut", "update"), slow_except(QUICK, product((2, 3), CUTS, OPTIMIZERS))
-)
-def test_ids_that_are_sent_once_train_as_in_one_process(
-    num_ranks: int, cut: str, update: str
-) -> None:
-    if (cut, update) == ("column_wise", "RowWiseAdagrad"):
-        pytest.skip("one number for each row")
-    actual = run_on_warm_ranks(_fit, num_ranks, cut, update)
-    batches = zip(*[list(rank_loader(STEPS, rank)) for rank in range(num_ranks)], strict=True)
-    start = seeded(WithPlainRows, *OPTIMIZERS[update])
-    expected = train_by_ranks(start, list(map(list, batches)))
-    losses, states, once = zip(*actual, strict=True)
-    assert once[0] == {"ebc.wide", "ebc.narrow", "item"}
-    assert torch.allclose(
-        torch.tensor(losses).T.flatten(), torch.tensor(expected.losses), atol=1e-6
-    )
-    assert max(largest_difference(states[0], expected.state_dict()).values()) <= limit_of(update)
+QUICK = {
+    "row-wise": case("row_wise", "SGD"),
+    "table-wise, three ranks": case("table_wise", "Adagrad", 3),
+    "columns": case("column_wise", "Adam"),
+    "row-wise, not prefetched": case("row_wise", "Adagrad", depth=1),
+}
+CASES = QUICK | {
+    "RowWiseAdagrad": case("row_wise", "RowWiseAdagrad"),
+    "RowWiseAdagrad, three ranks": case("table_wise", "RowWiseAdagrad", 3),
+    "row-wise, Adam, three ranks": case("row_wise", "Adam", 3),
+    "columns, Adagrad, three ranks": case("column_wise", "Adagrad", 3),
+}
+
+
+@pytest.mark.parametrize("name", slow_except(list(QUICK), CASES))
+def test_ids_that_are_sent_once_train_as_in_one_process(name: str) -> None:
+    check(CASES[name])
 
 
 def _look_up() -> tuple[list[Tensor], list[Tensor]]:
@@ -96,6 +77,7 @@ def _look_up() -> tuple[list[Tensor], list[Tensor]]:
     model = seeded(WithPlainRows, *OPTIMIZERS["SGD"])
     batch = next(iter(rank_loader(1, rank)))
     actual: list[list[Tensor]] = []
+    once: set[str] = set()
 
     def look() -> None:
         with torch.no_grad():
@@ -103,9 +85,15 @@ def _look_up() -> tuple[list[Tensor], list[Tensor]]:
             empty = {"ids": batch["ids"][:0], "lengths": batch["lengths"] * 0}
             actual.append(model.predict_step(empty if rank else batch, 0))
 
+    def look_at_plan() -> None:
+        tables = model.trainer.strategy.run_tables.plan.tables
+        once.update(name for name, item in tables.items() if item.deduplicated)
+
+    model.on_train_start = look_at_plan
     model.on_train_batch_end = lambda *_: look()
     trainer = make_trainer(MANY | {"convert_embeddings": "all"})
     trainer.fit(model, DataLoader([batch], batch_size=None))
+    assert once == {"ebc.wide", "ebc.narrow", "item"}
     trainer.strategy.unshard()
     look()
     return actual[0] + actual[1], actual[2] + actual[3]
@@ -115,16 +103,6 @@ def test_a_lookup_has_the_rows_and_lengths_of_the_unsharded_collection() -> None
     for sharded, unsharded in run_on_warm_ranks(_look_up, 2):
         assert len(sharded) == len(unsharded) == 16
         assert all(map(torch.equal, sharded, unsharded))
-
-
-def test_numbers_are_those_without_prefetching() -> None:
-    calls = {
-        "ahead": (_fit, "row_wise", "Adagrad", 3),
-        "as called": (_fit, "row_wise", "Adagrad", 1),
-    }
-    actual = run_each_on_ranks(calls, 2)[0]
-    ahead, as_called = actual["ahead"][1], actual["as called"][1]
-    assert all(torch.equal(ahead[key], as_called[key]) for key in as_called)
 
 
 class Sequences(pl.LightningModule):

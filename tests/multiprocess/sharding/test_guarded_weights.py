@@ -2,7 +2,6 @@
 it is called."""
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +18,10 @@ from torchrec import (
 )
 
 from lightning_distrec.errors import ShardedWeightError
+from tests.support.cases import Case, case_of, check, check_refused
 from tests.support.click_model import seeded
 from tests.support.embedding_models import TwoTower, loader, pairs, too_far, whole_state
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 Result = dict[str, Any]
@@ -247,47 +247,35 @@ class Followed(TwoTower):
             wider.weight[:70] = self.item_embedding.weight.data
 
 
-def _follow(update: str, strategy: dict[str, Any]) -> Any:
-    model = seeded(Followed, update)
-    try:
-        _fit(model, **strategy)
-    except ShardedWeightError as error:
-        return str(error)
-    with pytest.raises(
-        ShardedWeightError, match=r"read \(__setitem__\).*full_parameter\('item_embedding'\)"
-    ):
-        model.grown()
-    return whole_state(model)
+def grows_no_copy(trainer: Any) -> None:
+    words = r"read \(__setitem__\).*full_parameter\('item_embedding'\)"
+    with pytest.raises(ShardedWeightError, match=words):
+        trainer.lightning_module.grown()
 
 
-def test_a_table_follows_another_as_in_one_process_and_tables_that_lie_elsewhere_are_refused() -> (
-    None
-):
-    row_wise = {name: {"sharding_types": ["row_wise"]} for name in ("target", "item_embedding")}
-    calls: dict[str, tuple[Any, ...]] = {update: (_follow, update, {}) for update in UPDATES}
-    calls["apart"] = (_follow, "lerp", {"tables": {"target": {"sharding_types": ["column_wise"]}}})
-    calls["lists apart"] = (
-        _follow,
-        "lists",
-        {"tables": {"target": {"sharding_types": ["table_wise"]}}},
-    )
-    calls["way out"] = (_follow, "lerp", {"sharding_types": ["column_wise"], "tables": row_wise})
-    results = run_each_on_ranks(calls, 2)
-    for update in [*UPDATES, "way out"]:
-        model = seeded(Followed, update if update in UPDATES else "lerp")
-        optimizer = model.configure_optimizers()
-        for step in range(2):
-            model.on_train_batch_start()
-            optimizer.zero_grad()
-            torch.stack([
-                model.training_step(pairs(step, rank), 0) for rank in range(2)
-            ]).mean().backward()
-            optimizer.step()
-        assert too_far(results[0][update], model.state_dict(), 1e-5) == {}, update
-    for rank_result in results:
-        for case in ("apart", "lists apart"):
-            text = (
-                "combines the sharded tables 'target' and 'item_embedding' element by element, "
-                ".* Set tables="
-            )
-            assert re.search(text + re.escape(str(row_wise)), rank_result[case]), rank_result[case]
+def follow(update: str, **strategy: Any) -> Case:
+    tables = ["user_embedding", "item_embedding", "target"]
+    options = {"convert_embeddings": tables, "sharding_types": ["row_wise"]} | strategy
+    fields = {"batch": pairs, "steps": 2, "limit": 1e-5, "strategy": options}
+    return case_of(Followed, update, look=grows_no_copy, **fields)
+
+
+BY_ROWS = {name: {"sharding_types": ["row_wise"]} for name in ("target", "item_embedding")}
+CASES = {update: follow(update) for update in UPDATES}
+CASES["way out"] = follow("lerp", sharding_types=["column_wise"], tables=BY_ROWS)
+APART = {
+    "apart": follow("lerp", tables={"target": {"sharding_types": ["column_wise"]}}),
+    "lists apart": follow("lists", tables={"target": {"sharding_types": ["table_wise"]}}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_table_follows_another_as_in_one_process(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_tables_that_lie_elsewhere_are_refused(name: str) -> None:
+    words = "combines the sharded tables 'target' and 'item_embedding' element by element, "
+    for error in check_refused(APART[name], words):
+        assert f"Set tables={BY_ROWS}" in error

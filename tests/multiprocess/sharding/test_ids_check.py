@@ -7,15 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.click_model import ClickModel, SequenceModel, seeded, train_sharded
+from tests.support.cases import Case, check_refused, click_case, run_case
+from tests.support.click_model import ClickModel, SequenceModel
 from tests.support.parameters import slow_except
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks
 
 
 class WithBadId(ClickModel):
     """Gives one rank an id that feature c's table does not have, at one step."""
 
-    bad_id = 99
+    def __init__(self, *args: Any, bad_id: int) -> None:
+        super().__init__(*args)
+        self.bad_id = bad_id
 
     def on_after_batch_transfer(
         self, batch: dict[str, Tensor], dataloader_idx: int
@@ -28,72 +31,40 @@ class WithBadId(ClickModel):
         return batch
 
 
-def _train(cut: str, mode: str, bad_id: int = 99) -> dict[str, Any]:
-    model = seeded(WithBadId, torch.optim.SGD, {"lr": 1.0})
-    model.bad_id = bad_id
-    strategy = {
-        "sharding_types": [cut],
-        "check_ids": mode,
-        "tables": {"narrow": {"min_partition": 4}},
-    }
-    return train_sharded(model, 5, strategy)[0].final_state
-
-
-@pytest.mark.parametrize(
-    ("cut", "bad_id"),
-    slow_except(
-        [("table_wise", 37), ("row_wise", 10**12), ("column_wise", -1)],
-        product(["table_wise", "row_wise", "column_wise"], [37, 10**12, -1]),
-    ),
-)
-def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int) -> None:
-    with pytest.raises(RankFailed) as failed:
-        run_on_warm_ranks(_train, 2, cut, "error", bad_id)
-    message = (
-        f"IdsError: feature 'c' of table 'ebc.narrow' has the id {bad_id}, but the table "
-        "has rows 0 to 36"
-    )
-    assert str(failed.value).count(message) == 2
-
-
-@pytest.mark.parametrize("mode", slow_except(["warn"], ["warn", "ignore"]))
-def test_row_zero_is_looked_up_in_place_of_an_id_out_of_range(mode: str) -> None:
-    actual = [run_on_warm_ranks(_train, 2, cut, mode)[0] for cut in ("table_wise", "row_wise")]
-    expected = run_on_warm_ranks(_train, 2, "table_wise", "error", 0)[0]
-    for state in actual:
-        assert max(float((state[key] - expected[key]).abs().max()) for key in expected) <= 1e-6
-
-
 class SequencesWithBadId(SequenceModel, WithBadId):
     """The same over an EmbeddingCollection."""
 
 
-def _train_sequences() -> None:
-    train_sharded(
-        seeded(SequencesWithBadId, torch.optim.SGD, {"lr": 1.0}),
-        5,
-        {"sharding_types": ["row_wise"]},
-    )
+def case(cut: str, mode: str, bad_id: int = 99, kind: type = WithBadId) -> Case:
+    tables = {"narrow": {"min_partition": 4}}
+    strategy = {"sharding_types": [cut], "check_ids": mode, "tables": tables}
+    sgd = (torch.optim.SGD, {"lr": 1.0})
+    return click_case(kind, sgd, bad_id=bad_id, strategy=strategy, steps=5)
+
+
+CASES = list(product(["table_wise", "row_wise", "column_wise"], [37, 10**12, -1]))
+QUICK = [("table_wise", 37), ("row_wise", 10**12), ("column_wise", -1)]
+
+
+@pytest.mark.parametrize(("cut", "bad_id"), slow_except(QUICK, CASES))
+def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int) -> None:
+    words = f"IdsError: feature 'c' of table 'ebc.narrow' has the id {bad_id}, but the table has "
+    check_refused(case(cut, "error", bad_id), f"{words}rows 0 to 36")
 
 
 def test_sequence_tables_are_checked_too() -> None:
-    with pytest.raises(RankFailed, match="feature 'c' of table 'ebc.narrow' has the id 99"):
-        run_on_warm_ranks(_train_sequences, 2)
+    words = "feature 'c' of table 'ebc.narrow' has the id 99"
+    check_refused(case("row_wise", "error", kind=SequencesWithBadId), words)
 
 
-def _warned() -> list[str]:
-    import warnings
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _train("row_wise", "warn")
-    return [
-        str(w.message) for w in caught if "out" in str(w.message) or "has the id" in str(w.message)
-    ]
-
-
-def test_the_warning_comes_from_the_rank_that_has_the_ids() -> None:
-    first, second = run_on_warm_ranks(_warned, 2)
-    assert first == []
-    assert len(second) == 1
-    assert "feature 'c' of table 'ebc.narrow' has the id 99" in second[0]
+@pytest.mark.parametrize("mode", slow_except(["warn"], ["warn", "ignore"]))
+def test_row_zero_is_looked_up_in_place_of_an_id_out_of_range(mode: str) -> None:
+    expected = run_case(case("table_wise", "error", 0))[0].state
+    for cut in ("table_wise", "row_wise"):
+        first, second = run_case(case(cut, mode))
+        torch.testing.assert_close(first.state, expected, atol=1e-6, rtol=0.0)
+        texts = [text for text in second.warnings if "has the id" in text]
+        assert len(texts) == (1 if mode == "warn" else 0)
+        assert all("feature 'c' of table 'ebc.narrow' has the id 99" in text for text in texts)
+        # The warning comes from the rank that has the ids.
+        assert not [text for text in first.warnings if "has the id" in text]

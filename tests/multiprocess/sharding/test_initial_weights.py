@@ -3,6 +3,7 @@ table for it."""
 
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,8 +14,16 @@ from torchrec import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_distrec.sharding.weights.shard_access import without_guard
-from tests.support.click_model import ClickModel, EvaluatedModel, rank_loader, seeded, train_sharded
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.cases import Case, check, click_case
+from tests.support.click_model import (
+    ClickModel,
+    EvaluatedModel,
+    join_batches,
+    rank_loader,
+    seeded,
+    train_sharded,
+)
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 CUTS = ("table_wise", "row_wise", "column_wise", "table_row_wise")
@@ -25,31 +34,44 @@ PARTITIONS = {
 }
 
 
-def _untrained(cut: str, meta: bool, seed: int, seed_by_rank: bool) -> dict[str, Tensor]:
-    """The weights right after sharding, as rank 0 gathers them."""
-    torch.manual_seed(seed + (rank_and_num_ranks()[0] if seed_by_rank else 0))
-    model = ClickModel(torch.optim.SGD, {"lr": 0.0}, meta=meta)
+def _untrained(cut: str, seed: int) -> dict[str, Tensor]:
+    """The weights right after sharding of tables on meta, as rank 0 gathers them."""
+    torch.manual_seed(seed)
+    model = ClickModel(torch.optim.SGD, {"lr": 0.0}, meta=True)
     return train_sharded(model, 1, {"sharding_types": [cut], "tables": PARTITIONS})[0].final_state
 
 
-def test_the_users_weights_are_the_first_weights_under_every_sharding_type() -> None:
-    torch.manual_seed(3)
-    expected = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
-    for cut in CUTS:
-        actual = run_on_ranks(_untrained, 3, cut, False, 3, False)[0]
-        assert all(torch.equal(actual[key], expected[key]) for key in expected), cut
+def drawn_by_rank() -> ClickModel:
+    """Return a model; rank 0's weights count, which are those of one process."""
+    if rank_and_num_ranks()[0]:
+        torch.manual_seed(3)
+    return ClickModel(*STILL)
 
 
-def test_ranks_that_were_seeded_apart_all_take_rank_zeros_weights() -> None:
-    torch.manual_seed(3)
-    expected = ClickModel(torch.optim.SGD, {"lr": 0.0}).state_dict()
-    actual = run_on_ranks(_untrained, 2, "row_wise", False, 3, True)[0]
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
+STILL = (torch.optim.SGD, {"lr": 0.0})
+CASES = {
+    cut: click_case(
+        *(ClickModel, STILL),
+        strategy={"sharding_types": [cut], "tables": PARTITIONS},
+        num_ranks=3,
+        rests=("",),
+    )
+    for cut in CUTS
+}
+IN_ONE_PROCESS = partial(ClickModel, *STILL)
+CASES["ranks seeded apart"] = Case(
+    module=drawn_by_rank, plain=IN_ONE_PROCESS, join=join_batches, rests=("",), loss_limit=None
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_users_weights_are_the_first_weights_under_every_sharding_type(name: str) -> None:
+    check(CASES[name])
 
 
 def test_tables_built_on_meta_start_alike_on_any_ranks_and_sharding_types_and_rows_differ() -> None:
     runs = [
-        run_on_ranks(_untrained, num_ranks, cut, True, 5, False)[0]
+        run_on_warm_ranks(_untrained, num_ranks, cut, 5)[0]
         for num_ranks, cut in (
             (1, "table_wise"),
             (2, "row_wise"),
@@ -71,7 +93,7 @@ def test_tables_built_on_meta_start_alike_on_any_ranks_and_sharding_types_and_ro
     assert abs(float(torch.corrcoef(torch.stack([narrow, shared]))[0, 1])) < 0.5, (
         "each table draws numbers of its own"
     )
-    other = run_on_ranks(_untrained, 2, "row_wise", True, 6, False)[0]
+    other = run_on_warm_ranks(_untrained, 2, "row_wise", 6)[0]
     assert not any(torch.equal(other[key], runs[0][key]) for key in tables)
 
 
@@ -105,7 +127,7 @@ def _constant() -> tuple[bool, Tensor]:
 
 
 def test_tables_in_configure_model_take_no_memory_and_get_their_own_init_function() -> None:
-    was_meta, rows = run_on_ranks(_constant, 2)[0]
+    was_meta, rows = run_on_warm_ranks(_constant, 2)[0]
     assert was_meta
     assert torch.equal(rows, torch.full((61, 56), 0.25))
 
@@ -166,7 +188,7 @@ def _refit_with_another_optimizer() -> dict[str, Any]:
 
 
 def test_sharding_again_keeps_every_row_whatever_the_next_plan_and_optimizer() -> None:
-    actual = run_on_ranks(_refit_with_another_optimizer, 2)[0]["states"]
+    actual = run_on_warm_ranks(_refit_with_another_optimizer, 2)[0]["states"]
     expected = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 0.0}).state_dict()
     for state in actual:
         assert all(torch.equal(state[key], expected[key]) for key in expected)
@@ -195,4 +217,4 @@ def _left_over(cut: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("cut", ["table_wise", "row_wise", "column_wise"])
 def test_whole_tables_are_let_go(cut: str) -> None:
-    assert run_on_ranks(_left_over, 2, cut) == [(0, 0), (0, 0)]
+    assert run_on_warm_ranks(_left_over, 2, cut) == [(0, 0), (0, 0)]

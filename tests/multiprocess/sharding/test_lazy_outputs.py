@@ -3,6 +3,7 @@ unsharded collection."""
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor
-from tests.support.plain_loop import OPTIMIZERS
+from tests.support.cases import Case, case_of, check
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.recognised_models import ROWS, STEPS, Bags, Sequences, draw, fit
 from tests.support.trainers import make_trainer
@@ -71,78 +72,57 @@ def _columns_seen(output: KeyedTensor) -> KeyedTensor:
 class Uses(Bags):
     """Uses its bags in one way."""
 
-    use: Callable[[KeyedTensor], Tensor]
+    def __init__(self, optimizer: str = "SGD", use: str = "values") -> None:
+        self.use = use
+        super().__init__(optimizer)
 
     def prepared(self, batch: Any, step: int) -> Any:
         return KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"])
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return type(self).use(self.ebc(batch))
+        return USES[self.use](self.ebc(batch))
 
 
-def _sharded(name: str, strategy: dict[str, Any] | None = None) -> dict[str, Any]:
-    kind = type("Used", (Uses,), {"use": staticmethod(USES[name])})
-    actual = fit(kind, 3, strategy=strategy)
-    return {key: actual[key] for key in ("losses", "state", "counts", "moved")}
+def features(step: int, rank: int) -> KeyedJaggedTensor:
+    batch = draw(step, rank)
+    return KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"])
 
 
-def _plain(name: str) -> dict[str, Tensor]:
-    """Train by a plain loop on the batches of two ranks."""
-    kind = type("Used", (Uses,), {"use": staticmethod(USES[name])})
-    return _train_plain(kind("SGD"))
+def counts(trainer: Any) -> tuple[int, int]:
+    return trainer.lightning_module.counts["training 0"]
 
 
-def _train_plain(model: Any) -> dict[str, Tensor]:
-    optimizer = OPTIMIZERS["SGD"][0](model.parameters(), **OPTIMIZERS["SGD"][1])
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(2):
-            batch = model.prepared(draw(step, rank), step)
-            (model.loss(model.rows(batch, step)) / 2).backward()
-        optimizer.step()
-    return {key: value.detach().clone() for key, value in model.state_dict().items()}
+class OfOneProcess(Uses):
+    """The same without counts."""
+
+    def on_train_end(self) -> None:
+        """Nothing is sent ahead."""
 
 
-def test_values_and_columns_that_no_grad_sees_first_get_their_gradients() -> None:
-    """Either is made of the other: values of columns where sharding types differ, or else columns
-    of values."""
-
-    def calls(sharding_types: dict[str, list[str]]) -> dict[str, tuple[Any, ...]]:
-        tables = {name: {"sharding_types": types} for name, types in sharding_types.items()}
-        names = ("seen without gradient", "columns seen without gradient")
-        return {name: (_sharded, name, {"tables": tables}) for name in names}
-
-    for types in ({"t": ["row_wise"], "u": ["table_wise"]}, {"t": ["row_wise"], "u": ["row_wise"]}):
-        for name, actual in run_each_on_ranks(calls(types), 2)[0].items():
-            expected = _plain(name)
-            for key, value in expected.items():
-                assert torch.allclose(actual["state"][key], value, rtol=0, atol=2e-6), (
-                    types,
-                    name,
-                    key,
-                )
+RESTS = {"by position": ("bags.t.",), "columns": ("bags.u.",)}
+"""Tables that a use leaves out."""
 
 
-@pytest.fixture(scope="module")
-def used() -> dict[str, Any]:
-    """What rank 0 trained, by the use of its bags."""
-    return run_each_on_ranks({name: (_sharded, name) for name in USES}, 2)[0]
+def case(use: str, **sharding_types: str) -> Case:
+    tables = {name: {"sharding_types": [kind]} for name, kind in sharding_types.items()}
+    strategy = {"tables": tables, "prefetch": {"depth": 3}}
+    fields = {"batch": features, "steps": STEPS, "strategy": strategy, "limit": 2e-6}
+    fields |= {"rests": RESTS.get(use, ()), "plain": partial(OfOneProcess, use=use)}
+    return case_of(Uses, use=use, look=counts, **fields)
 
 
-@pytest.mark.parametrize("name", USES)
-def test_whatever_user_code_does_with_bags_trains_as_unsharded(
-    used: dict[str, Any], name: str
-) -> None:
-    expected = _plain(name)
-    state = used[name]["state"]
-    assert state.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.allclose(state[key], value, rtol=0, atol=2e-6), (
-            key,
-            float((state[key] - value).abs().max()),
-        )
-    assert used[name]["counts"]["training 0"] == (STEPS, STEPS - 1)
-    assert sum(used[name]["moved"].values()) > 1e-2
+CASES = {use: case(use) for use in USES}
+for unseen in ("seen without gradient", "columns seen without gradient"):
+    # Either is made of the other: values of columns where sharding types differ, or else columns of
+    # values.
+    CASES[f"{unseen}, unequal types"] = case(unseen, t="row_wise", u="table_wise")
+    CASES[f"{unseen}, equal types"] = case(unseen, t="row_wise", u="row_wise")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whatever_user_code_does_with_bags_trains_as_unsharded(name: str) -> None:
+    for outcome in check(CASES[name]):
+        assert outcome.seen == (STEPS, STEPS - 1)
 
 
 # -- looking at one lookup

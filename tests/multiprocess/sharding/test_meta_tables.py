@@ -19,7 +19,7 @@ from tests.support.embedding_models import (
     train_unsharded,
     whole_state,
 )
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 MIN_ROWS = 20
@@ -89,7 +89,8 @@ def _train(cut: str, seed: int, in_constructor: bool = False, in_context: bool =
 def runs() -> list[Any]:
     plans = [(1, "column_wise", False), (3, "row_wise", False), (2, "table_wise", True)]
     return [
-        run_on_ranks(_train, ranks, cut, 5, context, context)[0] for ranks, cut, context in plans
+        run_on_warm_ranks(_train, ranks, cut, 5, context, context)[0]
+        for ranks, cut, context in plans
     ]
 
 
@@ -140,7 +141,7 @@ def test_ranks_that_write_other_values_are_told_before_the_first_step() -> None:
         RankFailed,
         match=r"table 'item_embedding' was built without rows, and ranks \d and \d wrote",
     ):
-        run_on_ranks(_train_seeded_by_rank, 2)
+        run_on_warm_ranks(_train_seeded_by_rank, 2)
 
 
 class Large(pl.LightningModule):

@@ -1,27 +1,22 @@
 """Lookups on the short path leave the bits of torchrec's own exchanges: losses, weights and
 optimizer state."""
 
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.sharding.lookup import ids_exchange, sharded_lookup
-from tests.support.click_model import FEATURES, ClickModel, bag_configs, seeded, train_sharded
+from tests.support.click_model import ClickModel, seeded, train_sharded
 from tests.support.ranks import run_on_warm_ranks
 
-CUTS = ("table_wise", "row_wise")
-POOLINGS = ("sum", "mean")
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
     "SGD fused": (torch.optim.SGD, {"lr": 0.7}, "fused"),
     "Adagrad fused": (torch.optim.Adagrad, {"lr": 0.1}, "fused"),
     "RowWiseAdagrad fused": (RowWiseAdagrad, {"lr": 0.1}, "fused"),
-    "Adagrad sparse": (torch.optim.Adagrad, {"lr": 0.1}, "sparse"),
     "Adam dense": (torch.optim.Adam, {"lr": 0.01}, "dense"),
 }
 STEPS = 7
@@ -36,23 +31,6 @@ class ReadsByKey(ClickModel):
         rows = self.ebc(KeyedJaggedTensor(keys=keys, values=batch["ids"], lengths=batch["lengths"]))
         actual = [rows[name] for name in rows.keys()]  # noqa: SIM118
         return self.mlp(torch.cat(actual, 1)).squeeze(-1) + (actual[0] * actual[0]).sum(1)
-
-
-class TwoCollections(ClickModel):
-    """Looks up two collections in a step, of which the second has its own tables, and is called
-    twice."""
-
-    def _build(self) -> None:
-        super()._build()
-        self.second = EmbeddingBagCollection(tables=bag_configs(self.pooling))
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        rows = (
-            self.ebc(features).values()
-            - self.second(features).values() * self.second(features).values()
-        )
-        return self.mlp(rows).squeeze(-1)
 
 
 def _train(
@@ -118,31 +96,3 @@ def test_the_short_path_leaves_the_same_bits() -> None:
         ),
     ]
     assert run_on_warm_ranks(_differences, 2, few) == [{}, {}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_short_path_leaves_the_same_bits_in_all_cases(num_ranks: int) -> None:
-    cases: list[tuple[Any, ...]] = [
-        (model, optimizer, cut, pooling, {})
-        for model, optimizer, cut, pooling in product(
-            (ClickModel, ReadsByKey), OPTIMIZERS, CUTS, POOLINGS
-        )
-    ]
-    for options in (
-        {"precision": "bf16-mixed"},
-        {"accumulate_grad_batches": 2},
-        {"gradient_clip_val": 0.05},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    ):
-        cases += [
-            (ClickModel, optimizer, cut, "mean", options)
-            for optimizer, cut in product(["Adam dense"], CUTS)
-        ]
-    cases += [
-        (TwoCollections, optimizer, cut, "mean", {})
-        for optimizer, cut in product(["SGD fused"], CUTS)
-    ]
-    assert (
-        run_on_warm_ranks(_differences, num_ranks, cases, timeout_seconds=300) == [{}] * num_ranks
-    )

@@ -5,6 +5,7 @@ import copy
 import io
 import logging
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,148 +17,70 @@ from lightning.pytorch.callbacks import (
     RichModelSummary,
     StochasticWeightAveraging,
 )
-from torch import Tensor, nn
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_avg_fn
+from torch import nn
 
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.weights.shard_access import without_guard
+from tests.support.cases import check, click_case
 from tests.support.click_model import (
     ClickModel,
-    join_batches,
-    largest_difference,
+    EvaluatedModel,
     make_batch,
-    rank_loader,
     seeded,
     train_sharded,
 )
 from tests.support.plain_checkpoints import plain_checkpoint
-from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
+from tests.support.ranks import run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
 ADAM = (torch.optim.Adam, {"lr": 0.001})
-STEPS, EPOCHS = 4, 4
 
 
-class Averaged(ClickModel):
-    """Keeps what it was validated with, and saves a checkpoint in the middle."""
+class Averaged(EvaluatedModel):
+    """Saves a checkpoint in the middle, to a folder."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.validated: list[float] = []
-        self.folder = ""
-
-    def val_dataloader(self) -> Any:
-        return rank_loader(1, rank_and_num_ranks()[0])
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.validated.append(float(self(batch).sum()))
+    def __init__(self, *args: Any, folder: str = "") -> None:
+        super().__init__(*args)
+        self.folder = folder
 
     def on_train_epoch_start(self) -> None:
         if self.folder and self.current_epoch == 2:
             self.trainer.save_checkpoint(f"{self.folder}/saved.ckpt")
 
 
-class Reference:
-    """The same run by a plain loop, with a moving average after every step."""
-
-    def __init__(self, optimizer: Any, epochs: int) -> None:
-        self.model = seeded(Averaged, *optimizer)
-        self.averaged = AveragedModel(self.model, avg_fn=get_ema_avg_fn(0.9))
-        self.validated: list[list[float]] = []
-        self.after_two_epochs: dict[str, Tensor] = {}
-        stepper = self.model.configure_optimizers()
-        for epoch in range(epochs):
-            for step in range(STEPS):
-                train_step(self.model, stepper, step)
-                self.averaged.update_parameters(self.model)
-            self.validated.append([
-                float(self.averaged.module(make_batch(rank)).sum().detach()) for rank in range(2)
-            ])
-            if epoch == 1:
-                self.after_two_epochs = copy.deepcopy(self.state)
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """The averaged weights."""
-        return {key: value.detach() for key, value in self.averaged.module.state_dict().items()}
+def moving() -> dict[str, Any]:
+    return {"max_epochs": 4, "callbacks": [EMAWeightAveraging(decay=0.9)]}
 
 
-def train_step(model: ClickModel, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """One step on the global batch of two ranks."""
-    optimizer.zero_grad()
-    model.training_step(
-        join_batches([make_batch(1000 * step + rank) for rank in range(2)]), step
-    ).backward()
-    optimizer.step()
-
-
-def _moving(optimizer: Any, folder: str, fits: int) -> tuple[dict[str, Tensor], list[float]]:
-    model = seeded(Averaged, *optimizer)
-    model.folder = folder
-    for _ in range(fits):
-        train_sharded(model, STEPS, max_epochs=EPOCHS, callbacks=[EMAWeightAveraging(decay=0.9)])
-    return model.final_state, model.validated
-
-
-@pytest.mark.parametrize("optimizer", [SGD, ADAM])
-def test_a_moving_average_is_that_of_the_unsharded_run(optimizer: Any, tmp_path: Path) -> None:
-    actual = run_on_warm_ranks(_moving, 2, optimizer, str(tmp_path), 1)
-    reference = Reference(optimizer, EPOCHS)
-    limit = 1e-6 if optimizer is SGD else 1e-5
-    # The callback moves the average into the model before the model's own on_train_end.
-    assert max(largest_difference(actual[0][0], reference.state).values()) <= limit
-    for rank in range(2):
-        assert actual[rank][1] == pytest.approx(
-            [rank_results[rank] for rank_results in reference.validated], abs=1e-4
-        )
-    saved = plain_checkpoint(tmp_path / "saved.ckpt")
-    assert (
-        max(largest_difference(saved["state_dict"], reference.after_two_epochs).values()) <= limit
-    )
-    assert (
-        max(largest_difference(saved["current_model_state"], reference.after_two_epochs).values())
-        > 1e-4
-    )
-
-
-def test_a_second_fit_averages_again() -> None:
-    actual = run_on_warm_ranks(_moving, 2, SGD, "", 2)[0][0]
-    first = Reference(SGD, EPOCHS)
-    repeated = seeded(Averaged, *SGD)
-    repeated.load_state_dict(first.state)
-    averaged = AveragedModel(repeated, avg_fn=get_ema_avg_fn(0.9))
-    stepper = repeated.configure_optimizers()
-    for step in range(STEPS * EPOCHS):
-        train_step(repeated, stepper, step % STEPS)
-        averaged.update_parameters(repeated)
-    assert max(largest_difference(actual, averaged.module.state_dict()).values()) <= 1e-6
-
-
-def _stochastic(optimizer: Any) -> dict[str, Tensor]:
-    model = seeded(Averaged, *optimizer)
+def stochastic() -> dict[str, Any]:
     average = StochasticWeightAveraging(
         swa_lrs=0.5, swa_epoch_start=2, annealing_epochs=2, annealing_strategy="linear"
     )
-    train_sharded(model, STEPS, max_epochs=EPOCHS, callbacks=[average])
-    return model.final_state
+    return {"max_epochs": 4, "callbacks": [average]}
 
 
-def test_stochastic_weight_averaging_is_that_of_the_unsharded_run() -> None:
-    actual = run_on_warm_ranks(_stochastic, 2, SGD)[0]
-    model = seeded(Averaged, *SGD)
-    stepper = model.configure_optimizers()
-    averaged, scheduler = AveragedModel(model), None
-    for epoch in range(EPOCHS):
-        if epoch == 1:  # swa_epoch_start counts from 1
-            stepper.param_groups[0]["initial_lr"] = 0.5
-            scheduler = SWALR(stepper, swa_lr=0.5, anneal_epochs=2, anneal_strategy="linear")
-        if scheduler is not None:
-            averaged.update_parameters(model)
-        for step in range(STEPS):
-            train_step(model, stepper, step)
-        if scheduler is not None:
-            scheduler.step()
-    assert max(largest_difference(actual, averaged.module.state_dict()).values()) <= 1e-6
+VALUES: dict[str, Any] = {"steps": 4, "val_steps": 1}
+CASES = {
+    "moving": click_case(Averaged, SGD, trainer=moving, **VALUES),
+    "moving, Adam": click_case(Averaged, ADAM, trainer=moving, **VALUES),
+    "moving, twice": click_case(Averaged, SGD, trainer=moving, fits=2, **VALUES),
+    "stochastic": click_case(Averaged, SGD, trainer=stochastic, **VALUES),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_averages_are_those_of_the_unsharded_run(name: str) -> None:
+    check(CASES[name])
+
+
+def test_a_checkpoint_has_the_average_and_the_weights(tmp_path: Path) -> None:
+    sharded, whole = str(tmp_path / "sharded"), str(tmp_path / "whole")
+    in_one_process = partial(Averaged, *SGD, folder=whole)
+    check(click_case(Averaged, SGD, folder=sharded, plain=in_one_process, trainer=moving, **VALUES))
+    saved = plain_checkpoint(Path(sharded, "saved.ckpt"))
+    expected = torch.load(Path(whole, "saved.ckpt"), weights_only=False)
+    for part in ("state_dict", "current_model_state"):
+        torch.testing.assert_close(saved[part], expected[part], atol=1e-6, rtol=0.0)
 
 
 def _summaries() -> tuple[str, str, int]:

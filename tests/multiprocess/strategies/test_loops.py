@@ -14,21 +14,9 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from tests.support.cases import Case, check, check_refused, click_batch, click_case, for_each
-from tests.support.click_model import FEATURES, ClickModel, join_batches, rank_loader, seeded
-from tests.support.plain_loop import (
-    EVERY_CUT,
-    OPTIMIZERS,
-    STEPS,
-    USUAL,
-    Batch,
-    State,
-    assert_equal,
-    fit_with_each,
-    loss_of,
-    train_plain_click_model,
-)
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
-from tests.support.trainers import make_trainer
+from tests.support.click_model import FEATURES, ClickModel, join_batches
+from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, USUAL, Batch, limit_of, loss_of
+from tests.support.ranks import rank_and_num_ranks
 
 
 class TwoLoaders(ClickModel):
@@ -109,14 +97,6 @@ class CompiledDense(ClickModel):
         self.mlp = torch.compile(self.mlp, backend="aot_eager")
 
 
-def _compiled_dense() -> dict[str, State]:
-    states = fit_with_each(CompiledDense, ("SGD", "Adam"))
-    return {
-        name: {key.replace("_orig_mod.", ""): value for key, value in state.items()}
-        for name, state in states.items()
-    }
-
-
 class BagsAndDense(nn.Module):
     """A collection and what reads it, which are compiled as one."""
 
@@ -129,33 +109,26 @@ class BagsAndDense(nn.Module):
 
 
 class CompiledSubmodule(ClickModel):
-    """Compiles its collection along with its dense layers."""
+    """Compiles its collection along with its dense layers, or not."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, compiles: bool = True) -> None:
         super().__init__(*args)
         self.net = BagsAndDense(self.ebc, self.mlp)
-        self.net.compile(backend="aot_eager")
+        if compiles:
+            counters.clear()
+            torch.compiler.reset()
+            self.net.compile(backend="aot_eager")
 
     def forward(self, batch: Batch) -> Tensor:
         features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
         return self.net(features)  # type: ignore[no-any-return]
 
 
-def _compiled_submodule() -> tuple[dict[str, State], int, list[str], int]:
-    """Return weights, how many frames were compiled, why graphs ended, and how many lookups were
-    prefetched."""
-    counters.clear()
-    torch.compiler.reset()
-    rank, _ = rank_and_num_ranks()
-    model, trainer = seeded(CompiledSubmodule, *OPTIMIZERS["SGD"]), make_trainer()
-    trainer.fit(model, rank_loader(STEPS, rank))
-    states = {
-        "SGD": {
-            key: value for key, value in model.final_state.items() if not key.startswith("net.")
-        }
-    }
+def compiled_frames(trainer: Any) -> tuple[int, list[str], int]:
+    """Return how many frames were compiled, why graphs ended, and how many lookups were sent
+    ahead."""
     prefetched = trainer.strategy.lookups_ahead["training 0"].ahead
-    return states, counters["frames"]["total"], list(counters["graph_break"]), prefetched
+    return counters["frames"]["total"], list(counters["graph_break"]), prefetched
 
 
 class WithoutLogging(ClickModel):
@@ -165,14 +138,15 @@ class WithoutLogging(ClickModel):
         return loss_of(self, batch)
 
 
-def _compiled_module() -> dict[str, State]:
-    rank, _ = rank_and_num_ranks()
-    states = {}
-    for name in ("SGD", "Adam"):
-        model = seeded(WithoutLogging, *OPTIMIZERS[name])
-        make_trainer().fit(torch.compile(model, backend="aot_eager"), rank_loader(STEPS, rank))
-        states[name] = model.final_state
-    return states
+def compiled(optimizer: str) -> Any:
+    model = WithoutLogging(*OPTIMIZERS[optimizer])
+    return torch.compile(model, backend="aot_eager")
+
+
+def compiled_module(optimizer: str) -> Case:
+    whole = partial(WithoutLogging, *OPTIMIZERS[optimizer])
+    module = partial(compiled, optimizer)
+    return Case(module=module, plain=whole, join=join_batches, limit=limit_of(optimizer))
 
 
 def own_loader(kind: type, optimizer: str, trainer: dict[str, Any], **options: Any) -> Case:
@@ -213,33 +187,25 @@ def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
     check_refused(wrong, "Function 'NaNGradientBackward' returned nan values")
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, Any]:
-    """What rank 0 trained, by what was compiled."""
-    calls = {
-        "dense": (_compiled_dense,),
-        "module": (_compiled_module,),
-        "submodule": (_compiled_submodule,),
-    }
-    return run_each_on_ranks(calls, 2)[0]
+NOT_COMPILED = partial(CompiledSubmodule, *OPTIMIZERS["SGD"], compiles=False)
+COMPILED = {
+    "dense layers": click_case(CompiledDense),
+    "dense layers, Adam": click_case(CompiledDense, "Adam"),
+    "module": compiled_module("SGD"),
+    "module, Adam": compiled_module("Adam"),
+}
 
 
 @pytest.mark.slow
-def test_compiled_dense_layers_are_exact(compiled: dict[str, Any]) -> None:
-    assert_equal(compiled["dense"], train_plain_click_model)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_parts_are_exact(name: str) -> None:
+    check(COMPILED[name])
 
 
 @pytest.mark.slow
-def test_a_compiled_lightning_module_is_exact(compiled: dict[str, Any]) -> None:
-    assert_equal(compiled["module"], train_plain_click_model)
-
-
-@pytest.mark.slow
-def test_a_compiled_submodule_is_exact_and_its_graph_ends_at_lookups_only(
-    compiled: dict[str, Any],
-) -> None:
-    states, frames, breaks, prefetched = compiled["submodule"]
-    assert_equal(states, train_plain_click_model)
+def test_a_compiled_submodule_is_exact_and_its_graph_ends_at_lookups_only() -> None:
+    case = click_case(CompiledSubmodule, look=compiled_frames, plain=NOT_COMPILED)
+    frames, breaks, prefetched = check(case)[0].seen
     # Dynamo followed the lookup into the prefetcher once, with 119 frames and breaks of 10 kinds.
     assert 0 < frames <= 10
     assert all(re.search("_look_up|LazyOutput.get", reason) for reason in breaks), breaks

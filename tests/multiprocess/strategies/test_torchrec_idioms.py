@@ -1,10 +1,8 @@
 """What TorchRec's users write by hand: refused by name on every rank before a step, or taken with
 the same numbers."""
 
-import re
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,6 +22,7 @@ from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
+from tests.support.cases import Case, check, check_refused, click_case
 from tests.support.click_model import (
     ClickModel,
     largest_difference,
@@ -32,7 +31,7 @@ from tests.support.click_model import (
     train_unsharded,
 )
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS, make_trainer
+from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
 STEPS = 3
@@ -43,7 +42,9 @@ SHARDERS: list[ModuleSharder[nn.Module]] = [EmbeddingBagCollectionSharder()]  # 
 class Sharded(ClickModel):
     """Shards its tables by TorchRec in configure_model. way: how."""
 
-    way = ""
+    def __init__(self, *args: Any, way: str) -> None:
+        super().__init__(*args)
+        self.way = way
 
     def configure_model(self) -> None:
         if self.way == "DistributedModelParallel":
@@ -57,16 +58,18 @@ class Sharded(ClickModel):
 class Piped(ClickModel):
     """Lets one of TorchRec's pipelines make the steps."""
 
-    kind: Any = TrainPipelineSparseDist
+    def __init__(self, *args: Any, pipeline: Any) -> None:
+        super().__init__(*args)
+        self.pipeline = pipeline
 
     def setup(self, stage: str) -> None:
         self.automatic_optimization = False
         # In a list, which is no attribute that a search through the module would find.
-        self.pipelines = [self.kind(self.mlp, torch.optim.SGD(self.parameters(), lr=0.1), CPU)]
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.pipelines = [self.pipeline(self.mlp, optimizer, CPU)]
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.pipelines[0].progress(iter([batch]))
-        self.losses.append(0.0)
 
 
 class Unused(ClickModel):
@@ -89,86 +92,52 @@ def _module_plan() -> Any:
     )
 
 
-REFUSED: dict[str, tuple[type, Any, str]] = {
+def planned(**modules: Any) -> Case:
+    plan = ShardingPlan({name.replace("_", "."): value for name, value in modules.items()})
+    return click_case(ClickModel, SGD, strategy={"planning": {"plan_file": plan}})
+
+
+BY_DDP = TunedDDPStrategy()
+BY_TORCHREC = "is already sharded by TorchRec"
+REFUSED: dict[str, tuple[Case, str]] = {
     **{
-        way: (
-            type(way, (Sharded,), {"way": way}),
-            {},
-            "ShardingError: 'ebc.*' is already sharded by TorchRec",
-        )
+        way: (click_case(Sharded, SGD, way=way), BY_TORCHREC)
         for way in ("DistributedModelParallel", "shard", "shard_modules")
     },
     "under ddp_tuned": (
-        type("Sharded", (Sharded,), {"way": "DistributedModelParallel"}),
-        TunedDDPStrategy,
-        "ShardingError: 'ebc.*' is already sharded by TorchRec",
+        click_case(Sharded, SGD, way="DistributedModelParallel", strategy=BY_DDP),
+        BY_TORCHREC,
     ),
     **{
         kind.__name__: (
-            type(kind.__name__, (Piped,), {"kind": kind}),
-            {},
-            rf"UnsupportedError: {kind.__name__}.progress was called .* Remove the pipeline",
+            click_case(Piped, SGD, pipeline=kind),
+            f"UnsupportedError: {kind.__name__}.progress was called ",
         )
         for kind in (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSemiSync)
     },
     "a plan for other modules": (
-        ClickModel,
-        {"planning": {"plan_file": ShardingPlan({"sparse.ebc": {}, "model.ebc": {}})}},
-        r"PlanError: .*plan_file=ShardingPlan\(...\): 'ebc' fits \['sparse.ebc', 'model.ebc'\]",
+        planned(sparse_ebc={}, model_ebc={}),
+        "plan_file=ShardingPlan(...): 'ebc' fits ['sparse.ebc', 'model.ebc']",
     ),
-    "a plan without a table": (
-        ClickModel,
-        {"planning": {"plan_file": ShardingPlan({"ebc": {}})}},
-        "PlanError: .*does not suit this run",
-    ),
+    "a plan without a table": (planned(ebc={}), "does not suit this run"),
 }
 
 
-def _refused(name: str) -> str:
-    kind, strategy, _ = REFUSED[name]
-    model = seeded(kind, *SGD)
-    by_ddp = pl.Trainer(strategy=TunedDDPStrategy(), devices=rank_and_num_ranks()[1], **DEFAULTS)
-    try:
-        (by_ddp if strategy is TunedDDPStrategy else make_trainer(strategy)).fit(
-            model, rank_loader(STEPS, rank_and_num_ranks()[0])
-        )
-    except Exception as error:
-        assert not model.losses, "a step was taken before the error"
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def _refused_all() -> dict[str, str]:
-    return {name: _refused(name) for name in REFUSED}
-
-
-@pytest.fixture(scope="module")
-def refusals() -> list[dict[str, str]]:
-    return run_on_warm_ranks(_refused_all, 2)
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_done_by_hand_is_refused_by_name_on_every_rank(
-    refusals: list[dict[str, str]], name: str
-) -> None:
-    for messages in refusals:
-        assert re.match(REFUSED[name][2], messages[name], re.DOTALL), messages[name]
-
-
-def _unused(options: dict[str, Any]) -> str:
-    model = seeded(Unused, *SGD)
-    try:
-        make_trainer(options).fit(model, rank_loader(STEPS, rank_and_num_ranks()[0]))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "it trained"
+def test_what_is_done_by_hand_is_refused_by_name_on_every_rank(name: str) -> None:
+    case, words = REFUSED[name]
+    check_refused(case, words, started=None if "progress" in words else 0)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, 1e-5])
 def test_a_layer_that_no_loss_uses_is_named_first(bucket_cap_mb: float) -> None:
-    for message in run_on_warm_ranks(_unused, 2, {"bucket_cap_mb": bucket_cap_mb}):
-        assert message.startswith("OptimizerError: 'spare.weight' has no gradient")
-    assert run_on_warm_ranks(_unused, 2, {"find_unused_parameters": True}) == ["it trained"] * 2
+    unused = click_case(Unused, SGD, strategy={"bucket_cap_mb": bucket_cap_mb})
+    check_refused(unused, "OptimizerError: 'spare.weight' has no gradient")
+
+
+def test_a_layer_that_no_loss_uses_may_be_allowed() -> None:
+    allowed = {"find_unused_parameters": True}
+    check(click_case(Unused, SGD, strategy=allowed, rests=("spare",)))
 
 
 def _fit(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
