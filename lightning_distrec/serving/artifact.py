@@ -17,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,17 @@ def export_for_serving(
     module = _with_dense_weights(module, state)
     names = [f"{path}.weight" for path, _ in lookups_of(module)]
     tables = {name: state[name] for name in names}
-    source = _Source(module, batch, first_request, raw, bits, top_k)
+    items: dict[str, Any] = {}
+    if top_k is not None:
+        request_names = [*tensors_of(batch)] if raw is None else [*raw.rows[0]]
+        items = described_items(top_k, module, request_names, {} if raw is None else raw.mapping)
+    source = _Source(module, batch, first_request, raw, bits, items)
     with _new_folder(folder, overwrite) as new_folder:
         try:
-            return _write(source, tables, new_folder, on_progress)
+            served = _write(source, tables, new_folder, on_progress)
+            if top_k is not None and top_k.index is not None:
+                served = replace(served, index_recall=_add_index(new_folder, top_k.index))
+            return served
         except OSError as error:
             raise CheckpointError(
                 f"{folder} cannot be written: {error}. Nothing was left there."
@@ -172,24 +179,16 @@ class _Source:
     first_request: Any
     raw: RawRows | None
     bits: int | None
-    top_k: TopK | None
+    items: dict[str, Any]
+    """What serving.json says of the item table; empty: predict_step answers."""
 
-    @property
-    def method(self) -> str:
-        return PREDICT if self.top_k is None else self.top_k.queries
 
-    def items(self) -> dict[str, Any]:
-        """Return what is known of the item table; nothing where there is none."""
-        if self.top_k is None:
-            return {}
-        return described_items(self.top_k, self.module, self.raw.mapping if self.raw else {})
-
-    def check_names(self, inputs: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError: an input or a column has the name of an option of requests."""
-        names = inputs.keys() if self.raw is None else self.raw.rows[0].keys()
-        reserved = sorted(names & {*answer.ITEM_OPTIONS, "rows"})
-        if reserved:
-            raise ConfigError(f"top_k: an input or a column is called '{reserved[0]}'. Rename it.")
+def _add_index(folder: Path, factory: str) -> float:
+    """Return the recall of an index that the folder gets."""
+    try:
+        return answer.add_index(folder, factory)
+    except ValueError as error:
+        raise ConfigError(f"top_k: {error}.") from error
 
 
 def _described_inputs(
@@ -216,7 +215,8 @@ def _write(
     batch = source.batch
     raw = source.raw
     bits = source.bits
-    items = source.items()
+    items = source.items
+    method = items.get("queries", PREDICT)
     lazy_tables = {name: as_lazy(value) for name, value in tables.items()}
     sources = {name: lazy for name, lazy in lazy_tables.items() if lazy is not None}
     floats = folder / (TABLES if bits is None else ".floats.safetensors")
@@ -224,7 +224,7 @@ def _write(
     # Before lookups are quantized: what quantization changes is part of the differences.
     with torch.no_grad():
         rows_by_table = load_file(floats)
-        expected = Program(module, batch, source.method)(rows_by_table, tensors_of(batch))
+        expected = Program(module, batch, method)(rows_by_table, tensors_of(batch))
         if items:
             expected = best_items(expected, rows_by_table[items["table"]], items)
     stored: dict[str, Any] = dict(sources)
@@ -236,7 +236,7 @@ def _write(
             if items.get("table") == f"{path}.weight":
                 items |= {"table": f"{path}.rows", "bits": table_bits}
         write_safetensors(folder / TABLES, stored, on_progress, alignment=ALIGNMENT)
-    program, inputs = export_program(module, load_file(folder / TABLES), batch, source.method)
+    program, inputs = export_program(module, load_file(folder / TABLES), batch, method)
     torch.export.save(program, folder / PROGRAM)
     needs = needed_packages(program)
     described = _described_inputs(program, inputs)
@@ -249,7 +249,6 @@ def _write(
     scripts = {SCRIPT: answer, "http_server.py": http_server}
     files = [TABLES, PROGRAM, EXAMPLES, REQUEST]
     if items:
-        source.check_names(inputs)
         about["top_k"] = items
         scripts["nearest_rows.py"] = nearest_rows
     _write_json(folder / ABOUT, about)
@@ -301,12 +300,6 @@ def _write(
     largest = float(differences.max())
     crc32 = {name: answer.file_crc32(folder / name) for name in [*files, *scripts]}
     _write_json(folder / ABOUT, {**about, "largest_difference": largest, "crc32": crc32})
-    recall = None
-    if source.top_k is not None and source.top_k.index is not None:
-        try:
-            recall = answer.add_index(folder, source.top_k.index)
-        except ValueError as error:
-            raise ConfigError(f"top_k: {error}.") from error
     return Served(
         num_tables=len(stored),
         table_bytes=sum(map(num_bytes, stored.values())),
@@ -322,7 +315,6 @@ def _write(
         other_integers=int(differs.sum()),
         needs=needs,
         only_this_size=fixed,
-        index_recall=recall,
     )
 
 

@@ -1,7 +1,7 @@
 """The table of a module whose best rows a served folder answers with, and the module's own
 answer."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_distrec import retrieval
 from lightning_distrec.errors import ConfigError, did_you_mean
+from lightning_distrec.serving.answer import ITEM_OPTIONS
 from lightning_distrec.serving.program import lookups_of
 
 
@@ -33,13 +34,17 @@ class TopK:
 
 
 def described_items(
-    top_k: TopK, module: LightningModule, columns: Mapping[str, Any]
+    top_k: TopK, module: LightningModule, names: Iterable[str], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what serving.json says of the item table, before rows are quantized.
 
-    columns: the mapping of the data's columns; empty: there is none. Raises ConfigError: the module
-    or its data lacks what top_k names.
+    names: what a request has, inputs or columns. columns: the mapping of the data's columns; empty:
+    there is none. Raises ConfigError: the module or its data lacks what top_k names, or a name is
+    that of an option.
     """
+    reserved = sorted({*names} & {*ITEM_OPTIONS, "rows"})
+    if reserved:
+        raise ConfigError(f"top_k: an input or a column is called '{reserved[0]}'. Rename it.")
     if not callable(getattr(module, top_k.queries, None)):
         raise ConfigError(
             f"top_k: {type(module).__name__} has no method '{top_k.queries}' that returns queries."
@@ -71,6 +76,7 @@ def described_items(
             "they do not fit."
         )
     return {
+        "queries": top_k.queries,
         "table": f"{paths[0]}.weight",
         "dim": table.embedding_dim,
         "bits": None,

@@ -29,7 +29,7 @@ BUDGETS = {
     "pipeline": 15965,
     "prefetch": 26509,
     "retrieval": 7531,
-    "serving": 14397,
+    "serving": 14391,
     "sharding": 25987,
     "sharding/lookup": 16953,
     "sharding/mapping": 8873,
