@@ -37,8 +37,6 @@ LOGITS: dict[str, Logits] = {
     "linear with bias": lambda m, q: functional.linear(q, m.weight, m.bias) / m.temperature,
     "plus bias": lambda m, q: q @ m.weight.transpose(-1, -2) / m.temperature + m.bias,
     "minus bias": lambda m, q: (q @ m.weight.T).contiguous() - m.bias * 2,
-    "einsum": lambda m, q: torch.einsum("bd,nd->bn", q, m.weight),
-    "einsum of both": lambda m, q: torch.einsum("nd, btd -> btn", m.weight, q[:, None])[:, 0],
 }
 
 
