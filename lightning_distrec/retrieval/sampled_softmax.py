@@ -18,6 +18,7 @@ from lightning_distrec.sharding.scores.counted_queries import (
     count_queries,
     reduced,
     refuse_reduction,
+    refuse_temperature,
     scalar_in_words,
 )
 from lightning_distrec.sharding.scores.rank_group import Numbers
@@ -55,8 +56,15 @@ def by_frequency(counts: Tensor, power: float = 1.0) -> Sampler:
     """Return a sampler by counts of rows, (num_rows,), to the given power.
 
     The counts are the same on every rank. A row without a count is never drawn.
+    Raises ConfigError: they are no counts.
     """
-    ends = functional.pad((counts.double().cpu() ** power).cumsum(0), (1, 0))
+    shares = counts.double().cpu() ** power
+    ends = functional.pad(shares.cumsum(0), (1, 0))
+    if counts.ndim != 1 or bool((counts < 0).any()) or not 0 < float(ends[-1]) < math.inf:
+        raise ConfigError(
+            f"by_frequency: counts {tuple(counts.shape)} must be (num_rows,), none of them below 0 "
+            "and some above."
+        )
     return Sampler(
         before=lambda rows: ends[rows.long()],
         inverse=lambda values: torch.searchsorted(ends, values, right=True) - 1,
@@ -102,6 +110,7 @@ def sampled_softmax_loss(
 
     def prepare() -> tuple[CountedQueries, Numbers]:
         refuse_reduction(reduction)
+        refuse_temperature(temperature)
         is_sampler = not isinstance(sampler, str) or sampler in SAMPLERS
         if num_negatives < 1 or not is_sampler:
             raise ConfigError(

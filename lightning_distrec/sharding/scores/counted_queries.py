@@ -98,6 +98,18 @@ def refuse_reduction(reduction: str) -> None:
         raise ConfigError(f"reduction={reduction!r} must be one of {REDUCTIONS}.")
 
 
+def refuse_temperature(temperature: float | Tensor) -> None:
+    """Raise ConfigError: scores cannot be divided by it."""
+    subject = f"temperature={temperature}"
+    if isinstance(temperature, Tensor):
+        subject = f"temperature {tuple(temperature.shape)}"
+        is_number = temperature.numel() == 1
+    else:
+        is_number = temperature > 0
+    if not is_number:
+        raise ConfigError(f"{subject} must be a number above 0, or a tensor of one element.")
+
+
 def scalar_in_words(value: float | Tensor) -> Any:
     """Return what ranks compare of a number; the values of a tensor are not waited for."""
     return "a tensor" if isinstance(value, Tensor) else value

@@ -19,6 +19,7 @@ from lightning_distrec.sharding.scores.counted_queries import (
     reduced,
     refuse_limit,
     refuse_reduction,
+    refuse_temperature,
     scalar_in_words,
     score_dtype,
 )
@@ -93,6 +94,7 @@ def softmax_over(
     def prepare() -> tuple[CountedQueries, Numbers]:
         refuse_limit(max_bytes)
         refuse_reduction(reduction)
+        refuse_temperature(temperature)
         if bias is not None and bias.shape != (rows.num_rows,):
             shape = tuple(bias.shape)
             raise ConfigError(f"bias {shape} must be ({rows.num_rows},), of each row.")

@@ -69,10 +69,10 @@ def best_rows(
         if excluded is None:
             excluded = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
         fits = queries.ndim == excluded.ndim == 2 and 1 <= k <= rows.num_rows
-        if not fits or len(excluded) != len(queries):
+        if not fits or len(excluded) != len(queries) or excluded.is_floating_point():
             raise ConfigError(
                 f"k={k} must be 1 to {rows.num_rows}, queries {tuple(queries.shape)} (queries, "
-                f"dim), and exclude {tuple(excluded.shape)} (queries, any number)."
+                f"dim), and exclude {tuple(excluded.shape)} integers, (queries, any number)."
             )
         return excluded, (len(excluded), excluded.shape[1])
 
