@@ -9,6 +9,7 @@ from lightning_distrec.sharding.scores.counted_queries import (
     Reduction,
     reduced,
     refuse_reduction,
+    refuse_temperature,
     scalar_in_words,
 )
 from lightning_distrec.sharding.scores.rank_group import (
@@ -124,6 +125,7 @@ class _Batch:
 
         def prepare() -> tuple[None, Numbers]:
             refuse_reduction(reduction)
+            refuse_temperature(temperature)
             if not self._fits():
                 shapes = tuple(self.queries.shape), tuple(self.keys.shape)
                 raise ConfigError(

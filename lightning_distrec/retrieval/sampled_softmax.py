@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightning_distrec.sharding.scores.counted_queries import (
     count_queries,
     reduced,
     refuse_reduction,
+    refuse_temperature,
     scalar_in_words,
 )
 from lightning_distrec.sharding.scores.rank_group import Numbers
@@ -36,7 +37,8 @@ class Sampler:
     def draw(self, num: int, num_rows: int, generator: torch.Generator) -> Tensor:
         """Return (num,) numbers of rows, int64, drawn with replacement."""
         draws = torch.rand(num, dtype=torch.float64, generator=generator)
-        ids = self.inverse(draws * self._total(num_rows)).long()
+        values = draws * self._total(num_rows)
+        ids = self.inverse(values).long()
         return ids.clamp(0, num_rows - 1)
 
     def log_probabilities(self, ids: Tensor, num_rows: int) -> Tensor:
@@ -54,8 +56,15 @@ def by_frequency(counts: Tensor, power: float = 1.0) -> Sampler:
     """Return a sampler by counts of rows, (num_rows,), to the given power.
 
     The counts are the same on every rank. A row without a count is never drawn.
+    Raises ConfigError: they are no counts.
     """
-    ends = functional.pad((counts.double().cpu() ** power).cumsum(0), (1, 0))
+    shares = counts.double().cpu() ** power
+    ends = functional.pad(shares.cumsum(0), (1, 0))
+    if counts.ndim != 1 or bool((counts < 0).any()) or not 0 < float(ends[-1]) < math.inf:
+        raise ConfigError(
+            f"by_frequency: counts {tuple(counts.shape)} must be (num_rows,), none of them below 0 "
+            "and some above."
+        )
     return Sampler(
         before=lambda rows: ends[rows.long()],
         inverse=lambda values: torch.searchsorted(ends, values, right=True) - 1,
@@ -101,6 +110,7 @@ def sampled_softmax_loss(
 
     def prepare() -> tuple[CountedQueries, Numbers]:
         refuse_reduction(reduction)
+        refuse_temperature(temperature)
         is_sampler = not isinstance(sampler, str) or sampler in SAMPLERS
         if num_negatives < 1 or not is_sampler:
             raise ConfigError(
@@ -161,14 +171,19 @@ def _looked_up(table: Table, targets: Tensor, negatives: Tensor) -> Tensor:
             "sampled_softmax_loss looks up rows: pass an nn.Embedding, or an EmbeddingCollection "
             "and the name of its table."
         )
-    configs: list[Any] = collection.embedding_configs()
-    feature = next(config.feature_names[0] for config in configs if config.name == name)
-    keys = list(dict.fromkeys(key for config in configs for key in config.feature_names))
+    keys: list[str] = []
+    feature = ""
+    for config in collection.embedding_configs():
+        keys += [key for key in config.feature_names if key not in keys]
+        if config.name == name:
+            feature = config.feature_names[0]
     # One bag for each query, as in other lookups of the step: by their number losses are weighted.
     # The last bag has the negatives, too.
     lengths = torch.zeros(len(keys), bags, dtype=torch.long, device=targets.device)
-    lengths[keys.index(feature)] = 1
-    lengths[keys.index(feature), -1:] += len(negatives)
+    lengths_of_feature = lengths[keys.index(feature)]
+    lengths_of_feature.fill_(1)
+    lengths_of_feature[-1:] += len(negatives)
     ids = torch.cat([targets, negatives])
-    looked_up = collection(KeyedJaggedTensor(keys, ids, lengths=lengths.flatten()))
+    features = KeyedJaggedTensor(keys, ids, lengths=lengths.flatten())
+    looked_up = collection(features)
     return looked_up[feature].values()  # type: ignore[no-any-return]

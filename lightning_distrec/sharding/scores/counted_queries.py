@@ -46,7 +46,8 @@ def count_queries(
     """
     refuse_queries(queries, rows)
     shape = queries.shape[:-1]
-    if targets.dtype not in (torch.int64, torch.int32) or targets.shape != shape:
+    is_integer = targets.dtype in (torch.int64, torch.int32)
+    if not is_integer or targets.shape != shape:
         raise ConfigError(
             f"targets {tuple(targets.shape)} of {targets.dtype} must be int64 or int32, "
             f"{tuple(shape)}, one for each query."
@@ -55,18 +56,22 @@ def count_queries(
     is_counted = torch.ones_like(ids, dtype=torch.bool)
     if ignore_index is not None:
         is_counted = ids != ignore_index
-    is_wrong = is_counted & ((ids < 0) | (ids >= rows.num_rows))
-    num_counted, num_wrong = torch.stack([is_counted.sum(), is_wrong.sum()]).tolist()
+    is_row = (ids >= 0) & (ids < rows.num_rows)
+    is_wrong = is_counted & ~is_row
+    sums = torch.stack([is_counted.sum(), is_wrong.sum()])
+    num_counted, num_wrong = sums.tolist()
     if num_wrong:
+        first = int(ids[is_wrong][0])
         raise IdsError(
-            f"the target {int(ids[is_wrong][0])} is no row of '{rows.name}', which has rows 0 to "
+            f"the target {first} is no row of '{rows.name}', which has rows 0 to "
             f"{rows.num_rows - 1}."
         )
     queries = queries.reshape(-1, rows.dim)
     places = None
     if num_counted < len(ids):
         # What does not count is neither sent nor scored. A sort, for a mask is waited for.
-        places = is_counted.byte().argsort(descending=True, stable=True)[:num_counted]
+        order = is_counted.byte().argsort(descending=True, stable=True)
+        places = order[:num_counted]
         queries = queries[places]
         ids = ids[places]
     return CountedQueries(queries, ids, places, shape)
@@ -82,7 +87,7 @@ def refuse_queries(queries: Tensor, rows: TableRows) -> None:
 
 
 def refuse_limit(max_bytes: int) -> None:
-    """Raise ConfigError: no scores fit into so many bytes."""
+    """Raise ConfigError: no scores fit into this limit."""
     if max_bytes < 1:
         raise ConfigError(f"max_bytes={max_bytes} must be at least 1.")
 
@@ -91,6 +96,18 @@ def refuse_reduction(reduction: str) -> None:
     """Raise ConfigError: there is no such reduction."""
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction={reduction!r} must be one of {REDUCTIONS}.")
+
+
+def refuse_temperature(temperature: float | Tensor) -> None:
+    """Raise ConfigError: scores cannot be divided by it."""
+    subject = f"temperature={temperature}"
+    if isinstance(temperature, Tensor):
+        subject = f"temperature {tuple(temperature.shape)}"
+        is_number = temperature.numel() == 1
+    else:
+        is_number = temperature > 0
+    if not is_number:
+        raise ConfigError(f"{subject} must be a number above 0, or a tensor of one element.")
 
 
 def scalar_in_words(value: float | Tensor) -> Any:

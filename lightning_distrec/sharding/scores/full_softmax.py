@@ -19,6 +19,7 @@ from lightning_distrec.sharding.scores.counted_queries import (
     reduced,
     refuse_limit,
     refuse_reduction,
+    refuse_temperature,
     scalar_in_words,
     score_dtype,
 )
@@ -93,6 +94,7 @@ def softmax_over(
     def prepare() -> tuple[CountedQueries, Numbers]:
         refuse_limit(max_bytes)
         refuse_reduction(reduction)
+        refuse_temperature(temperature)
         if bias is not None and bias.shape != (rows.num_rows,):
             shape = tuple(bias.shape)
             raise ConfigError(f"bias {shape} must be ({rows.num_rows},), of each row.")
@@ -145,10 +147,13 @@ class _Scoring:
         self, queries: Tensor, bias: Tensor | None, weights: list[Tensor]
     ) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Yield each block, its rows, and the scores of all queries, in memory of their own."""
-        rows_per_block = block_rows(len(queries), self.rows.dim, self.sum_dtype, self.max_bytes)
-        for block in self.rows.blocks(weights, rows_per_block):
-            values = self.rows.read(block, weights).to(self.dtype)
-            scores = (queries @ values.T).to(self.sum_dtype)
+        rows = self.rows
+        rows_per_block = block_rows(len(queries), rows.dim, self.sum_dtype, self.max_bytes)
+        for block in rows.blocks(weights, rows_per_block):
+            values = rows.read(block, weights)
+            values = values.to(self.dtype)
+            scores = queries @ values.T
+            scores = scores.to(self.sum_dtype)
             if bias is not None:
                 scores += bias[block.rows]
             yield block, values, scores
@@ -180,8 +185,9 @@ class _SoftmaxLosses(torch.autograd.Function):
             for block, _, scores in scoring.blocks(all_queries, bias, list(weights)):
                 if not scores.numel():
                     continue
-                is_here, columns = _columns(all_targets, block)
-                block_scores = scores.gather(1, columns)[:, 0].where(is_here, 0)
+                is_here, columns = block.columns(all_targets)
+                block_scores = scores.gather(1, columns[:, None]).squeeze(1)
+                block_scores = block_scores.where(is_here, 0)
                 target_scores.add_(block_scores, alpha=1 - smoothing)
                 if smoothing:
                     target_scores.add_(scores.sum(1), alpha=smoothing / scoring.rows.num_rows)
@@ -231,13 +237,6 @@ class _SoftmaxLosses(torch.autograd.Function):
         return None, query_gradient, None, bias_gradient, *weight_gradients
 
 
-def _columns(targets: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Return which targets are in a block, (queries,), and their columns or 0, (queries, 1)."""
-    columns = targets - block.first
-    is_here = (columns >= 0) & (columns < block.num_rows)
-    return is_here, columns.where(is_here, 0)[:, None]
-
-
 def _subtract_targets(
     probabilities: Tensor, targets: Tensor, block: Block, scoring: _Scoring
 ) -> None:
@@ -246,6 +245,6 @@ def _subtract_targets(
         return
     smoothing = scoring.label_smoothing
     probabilities -= smoothing / scoring.rows.num_rows
-    is_here, columns = _columns(targets, block)
+    is_here, columns = block.columns(targets)
     shares = is_here.to(probabilities.dtype) * (smoothing - 1.0)
-    probabilities.scatter_add_(1, columns, shares[:, None])
+    probabilities.scatter_add_(1, columns[:, None], shares[:, None])

@@ -47,44 +47,23 @@ def score(func: Operation, name: str, args: Any, kwargs: Any, table: GuardedTabl
         return transposed
     if name == "linear":
         return _linear(table, *args, **kwargs)
-    if name == "einsum":
-        return _einsum(table, *args, **kwargs)
     return NotImplemented
 
 
 def _order(func: Operation, num_dims: int, args: Any, kwargs: Any) -> list[int]:
     """Return where each dim of the result comes from, of a function that changes their order."""
-    sizes = range(num_dims)
     # Each dim has another size, by which it is found again.
-    result = func(torch.empty(*sizes, device="meta"), *args[1:], **kwargs)
+    sizes = range(num_dims)
+    probe = torch.empty(*sizes, device="meta")
+    result = func(probe, *args[1:], **kwargs)
     return list(result.shape)
 
 
 def _linear(table: GuardedTable, input: Any, weight: Any, bias: Any = None) -> Any:
-    if hasattr(input, "place"):
+    if not _is_plain(input):
         return NotImplemented
     scores = _scores(table, input)
     return scores if bias is None else scores + bias
-
-
-def _einsum(table: GuardedTable, equation: str, *operands: Any) -> Any:
-    """Return scores for an equation such as "btd,nd->btn"."""
-    inputs, _, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if len(operands) != 2 or len(terms) != 2:
-        return NotImplemented
-    if hasattr(operands[0], "place"):
-        terms = terms[::-1]
-        operands = operands[::-1]
-    query_term, weight_term = terms
-    lead = query_term[:-1]
-    column = query_term[-1:]
-    row = weight_term[:1]
-    is_product = weight_term == row + column and output == lead + row
-    has_own_names = len(set(lead + row + column)) == len(lead) + 2
-    if hasattr(operands[0], "place") or not is_product or not has_own_names:
-        return NotImplemented
-    return _scores(table, operands[0])
 
 
 def _name_of(func: Operation) -> str:
@@ -145,21 +124,26 @@ class Product:
 
     def takes(self, value: Tensor) -> bool:
         """Whether a graph of this value is one of the scores', too."""
-        return self.has_graph or not (value.requires_grad and torch.is_grad_enabled())
+        if self.has_graph or not torch.is_grad_enabled():
+            return True
+        return not value.requires_grad
 
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """Collective. Return the cross entropy."""
-        with torch.set_grad_enabled(self.has_graph and torch.is_grad_enabled()):
+        has_graph = self.has_graph and torch.is_grad_enabled()
+        with torch.set_grad_enabled(has_graph):
             losses = softmax_over(self.rows, self.queries, targets, bias=self.bias, **options)
-            is_autocast = torch.is_autocast_enabled(losses.device.type)
-            return losses if is_autocast else losses.to(self.dtype)
+            if torch.is_autocast_enabled(losses.device.type):
+                return losses
+            return losses.to(self.dtype)
 
     def best(self, k: int) -> tuple[Tensor, Tensor]:
         """Collective. Return the k best scores, and their rows, both (..., k)."""
-        queries = self.queries.reshape(-1, self.queries.shape[-1])
+        *shape, width = self.queries.shape
+        queries = self.queries.reshape(-1, width)
         scores, ids = best_rows(self.rows, queries, k, bias=self.bias)
-        shape = (*self.queries.shape[:-1], k)
-        return scores.view(shape).to(self.dtype), ids.view(shape)
+        scores = scores.to(self.dtype)
+        return scores.view(*shape, k), ids.view(*shape, k)
 
 
 def _scores(table: GuardedTable, queries: Tensor) -> "Scores":
@@ -230,11 +214,14 @@ def _reshaped(func: Operation, scores: Scores, args: Any, kwargs: Any) -> Any:
     product = scores.product
     with without_guard():
         result = func(*args, **kwargs)
-    is_last = result.ndim > 0 and result.shape[-1] == product.rows.num_rows
-    if product.has_classes_second or not is_last or result.dtype != product.dtype:
+    *shape, num_rows = result.shape or (0,)
+    if num_rows != product.rows.num_rows or result.dtype != product.dtype:
+        return NotImplemented
+    if product.has_classes_second:
         return NotImplemented
     width = product.queries.shape[-1]
-    return replace(product, queries=product.queries.reshape(*result.shape[:-1], width))
+    queries = product.queries.reshape(*shape, width)
+    return replace(product, queries=queries)
 
 
 def _transposed(func: Operation, scores: Scores, args: Any, kwargs: Any) -> Any:
@@ -252,31 +239,37 @@ def _transposed(func: Operation, scores: Scores, args: Any, kwargs: Any) -> Any:
 
 def _chosen(product: Product, index: Any) -> Any:
     """Return scores of some queries."""
-    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = index if isinstance(index, tuple) else (index,)
     num_dims = 0
     for part in parts:
-        is_mask = isinstance(part, Tensor) and part.dtype == torch.bool
-        num_dims += part.ndim if is_mask else part is not None
-    last = parts[-1] if parts else None
-    if num_dims == product.queries.ndim and isinstance(last, slice) and last == slice(None):
+        if part is ...:
+            return NotImplemented
+        if isinstance(part, Tensor) and part.dtype == torch.bool:
+            num_dims += part.ndim
+        elif part is not None:
+            num_dims += 1
+    last = parts[-1]
+    if isinstance(last, slice) and last == slice(None):
         num_dims -= 1
-    # The rows are the last dim, of which a choice is none of the scores any more.
-    is_of_queries = num_dims < product.queries.ndim and not any(part is ... for part in parts)
-    if product.has_classes_second or not is_of_queries:
+    # The rows are the last dim: what chooses some of them leaves no scores for a softmax.
+    if product.has_classes_second or num_dims >= product.queries.ndim:
         return NotImplemented
     return replace(product, queries=product.queries[index])
 
 
 def _scaled(product: Product, operation: Operation, number: Any) -> Any:
-    if isinstance(number, Tensor):
-        is_number = number.numel() == 1 and number.ndim <= 1 and product.takes(number)
-    else:
-        is_number = isinstance(number, (int, float))
-    if product.is_log or not is_number or hasattr(number, "place"):
+    is_number = isinstance(number, (int, float))
+    if _is_plain(number) and product.takes(number):
+        is_number = number.shape in ((), (1,))
+    if product.is_log or not is_number:
         return NotImplemented
-    bias = product.bias if product.bias is None else operation(product.bias, number)
-    dtype = torch.result_type(torch.empty(1, dtype=product.dtype, device="meta"), number)
-    return replace(product, queries=operation(product.queries, number), bias=bias, dtype=dtype)
+    queries = operation(product.queries, number)
+    bias = product.bias
+    if bias is not None:
+        bias = operation(bias, number)
+    probe = torch.empty(1, dtype=product.dtype, device="meta")
+    dtype = torch.result_type(probe, number)
+    return replace(product, queries=queries, bias=bias, dtype=dtype)
 
 
 def _times(product: Product, other: Any) -> Any:
@@ -288,30 +281,38 @@ def _divided(product: Product, other: Any) -> Any:
 
 
 def _plus(product: Product, other: Any) -> Any:
-    shape = (product.rows.num_rows,)
-    is_bias = isinstance(other, Tensor) and not hasattr(other, "place") and other.shape == shape
-    if not is_bias or product.is_log or product.has_classes_second or not product.takes(other):
+    if product.is_log or product.has_classes_second or not _is_plain(other):
         return NotImplemented
-    return replace(product, bias=other if product.bias is None else product.bias + other)
+    if other.shape != (product.rows.num_rows,) or not product.takes(other):
+        return NotImplemented
+    if product.bias is not None:
+        other = product.bias + other
+    return replace(product, bias=other)
 
 
 def _minus(product: Product, other: Any) -> Any:
-    return _plus(product, -other) if isinstance(other, Tensor) else NotImplemented
+    if not _is_plain(other):
+        return NotImplemented
+    return _plus(product, -other)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor whose values are on this rank."""
+    is_ours = isinstance(value, (Scores, TransposedWeight)) or hasattr(value, "place")
+    return isinstance(value, Tensor) and not is_ours
 
 
 def _requires_grad(product: Product) -> bool:
-    learned = (product.queries, product.rows.weights[0], product.bias)
-    needs = any(tensor is not None and tensor.requires_grad for tensor in learned)
-    return product.has_graph and needs
+    if not product.has_graph:
+        return False
+    if product.bias is not None and product.bias.requires_grad:
+        return True
+    weight = product.rows.weights[0]
+    return bool(product.queries.requires_grad or weight.requires_grad)
 
 
 def _device(product: Product) -> torch.device:
     return product.queries.device
-
-
-def _words(product: Product, *_: Any, **__: Any) -> str:
-    shape = tuple(product.scores().shape)
-    return f"scores {shape} for the rows of the sharded table '{product.rows.name}'"
 
 
 def _same(product: Product) -> Product:
@@ -319,28 +320,31 @@ def _same(product: Product) -> Product:
 
 
 def _in_float32(product: Product, dtype: Any = torch.float32) -> Any:
+    if dtype != torch.float32 or product.dtype == torch.float64:
+        return NotImplemented
     # Sums of 16-bit scores are float32 anyway.
-    is_wider = dtype == torch.float32 and product.dtype != torch.float64
-    return replace(product, dtype=dtype) if is_wider else NotImplemented
+    return replace(product, dtype=dtype)
 
 
 def _detached(product: Product) -> Product:
-    bias = product.bias if product.bias is None else product.bias.detach()
-    return replace(product, queries=product.queries.detach(), bias=bias, has_graph=False)
+    queries = product.queries.detach()
+    bias = product.bias
+    if bias is not None:
+        bias = bias.detach()
+    return replace(product, queries=queries, bias=bias, has_graph=False)
 
 
-def _is_along_rows(product: Product, dim: int | None) -> bool:
-    num_dims = product.queries.ndim
-    row_dim = 1 if product.has_classes_second else num_dims - 1
-    return dim is not None and dim % num_dims == row_dim
+def _is_along_last(product: Product, dim: int | None) -> bool:
+    last = product.queries.ndim - 1
+    return dim in (-1, last) and not product.has_classes_second
 
 
 def _log_softmax(
     product: Product, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Any:
-    if not _is_along_rows(product, dim) or dtype not in (None, torch.float32):
+    if not _is_along_last(product, dim) or dtype is not None:
         return NotImplemented
-    return replace(product, is_log=True, dtype=dtype or product.dtype)
+    return replace(product, is_log=True)
 
 
 def _cross_entropy(
@@ -353,10 +357,10 @@ def _cross_entropy(
     reduction: Any = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    is_plain = weight is None and size_average is None and reduce is None
+    if (weight, size_average, reduce) != (None, None, None):
+        return NotImplemented
     # Of more dims torch takes classes from dim 1.
-    has_classes = product.has_classes_second or product.queries.ndim <= 2
-    if not is_plain or not has_classes:
+    if product.queries.ndim > 2 and not product.has_classes_second:
         return NotImplemented
     return product.loss(
         target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
@@ -364,24 +368,26 @@ def _cross_entropy(
 
 
 def _nll_loss(product: Product, *args: Any, **kwargs: Any) -> Any:
-    return _cross_entropy(product, *args, **kwargs) if product.is_log else NotImplemented
+    if not product.is_log:
+        return NotImplemented
+    return _cross_entropy(product, *args, **kwargs)
 
 
 def _gathered(product: Product, dim: int, index: Tensor) -> Any:
     """Return the log-probability of one row for each query."""
-    is_single = index.shape == (*product.queries.shape[:-1], 1)
-    is_last = _is_along_rows(product, dim) and not product.has_classes_second
-    if not product.is_log or not is_single or not is_last:
+    *shape, _ = product.queries.shape
+    if not product.is_log or not _is_along_last(product, dim):
         return NotImplemented
-    losses = product.loss(index[..., 0], ignore_index=None, reduction="none")
-    return -losses[..., None]
+    if index.shape != (*shape, 1):
+        return NotImplemented
+    losses = product.loss(index.squeeze(-1), ignore_index=None, reduction="none")
+    return -losses.unsqueeze(-1)
 
 
 def _top_k(
     product: Product, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
-    is_last = _is_along_rows(product, dim) and not product.has_classes_second
-    if not is_last or not largest or product.is_log:
+    if not _is_along_last(product, dim) or not largest or product.is_log:
         return NotImplemented
     scores, ids = product.best(k)
     if product.has_graph and torch.is_grad_enabled():
@@ -391,10 +397,10 @@ def _top_k(
 
 
 def _best_row(product: Product, dim: int | None = None, keepdim: bool = False) -> Any:
-    if not _is_along_rows(product, dim) or product.has_classes_second:
+    if not _is_along_last(product, dim):
         return NotImplemented
     _, ids = product.best(1)
-    return ids if keepdim else ids[..., 0]
+    return ids if keepdim else ids.squeeze(-1)
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -427,8 +433,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "detach": _detached,
     "requires_grad": _requires_grad,
     "device": _device,
-    "__repr__": _words,
-    "__format__": _words,
     "log_softmax": _log_softmax,
     "cross_entropy": _cross_entropy,
     "nll_loss": _nll_loss,

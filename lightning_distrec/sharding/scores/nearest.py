@@ -68,11 +68,11 @@ def best_rows(
         excluded = exclude
         if excluded is None:
             excluded = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
-        has_shapes = queries.ndim == excluded.ndim == 2 and len(excluded) == len(queries)
-        if not (has_shapes and 1 <= k <= rows.num_rows):
+        fits = queries.ndim == excluded.ndim == 2 and 1 <= k <= rows.num_rows
+        if not fits or len(excluded) != len(queries) or excluded.is_floating_point():
             raise ConfigError(
                 f"k={k} must be 1 to {rows.num_rows}, queries {tuple(queries.shape)} (queries, "
-                f"dim), and exclude {tuple(excluded.shape)} (queries, any number)."
+                f"dim), and exclude {tuple(excluded.shape)} integers, (queries, any number)."
             )
         return excluded, (len(excluded), excluded.shape[1])
 
@@ -98,11 +98,16 @@ def best_rows(
         block_scores = _without(block_scores, all_excluded, block)
         best, columns = _highest(block_scores, min(k, block.num_rows))
         columns = torch.where(best > -torch.inf, columns + block.first, -1)
-        scores, ids = _best(torch.cat([scores, best], 1), torch.cat([ids, columns], 1), k)
-    # (ranks, queries, k) to (queries, ranks * k).
-    received = ranks.send_rows(scores, counts).transpose(0, 1).flatten(1)
-    received_ids = ranks.send_rows(ids, counts).transpose(0, 1).flatten(1)
-    return _best(received, received_ids, k)
+        scores = torch.cat([scores, best], 1)
+        ids = torch.cat([ids, columns], 1)
+        scores, ids = _best(scores, ids, k)
+    # (ranks, queries, k)
+    received = ranks.send_rows(scores, counts)
+    received_ids = ranks.send_rows(ids, counts)
+    # (queries, ranks * k)
+    scores = received.transpose(0, 1).flatten(1)
+    ids = received_ids.transpose(0, 1).flatten(1)
+    return _best(scores, ids, k)
 
 
 def _highest(scores: Tensor, k: int) -> Best:
@@ -117,17 +122,19 @@ def _highest(scores: Tensor, k: int) -> Best:
 def _best(scores: Tensor, ids: Tensor, k: int) -> Best:
     """Return the k best of these rows; of equal ones the first in the table."""
     ids, order = ids.sort(1)
-    best, places = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return best[:, :k], ids.gather(1, places[:, :k])
+    scores = scores.gather(1, order)
+    best, places = scores.sort(dim=1, descending=True, stable=True)
+    best_ids = ids.gather(1, places)
+    return best[:, :k], best_ids[:, :k]
 
 
 def _without(scores: Tensor, excluded: Tensor, block: Block) -> Tensor:
     """Return a block's scores with -inf for NaN and for excluded rows."""
-    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    lowest = -torch.inf
+    scores = scores.nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest)
     if not scores.numel() or not excluded.numel():
         return scores
-    columns = excluded - block.first
-    is_here = (columns >= 0) & (columns < block.num_rows)
+    is_here, columns = block.columns(excluded)
     # What is not in the block changes nothing in the first column.
-    limits = torch.where(is_here, -torch.inf, torch.inf).to(scores.dtype)
-    return scores.scatter_reduce_(1, columns.where(is_here, 0), limits, "amin")
+    limits = torch.where(is_here, lowest, torch.inf)
+    return scores.scatter_reduce_(1, columns, limits.to(scores.dtype), "amin")

@@ -70,10 +70,12 @@ class RankGroup:
             return [messages[rank] for rank in dist.get_process_group_ranks(self.group)]
         # The host's numbers are sent by the device, where the backend knows no other way.
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        received = torch.empty(self.num_ranks * MESSAGE, dtype=torch.long, device=device)
+        length = self.num_ranks * MESSAGE
+        received = torch.empty(length, dtype=torch.long, device=device)
         sent = gpu.on_device_of(received, list(numbers))
         dist.all_gather_into_tensor(received, sent, self.group)
-        return gpu.HostCopy(received.view(self.num_ranks, MESSAGE)).read()
+        by_rank = received.view(self.num_ranks, MESSAGE)
+        return gpu.HostCopy(by_rank).read()
 
     def gather_rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Collective. Return all ranks' rows, rank after rank. counts: how many each rank has."""
@@ -130,7 +132,8 @@ def ranks_of(group: Any, job: Ranks | None = None) -> RankGroup:
 
 
 def _padded(rows: Tensor, length: int) -> Tensor:
-    padding = rows.new_zeros(length - len(rows), *rows.shape[1:])
+    missing = length - len(rows)
+    padding = rows.new_zeros(missing, *rows.shape[1:])
     return torch.cat([rows, padding])
 
 
@@ -147,7 +150,9 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return ctx.ranks.send_rows(gradient, ctx.counts).sum(0), None, None
+        ranks: RankGroup = ctx.ranks
+        received = ranks.send_rows(gradient, ctx.counts)
+        return received.sum(0), None, None
 
 
 def gathered_rows(rows: Tensor, ranks: RankGroup, counts: list[int]) -> Tensor:

@@ -32,6 +32,12 @@ class Block:
         """Where they are in the table."""
         return slice(self.first, self.first + self.num_rows)
 
+    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which ids are in the block, and their columns or 0, in the shape of `ids`."""
+        columns = ids - self.first
+        is_here = (columns >= 0) & (columns < self.num_rows)
+        return is_here, columns.where(is_here, 0)
+
 
 class TableRows:
     """A table of which this rank has whole rows: a shard of them, or all where it is unsharded.
@@ -68,15 +74,16 @@ class TableRows:
         """Yield the blocks of this rank; an empty one where it has no rows."""
         for number, weight in enumerate(weights):
             row, _ = self._offsets[number]
-            for first in range(0, max(1, len(weight)), rows_per_block):
-                num_rows = min(rows_per_block, len(weight) - first)
-                yield Block(row + first, num_rows, number)
+            num_rows = len(weight)
+            for first in range(0, max(1, num_rows), rows_per_block):
+                num_left = num_rows - first
+                yield Block(row + first, min(rows_per_block, num_left), number)
 
     def read(self, block: Block, weights: Weights) -> Tensor:
         """Return the rows of a block, (num_rows, dim)."""
         row, _ = self._offsets[block.part]
-        first = block.first - row
-        return weights[block.part][first : first + block.num_rows]
+        weight = weights[block.part]
+        return weight.narrow(0, block.first - row, block.num_rows)
 
     def write(self, block: Block, rows: Tensor, weights: Weights) -> None:
         """Write rows to where a block of them lies."""
@@ -92,23 +99,29 @@ class ExchangedRows(TableRows):
     def blocks(self, weights: Weights, rows_per_block: int) -> Iterator[Block]:
         """Yield the blocks of this rank, as many as on every other."""
         num_ranks = self.ranks.num_ranks
-        rows_per_block = min(rows_per_block, -(-self.num_rows // num_ranks))
-        for begin in range(0, self.num_rows, rows_per_block * num_ranks):
+        rows_per_rank = -(-self.num_rows // num_ranks)
+        rows_per_block = min(rows_per_block, rows_per_rank)
+        rows_per_round = rows_per_block * num_ranks
+        for begin in range(0, self.num_rows, rows_per_round):
             first = begin + self.ranks.rank * rows_per_block
             num_left = max(0, self.num_rows - first)
-            yield Block(first, min(rows_per_block, num_left), rows_per_block)
+            num_rows = min(rows_per_block, num_left)
+            yield Block(first, num_rows, rows_per_block)
 
     def _overlaps(self, block: Block, weights: Weights, rows: Tensor) -> Iterator[list[Tensor]]:
         """Yield where the round of a block meets each shard of this rank: the shard's values and
         those in `rows` of the round."""
         begin = block.first - self.ranks.rank * block.part
-        for (row, column), weight in zip(self._offsets, weights, strict=True):
+        end = begin + len(rows)
+        for offsets, weight in zip(self._offsets, weights, strict=True):
+            row, column = offsets
             num_rows, num_columns = weight.shape
             top = max(row, begin)
-            bottom = min(row + num_rows, begin + len(rows))
-            if top < bottom:
-                columns = rows[top - begin : bottom - begin].narrow(1, column, num_columns)
-                yield [weight[top - row : bottom - row], columns]
+            length = min(row + num_rows, end) - top
+            if length > 0:
+                in_rows = rows.narrow(0, top - begin, length)
+                in_rows = in_rows.narrow(1, column, num_columns)
+                yield [weight.narrow(0, top - row, length), in_rows]
 
     def read(self, block: Block, weights: Weights) -> Tensor:
         """Collective. Return the rows of a block, (num_rows, dim)."""

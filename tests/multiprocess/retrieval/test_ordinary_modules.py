@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
-from tests.support.ranks import run_each_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.retrieval_models import (
     ROWS,
     Batch,
@@ -21,6 +22,7 @@ from tests.support.retrieval_models import (
     train,
     train_plain,
 )
+from tests.support.trainers import make_trainer
 
 STEPS = 3
 LIMIT = 2e-6
@@ -37,8 +39,6 @@ LOGITS: dict[str, Logits] = {
     "linear with bias": lambda m, q: functional.linear(q, m.weight, m.bias) / m.temperature,
     "plus bias": lambda m, q: q @ m.weight.transpose(-1, -2) / m.temperature + m.bias,
     "minus bias": lambda m, q: (q @ m.weight.T).contiguous() - m.bias * 2,
-    "einsum": lambda m, q: torch.einsum("bd,nd->bn", q, m.weight),
-    "einsum of both": lambda m, q: torch.einsum("nd, btd -> btn", m.weight, q[:, None])[:, 0],
 }
 
 
@@ -119,3 +119,46 @@ def test_losses_and_weights_are_those_of_one_process(sizes: tuple[int, ...]) -> 
         expected = train_plain(model, _batches(sizes))
         difference = differences(actual[0][case]["state"], expected)
         assert max(difference.values()) < LIMIT, f"{case}: {difference}"
+
+
+class Evaluated(Retrieving):
+    """Keeps what it finds in validation and prediction, and the same of the whole weight."""
+
+    def on_validation_start(self) -> None:
+        self.results: list[Tensor] = []
+
+    on_predict_start = on_validation_start
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        queries = self.queries(batch)
+        scores = queries @ self.items.weight.T / 0.5 + self.bias
+        values, ids = scores.topk(3)
+        losses = functional.cross_entropy(scores, batch["targets"], reduction="none")
+        first = (queries * 0) @ self.items.weight.T
+        self.results += [values, ids, scores.argmax(1), losses, first.detach().argmax(-1)]
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.validation_step(batch, batch_idx)
+        return self.results[1]
+
+
+def _evaluated(step: str) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = Evaluated("embedding", functional.cross_entropy, "SGD")
+    strategy = strategy_of("embedding", "row_wise") | {"convert_embeddings": ["items"]}
+    batch = make_batch(rank_and_num_ranks()[0], 4 - rank_and_num_ranks()[0])
+    trainer = make_trainer(strategy)
+    getattr(trainer, step)(model, DataLoader([batch], batch_size=None))
+    return model.results
+
+
+@pytest.mark.parametrize("step", ["validate", "predict"])
+def test_the_best_rows_of_an_evaluation_are_those_of_one_process(step: str) -> None:
+    actual = run_each_on_ranks({step: (_evaluated, step)}, 2)
+    torch.manual_seed(3)
+    expected = Evaluated("embedding", functional.cross_entropy, "SGD")
+    for rank in range(2):
+        expected.on_validation_start()
+        with torch.no_grad():
+            expected.validation_step(make_batch(rank, 4 - rank), 0)
+        torch.testing.assert_close(actual[rank][step], expected.results)

@@ -98,6 +98,18 @@ CALLS: dict[str, tuple[Any, str]] = {
         lambda m, q, t: _sampled(m, q, t, sampler="zipf"),
         "ConfigError: sampled_softmax_loss: rank 0: num_negatives=3 .* sampler='zipf' one of",
     ),
+    "temperature": (
+        lambda m, q, t: _softmax(m, q, t, temperature=_on(1, 0.0, 1.0)),
+        "ConfigError: softmax_loss: rank 1: temperature=0.0 must be a number above 0",
+    ),
+    "temperature of each": (
+        lambda m, q, t: _sampled(m, q, t, temperature=_on(0, torch.ones(4, 1), 1.0)),
+        "ConfigError: sampled_softmax_loss: rank 0: temperature .4, 1. .*a tensor of one element",
+    ),
+    "type of exclude": (
+        lambda m, q, t: top_k(q, m.table, 2, exclude=t[:, None].to(_on(1, torch.float32, t.dtype))),
+        "ConfigError: top_k: rank 1: k=2 .* exclude .* integers",
+    ),
     "reductions": (
         lambda m, q, t: _softmax(m, q, t, reduction=_on(1, "sum", "mean")),
         "ConfigError: softmax_loss: reduction differs between ranks: mean, sum",
@@ -132,7 +144,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     ),
     "exclude": (
         lambda m, q, t: top_k(q, m.table, 2, exclude=_on(1, t, None)),
-        "ConfigError: top_k: rank 1: k=2 must be .* exclude .*queries, any number",
+        "ConfigError: top_k: rank 1: k=2 must be .* exclude .*integers, .queries, any number",
     ),
     "keys": (
         lambda m, q, t: in_batch_loss(q, q[:, : _on(1, 3, None)]),

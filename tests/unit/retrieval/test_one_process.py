@@ -170,3 +170,9 @@ def test_frequencies_follow_batches_and_stay_in_evaluation() -> None:
     before = frequency.eval()(torch.tensor([1, 2])).exp()
     assert before.tolist() == pytest.approx([2.0, 0.25], rel=0.1)
     assert torch.equal(frequency(torch.tensor([1, 2])).exp(), before)
+
+
+@pytest.mark.parametrize("counts", [[[1, 2]], [1, -1], [0, 0], [1.0, float("nan")]])
+def test_what_are_no_counts_is_refused(counts: Any) -> None:
+    with pytest.raises(ConfigError, match=r"by_frequency: counts .* must be \(num_rows,\)"):
+        by_frequency(torch.tensor(counts))
