@@ -116,6 +116,7 @@ def _hide(folder: Path, *packages: str) -> None:
         (folder / f"{name}.py").write_text("raise ImportError")
 
 
+@pytest.mark.slow
 def test_they_need_no_plugins_of_pytest(tmp_path: Path) -> None:
     """As `python -m tests.gpu` runs them, which a machine without a network can."""
     _hide(tmp_path, *ONLY_FOR_TESTS)

@@ -18,7 +18,7 @@ from tests.support.prefetched_jobs import LoopJob, jobs_of
 from tests.support.prefetched_runs import Seen, differences
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
-LOOPS = int(os.environ.get("DISTREC_PROPERTY_LOOPS", "8"))
+LOOPS = int(os.environ.get("DISTREC_PROPERTY_LOOPS", "5"))
 SEED = int(os.environ.get("DISTREC_PROPERTY_SEED", "0"))
 AT_ONCE = 8
 """Fits that run one after the other in the same ranks."""

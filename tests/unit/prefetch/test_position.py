@@ -40,6 +40,7 @@ from lightning_distrec.prefetch.position import (
     rescale,
     resumable,
 )
+from tests.support.parameters import slow_except
 
 Batches = list[list[int]]
 
@@ -838,7 +839,7 @@ FITTED: dict[str, Callable[[], DataLoader[int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", slow_except(list(FITTED)[:4], FITTED))
 def test_a_resumed_fit_sees_the_batches_of_one_that_never_stopped(tmp_path, name):
     make = FITTED[name]
 

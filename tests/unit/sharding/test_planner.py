@@ -157,7 +157,7 @@ def test_a_step_waits_in_each_exchange_for_its_slowest_rank() -> None:
 SMALL = [(kind, *shape) for kind in KINDS for shape in ((6, 2, 2, 16), (8, 4, 2, 24))]
 
 
-@pytest.mark.parametrize("seed", slow_except(range(0, len(SMALL), 3), range(len(SMALL))))
+@pytest.mark.parametrize("seed", slow_except(range(0, len(SMALL), 6), range(len(SMALL))))
 def test_the_critical_path_is_no_longer_than_that_of_torchrecs_planner(seed: int) -> None:
     kind, num_tables, num_ranks, on_node, memory = SMALL[seed]
     tables = draw_tables(kind, num_tables, num_ranks, on_node, memory, seed)
@@ -167,7 +167,7 @@ def test_the_critical_path_is_no_longer_than_that_of_torchrecs_planner(seed: int
     assert made.cost.critical_path <= default_critical_path(tables) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("kind", slow_except(KINDS[:2], KINDS))
+@pytest.mark.parametrize("kind", slow_except(KINDS[:1], KINDS))
 def test_a_plan_keeps_to_the_memory_and_costs_what_its_shards_cost(kind: str) -> None:
     tables = draw_tables(kind, 20, 8, 4, 9 if kind != "tiny" else 0.5, 3)  # type: ignore[arg-type]
     made = planned(tables)
