@@ -160,7 +160,9 @@ class Server:
         """Return the inputs of raw rows. Raises ValueError: a column is unknown, or a value of
         another type."""
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a request is a row of values by column, or a list of rows, not none")
+            raise ValueError(
+                "a request is a row of values by column, or a list of rows, one or more"
+            )
         arrays = self.encoder.arrays_of_rows(rows)
         tensors = {}
         for name, array in arrays.items():
