@@ -51,7 +51,8 @@ def _serves(folder: Path, name: str, checkpoint: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
-    assert float(done.stdout.split(": ")[1].split(" ")[0]) < 1e-6
+    # Scores of some ten, in float32.
+    assert float(done.stdout.split(": ")[1].split(" ")[0]) < 1e-5
 
 
 @pytest.mark.slow
