@@ -163,7 +163,7 @@ AVERAGED = {
     "Adam": case(optimizer="Adam", interval=3),
     "RowWiseAdagrad": case(optimizer="RowWiseAdagrad", interval=3, strategy=BY_ROWS),
     "clipped": case(interval=3, trainer=CLIPPED),
-    "used in part": case(UsedInPart, "Adam", 3, strategy={}),
+    "used in part": case(UsedInPart, "Adam", 3, strategy={}, join=None),
     "norm below a maximum": case(
         optimizer="Adagrad", interval=3, trainer={"callbacks": [MAX_NORM]}
     ),
