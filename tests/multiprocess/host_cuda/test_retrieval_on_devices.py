@@ -1,6 +1,7 @@
 """Programs with losses over an item table, on CUDA devices in host memory: they have the numbers of
 one process, no hazard, and no wait of the host but those that a call needs."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -115,6 +116,7 @@ def _peak_bytes() -> float:
 
     class Measured(Retrieving):
         def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            gc.collect()  # of earlier fits
             self.before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
 
