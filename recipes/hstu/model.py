@@ -136,7 +136,7 @@ class HSTU(NextItemModel):
         num_layers: int = 2,
         num_heads: int = 2,
         dropout: float = 0.2,
-        num_negatives: int = 128,
+        num_negatives: int = 512,
         learning_rate: float = 0.001,
     ) -> None:
         """Set the size of the model and its learning rate.
