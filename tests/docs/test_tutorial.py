@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distrec.cli.main import main
-from tests.docs.snippets import Block, _commands, _compare, blocks_of
+from tests.docs.snippets import Block, _compare, commands_of, blocks_of
 from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 
@@ -42,7 +42,7 @@ def _follow(block: Block, folder: Path) -> None:
     needs_baselines = "baselines.py" in block.text and not HAS_BASELINES
     if block.language != "console" or needs_baselines:
         return
-    for command, shown in _commands(block.text):
+    for command, shown in commands_of(block.text):
         _compare(command, shown, _output_of(command, folder))
 
 
