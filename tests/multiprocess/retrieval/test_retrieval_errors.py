@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.retrieval import (
@@ -310,3 +311,22 @@ def test_scores_whose_queries_or_rows_have_changed_since_are_refused() -> None:
     for message in messages:
         assert "ShardedWeightError: scores" in message
         assert "the weights have changed since the product" in message
+
+
+def _recomputed() -> None:
+    def step(model: Retrieving, queries: Tensor, batch: Batch) -> Any:
+        def loss_of(queries: Tensor) -> Tensor:
+            logits = queries @ model.items.weight.T
+            return functional.cross_entropy(logits, batch["targets"])
+
+        return checkpoint(loss_of, queries, use_reentrant=False)
+
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
+    strategy["convert_embeddings"] = ["items"]
+    train(seeded("embedding", step, "SGD"), [[make_batch(0, 4)] * 2], strategy)
+
+
+def test_a_product_that_checkpointing_computes_again_is_refused_by_name() -> None:
+    # Not a part of the shard, of which checkpointing says that shapes differ.
+    with pytest.raises(RankFailed, match=r"ShardedWeightError: the weight .*'items' was read \(T"):
+        run_on_warm_ranks(_recomputed, 2)
