@@ -31,7 +31,11 @@ from lightning_distrec.sharding.scores.table_rows import (
     block_rows,
     rows_of,
 )
-from lightning_distrec.sharding.weights.shard_access import without_guards, write_back
+from lightning_distrec.sharding.weights.shard_access import (
+    without_guard,
+    without_guards,
+    write_back,
+)
 
 
 def softmax_loss(
@@ -204,13 +208,27 @@ class _SoftmaxLosses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @without_guards
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Checkpointing computes the user's code again to have them: that sees guards.
+        saved = ctx.saved_tensors
+        with without_guard():
+            return _SoftmaxLosses.gradients(ctx, gradient, *saved)
+
+    @staticmethod
+    def gradients(
+        ctx: Any,
+        gradient: Tensor,
+        all_queries: Tensor,
+        all_targets: Tensor,
+        log_sums: Tensor,
+        bias: Any,
+        *weights: Tensor,
+    ) -> Any:
+        """Collective. Return what backward returns."""
         write_back()
         scoring: _Scoring = ctx.scoring
         rows = scoring.rows
         ranks = scoring.rows.ranks
-        all_queries, all_targets, log_sums, bias, *weights = ctx.saved_tensors
         _, needs_queries, _, needs_bias, *needs_weights = ctx.needs_input_grad
         factors = ranks.gather_rows(gradient.to(scoring.sum_dtype), scoring.counts)
         query_gradients = torch.zeros_like(all_queries, dtype=scoring.sum_dtype)
@@ -218,7 +236,7 @@ class _SoftmaxLosses(torch.autograd.Function):
         weight_gradients: list[Any] = [None] * len(weights)
         if any(needs_weights):
             weight_gradients = list(map(torch.zeros_like, weights))
-        for block, values, scores in scoring.blocks(all_queries, bias, weights):
+        for block, values, scores in scoring.blocks(all_queries, bias, list(weights)):
             scores.sub_(log_sums[:, None]).exp_()
             _subtract_targets(scores, all_targets, block, scoring)
             scores *= factors[:, None]

@@ -3,7 +3,8 @@ has, until a loss or the best rows are asked for.
 
 What is done to all scores alike is done to the queries, and to a bias, in their place: products
 with numbers, other shapes, choices of queries. F.cross_entropy, log_softmax(...).gather, topk and
-argmax are computed by the ranks that have the rows. All else needs the scores, and is refused.
+argmax are computed by the ranks that have the rows. All else needs the scores, and is refused; and
+so are scores whose queries, bias or rows have changed since.
 """
 
 import inspect
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_distrec._compat.torch import version_of
 from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.sharding.scores.counted_queries import score_dtype
 from lightning_distrec.sharding.scores.full_softmax import softmax_over
@@ -27,6 +29,7 @@ from lightning_distrec.sharding.weights.shard_access import (
     refusal,
     without_guard,
 )
+from lightning_distrec.sharding.weights.shard_operations import tensors_in
 
 MATMULS = ("matmul", "__matmul__", "mm")
 TRANSPOSES = ("T", "mT", "t", "transpose", "permute", "swapaxes", "movedim")
@@ -74,6 +77,12 @@ def _name_of(func: Operation) -> str:
     return func.__name__
 
 
+def _first_in(values: Any, kind: type[Tensor]) -> Any:
+    """Return the first tensor of a kind, also in lists."""
+    tensors = [tensor for tensor in tensors_in(values) if isinstance(tensor, kind)]
+    return tensors[0]
+
+
 class TransposedWeight(Tensor):
     """The transposed weight of a sharded table, on meta: a factor, and no more."""
 
@@ -90,8 +99,7 @@ class TransposedWeight(Tensor):
                 return func(*args, **kwargs)
         if name in MATMULS and len(args) == 2 and isinstance(args[1], TransposedWeight):
             return _scores(args[1].table, args[0])
-        weights = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
-        table: GuardedTable = weights[0].table
+        table: GuardedTable = _first_in([args, kwargs], cls).table
         if name in TRANSPOSES and _order(func, 2, args, kwargs) == [1, 0]:
             return table.weights[0]
         raise refusal(table.name, "weight", name)
@@ -107,6 +115,8 @@ class Product:
     dtype: torch.dtype
     has_graph: bool
     """Whether they were made with a graph."""
+    has_autocast: bool
+    """Whether they were made under autocast."""
     bias: Tensor | None = None
     is_log: bool = False
     """Whether log_softmax of it."""
@@ -120,7 +130,15 @@ class Product:
             shape.insert(1, shape.pop())
         tensor: Any = torch.empty(shape, dtype=self.dtype, device="meta").as_subclass(Scores)
         tensor.product = self
+        tensor.versions = self.versions()
         return tensor  # type: ignore[no-any-return]
+
+    def versions(self) -> tuple[int | None, ...]:
+        """Return numbers that differ once what the scores are computed of has changed."""
+        guarded: Any = self.rows.guarded
+        num_changes: int = guarded.state.num_changes
+        bias = self.queries if self.bias is None else self.bias
+        return num_changes, version_of(self.queries), version_of(bias)
 
     def takes(self, value: Tensor) -> bool:
         """Whether a graph of this value is one of the scores', too."""
@@ -131,11 +149,13 @@ class Product:
     def loss(self, targets: Tensor, **options: Any) -> Tensor:
         """Collective. Return the cross entropy."""
         has_graph = self.has_graph and torch.is_grad_enabled()
-        with torch.set_grad_enabled(has_graph):
+        device = self.queries.device.type
+        has_autocast = torch.is_autocast_enabled(device)
+        # A product that was made without autocast has all digits.
+        digits = torch.autocast(device, enabled=has_autocast and self.has_autocast)
+        with torch.set_grad_enabled(has_graph), digits:
             losses = softmax_over(self.rows, self.queries, targets, bias=self.bias, **options)
-            if torch.is_autocast_enabled(losses.device.type):
-                return losses
-            return losses.to(self.dtype)
+        return losses if has_autocast else losses.to(self.dtype)
 
     def best(self, k: int) -> tuple[Tensor, Tensor]:
         """Collective. Return the k best scores, and their rows, both (..., k)."""
@@ -153,6 +173,7 @@ def _scores(table: GuardedTable, queries: Tensor) -> "Scores":
         queries=queries,
         dtype=score_dtype(queries, rows),
         has_graph=torch.is_grad_enabled(),
+        has_autocast=torch.is_autocast_enabled(queries.device.type),
     )
     return product.scores()
 
@@ -161,6 +182,8 @@ class Scores(Tensor):
     """Scores of queries for all rows of a sharded table, on meta: see the top of this file."""
 
     product: Product
+    versions: tuple[int | None, ...]
+    """Of the product, when this tensor was made."""
 
     @classmethod
     def __torch_function__(
@@ -175,11 +198,12 @@ class Scores(Tensor):
             args.reverse()
         scores = args[0]
         if not isinstance(scores, Scores):
-            others = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
-            raise _refusal(others[0].product, name)
+            raise _refusal(_first_in([args, kwargs], cls).product, name)
         if name in DESCRIBES:
             with without_guard():
                 return func(*args, **kwargs)
+        if scores.versions != scores.product.versions():
+            raise _late(scores.product, name)
         result = NotImplemented
         if name in SHAPES:
             result = SHAPES[name](func, scores, args, kwargs)
@@ -187,7 +211,11 @@ class Scores(Tensor):
             result = OPERATIONS[name](scores.product, *args[1:], **kwargs)
         if result is NotImplemented:
             raise _refusal(scores.product, name)
-        return result.scores() if isinstance(result, Product) else result
+        if not isinstance(result, Product):
+            return result
+        if result is not scores.product and not torch.is_grad_enabled():
+            result = _detached(result)
+        return result.scores()
 
 
 def _fits(operation: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -207,6 +235,15 @@ def _refusal(product: Product, name: str) -> ShardedWeightError:
         "the rank that has the row. F.cross_entropy, log_softmax(...).gather, topk and argmax "
         "along the rows are exact; before these, products with numbers, a bias for each row, and "
         f"other shapes that keep the rows. {ways}"
+    )
+
+
+def _late(product: Product, name: str) -> ShardedWeightError:
+    return ShardedWeightError(
+        f"scores for all rows of the sharded table '{product.rows.name}' are computed when they "
+        f"are read ({name}), and their queries, a bias or the weights have changed since the "
+        "product. Read a loss, topk or argmax before the optimizer's step, and write to queries "
+        "after that."
     )
 
 
@@ -319,9 +356,15 @@ def _same(product: Product) -> Product:
     return product
 
 
+def _copied(product: Product) -> Product:
+    return replace(product)
+
+
 def _in_float32(product: Product, dtype: Any = torch.float32) -> Any:
     if dtype != torch.float32 or product.dtype == torch.float64:
         return NotImplemented
+    if dtype == product.dtype:
+        return product
     # Sums of 16-bit scores are float32 anyway.
     return replace(product, dtype=dtype)
 
@@ -427,7 +470,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _divided),
     **dict.fromkeys(("add", "__add__", "__radd__"), _plus),
     **dict.fromkeys(("sub", "subtract", "__sub__"), _minus),
-    **dict.fromkeys(("contiguous", "clone"), _same),
+    "contiguous": _same,
+    "clone": _copied,
     **dict.fromkeys(("float", "to"), _in_float32),
     "__getitem__": _chosen,
     "detach": _detached,

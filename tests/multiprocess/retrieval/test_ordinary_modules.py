@@ -162,3 +162,38 @@ def test_the_best_rows_of_an_evaluation_are_those_of_one_process(step: str) -> N
         with torch.no_grad():
             expected.validation_step(make_batch(rank, 4 - rank), 0)
         torch.testing.assert_close(actual[rank][step], expected.results)
+
+
+def _without_graph(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    logits = queries @ model.weight.T
+    with torch.no_grad():
+        # As in torch, no gradient comes through what is made here.
+        sharper = logits / 0.5
+    constant = functional.cross_entropy(sharper, batch["targets"])
+    assert not constant.requires_grad
+    return functional.cross_entropy(logits, batch["targets"]) + constant
+
+
+def _with_all_digits(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            logits = queries @ model.weight.T
+        return functional.cross_entropy(logits, batch["targets"])
+
+
+CONTEXTS = {"no_grad": _without_graph, "autocast": _with_all_digits}
+
+
+def _train_in(context: str) -> dict[str, Any]:
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
+    strategy["convert_embeddings"] = ["items"]
+    model = seeded("embedding", CONTEXTS[context], "SGD")
+    return train(model, _batches((4, 4)), strategy)
+
+
+def test_contexts_of_a_product_hold_for_its_loss() -> None:
+    actual = run_each_on_ranks({context: (_train_in, context) for context in CONTEXTS}, 2)
+    for context, loss in CONTEXTS.items():
+        expected = train_plain(seeded("embedding", loss, "SGD"), _batches((4, 4)))
+        difference = differences(actual[0][context]["state"], expected)
+        assert max(difference.values()) < LIMIT, f"{context}: {difference}"

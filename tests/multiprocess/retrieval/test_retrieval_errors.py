@@ -1,5 +1,6 @@
 """What does not fit is one error on all ranks, before anything else is exchanged."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.retrieval import (
@@ -232,6 +234,8 @@ SCORES: dict[str, tuple[Any, str]] = {
     "all values": (lambda x, t: x.sum(), "sum"),
     "another's scores": (lambda x, t: torch.ones(4, ROWS) - x, "sub|rsub"),
     "a product of both": (lambda x, t: x * x, "mul"),
+    "joined scores": (lambda x, t: torch.cat([x, torch.ones(4, 1)], 1), "cat"),
+    "stacked scores": (lambda x, t: torch.stack([torch.ones(4, ROWS), x]), "stack"),
     "printed values": (lambda x, t: x.tolist(), "tolist"),
     "a gradient of the best": (lambda x, t: x.topk(2).values.sum().backward(), "the gradient"),
 }
@@ -269,3 +273,60 @@ def test_what_needs_all_scores_is_refused_with_the_line_to_write() -> None:
             r"write softmax_loss\(queries, self.items, targets\).*gathered_weight"
         )
         pytest.raises(AssertionError, _raise, messages[name]).match(pattern)
+
+
+def _changed() -> list[str]:
+    messages = []
+    logits = []
+
+    def step(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+        if logits:
+            # Of the step before: the optimizer has stepped since.
+            _note(messages, lambda: logits[0].argmax(1))
+        weight = model.items.weight
+        detached = queries.detach()
+        scores = detached @ weight.T
+        detached.mul_(2)
+        _note(messages, lambda: scores.argmax(1))
+        logits.append((queries @ weight.T).detach())
+        return functional.cross_entropy(queries @ weight.T, batch["targets"])
+
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
+    strategy["convert_embeddings"] = ["items"]
+    batches = [[make_batch(0, 4)] * 2] * 2
+    train(seeded("embedding", step, "SGD"), batches, strategy)
+    return messages
+
+
+def _note(messages: list[str], call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except DistRecError as error:
+        messages.append(f"{type(error).__name__}: {error}")
+
+
+def test_scores_whose_queries_or_rows_have_changed_since_are_refused() -> None:
+    messages = run_on_warm_ranks(_changed, 2)[0]
+    assert len(messages) == 3
+    for message in messages:
+        assert "ShardedWeightError: scores" in message
+        assert "the weights have changed since the product" in message
+
+
+def _recomputed() -> None:
+    def step(model: Retrieving, queries: Tensor, batch: Batch) -> Any:
+        def loss_of(queries: Tensor) -> Tensor:
+            logits = queries @ model.items.weight.T
+            return functional.cross_entropy(logits, batch["targets"])
+
+        return checkpoint(loss_of, queries, use_reentrant=False)
+
+    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
+    strategy["convert_embeddings"] = ["items"]
+    train(seeded("embedding", step, "SGD"), [[make_batch(0, 4)] * 2], strategy)
+
+
+def test_a_product_that_checkpointing_computes_again_is_refused_by_name() -> None:
+    # Not a part of the shard, of which checkpointing says that shapes differ.
+    with pytest.raises(RankFailed, match=r"ShardedWeightError: the weight .*'items' was read \(T"):
+        run_on_warm_ranks(_recomputed, 2)
