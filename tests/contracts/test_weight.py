@@ -34,7 +34,7 @@ BUDGETS = {
     "sharding/lookup": 16954,
     "sharding/mapping": 8873,
     "sharding/planning": 29717,
-    "sharding/scores": 9422,
+    "sharding/scores": 9716,
     "sharding/weights": 8825,
     "strategies": 4524,
     "strategies/checkpoints": 17439,
