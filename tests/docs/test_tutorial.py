@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_distrec.cli.main import main
-from tests.docs.snippets import Block, _compare, commands_of, blocks_of
+from tests.docs.snippets import Block, _compare, blocks_of, commands_of
 from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 
