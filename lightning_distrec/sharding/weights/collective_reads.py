@@ -236,7 +236,8 @@ def sharded_l2(module: nn.Module) -> Tensor:
     not.
     The value is that of the full tables, the same on every rank; its gradients are those of this
     rank's shards. Its square root is their norm. A table with such a term moves in every row, which
-    no update inside of backward does: set embedding_update="sparse" or "dense" for it.
+    no update inside of backward does: the first step with it lets the optimizer step on the shards.
+    A term that begins later raises OptimizerError: set embedding_update="sparse" or "dense".
     Raises ShardingError: there are no tables in `module`.
     """
     kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -249,6 +250,8 @@ def sharded_l2(module: nn.Module) -> Tensor:
     for p in module.parameters():
         if hasattr(p, "place"):
             sharded.append(p)
+            if torch.is_grad_enabled():
+                p.place.table.state.before_full_gradient(p.place.table.name)
         elif id(p) in unsharded or isinstance(p, TableBatchedEmbeddingSlice):
             replicated.append(p)
     if not sharded and not replicated:

@@ -180,11 +180,15 @@ class SummedLookups:
         memory: Mapping[int, list[torch.Tensor]],
     ) -> None:
         """Let the user's optimizer go on with the state that FBGEMM has kept, in its memory."""
-        if id(shard) not in memory:
+        if not update.state_keys:
             return
+        # A rank without rows has no kernel. A loss over all rows gives it a gradient, too, and
+        # RowWiseAdagrad looks for its state.
+        empty = [torch.zeros(0, shard.weight.shape[1])] * len(update.state_keys)
+        values = memory.get(id(shard), empty)
         assert update.param_group is not None
         state = {"step": torch.tensor(float(self._num_steps(name)))}
-        for (key, per_row), value in zip(update.state_keys, memory[id(shard)], strict=True):
+        for (key, per_row), value in zip(update.state_keys, values, strict=True):
             columns = value.detach().view(-1, 1) if per_row else value.detach()
             state[key] = columns.to(shard.weight.dtype)
         update.param_group.optimizer.state[shard.weight] = state

@@ -322,7 +322,13 @@ def test_weights_that_drift_apart_are_reported_on_every_rank() -> None:
 
 
 def test_the_term_of_a_table_that_is_updated_in_backward_is_refused_with_a_way_out() -> None:
-    check_refused(click_case(WithTerm), "lightning_distrec.sharded_l2")
+    fused = {"embedding_update": "fused"}
+    check_refused(click_case(WithTerm, "SGD", strategy=fused), "lightning_distrec.sharded_l2")
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "RowWiseAdagrad"])
+def test_a_term_lets_the_optimizer_step_on_shards_from_the_first_step_on(optimizer: str) -> None:
+    check(click_case(WithTerm, optimizer))
 
 
 def test_unsharded_tables_have_the_same_term() -> None:

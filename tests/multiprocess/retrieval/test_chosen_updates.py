@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.retrieval import softmax_loss
 from tests.support.ranks import run_each_on_ranks
@@ -27,6 +28,10 @@ SIZES = (3, 5)
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.3),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.05, eps=1e-2),
+    # It takes no vectors.
+    "RowWiseAdagrad": lambda parameters: RowWiseAdagrad(
+        [parameter for parameter in parameters if parameter.ndim == 2], lr=0.05
+    ),
 }
 
 
@@ -95,7 +100,7 @@ def test_all_tables_of_the_kernel_have_the_numbers_of_one_process(optimizer: str
     (actual, _) = run_each_on_ranks({optimizer: (_train, optimizer)}, 2)
     kinds = actual[optimizer]["kinds"]
     assert kinds["before"] == ["fused", "fused"]
-    assert kinds["after"] == ["sparse", "sparse"]
+    assert kinds["after"] == ["dense" if optimizer == "RowWiseAdagrad" else "sparse"] * 2
     expected = train_plain(_model(optimizer), _batches())
     difference = differences(actual[optimizer]["state"], expected)
     assert max(difference.values()) < 2e-6, difference
