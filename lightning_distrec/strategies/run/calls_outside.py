@@ -11,7 +11,7 @@ from math import inf
 import torch.distributed as dist
 
 from lightning_distrec._compat.torch import default_store
-from lightning_distrec.errors import ShardingError
+from lightning_distrec.errors import RankError, ShardingError
 
 FAREWELL = "farewell"
 """In the store: the number of ranks that have reached their end."""
@@ -40,7 +40,12 @@ def wait_for_all(place: str, limit_seconds: float, look: Callable[[float, int], 
         seconds = time.monotonic() - begin
         if seconds >= limit_seconds:
             break
-        look(seconds, num_arrived)
+        try:
+            look(seconds, num_arrived)
+        except RankError:
+            # A rank that had come may have gone on, and failed in what comes next.
+            if store.add(place, 0) < num_ranks:
+                raise
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
         num_arrived = store.add(place, 0)

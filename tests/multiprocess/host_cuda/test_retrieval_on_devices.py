@@ -139,4 +139,4 @@ def test_a_step_takes_the_gradient_of_a_share_and_a_block_of_scores(devices: Dev
     for rank in devices.call(_peak_bytes):
         assert not rank.error, rank.error
         # Autograd adds the gradient of lookups to the loss's, for which it takes another share.
-        assert share <= rank.result <= 2 * share + MAX_BYTES
+        assert 0.9 * share <= rank.result <= 2 * share + MAX_BYTES
