@@ -59,11 +59,11 @@ def begin_check(
     types, devices, lengths, offsets or weights do not fit.
     """
     values = features.values()
-    given = features.lengths_or_none()
+    lengths_or_none = features.lengths_or_none()
     # Looked at first: `lengths()` below computes and keeps lengths where a batch has offsets only.
-    offsets = features.offsets_or_none() if given is None else None
+    offsets = features.offsets_or_none() if lengths_or_none is None else None
     typed = (
-        {"ids": values, "lengths": given}
+        {"ids": values, "lengths": lengths_or_none}
         if offsets is None
         else {"ids": values, "offsets": offsets}
     )

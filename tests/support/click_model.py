@@ -269,3 +269,15 @@ def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -
         assert difference == difference, f"{key} has NaNs"
         differences[kind] = max(differences[kind], difference)
     return differences
+
+
+class StepsEverySecondTime:
+    """A part of a module: it lets the optimizer step at every second batch."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+    ) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pyarrow as pa
 import torch
+import yaml
 from pyarrow import parquet
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -19,6 +20,18 @@ FEATURES: dict[str, Any] = {
     "history": {"kind": "vocabulary", "rows": 20, "max_length": 3},
     "price": {"kind": "number", "log": True, "standardize": True},
 }
+
+
+def write_job(path: Path, model: str, file: str) -> None:
+    """Write the YAML of a job of this model over a file of clicks."""
+    init_args = {
+        "train": file,
+        "features": FEATURES,
+        "label": "clicked",
+        "cache_dir": str(path.parent / "cache"),
+    }
+    data = {"class_path": "lightning_distrec.data.ColumnData", "init_args": init_args}
+    path.write_text(yaml.safe_dump({"model": {"class_path": model}, "data": data}))
 
 
 def write_clicks(folder: Path, num_rows: int = 300) -> str:

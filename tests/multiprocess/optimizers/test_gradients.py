@@ -20,6 +20,7 @@ from tests.support.click_model import (
     ClickModel,
     LooksUpTwice,
     SequenceModel,
+    StepsEverySecondTime,
     make_batch,
 )
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, Batch, loss_of
@@ -77,16 +78,8 @@ def clip(model: Any, optimizer: Any, backward: Any, index: int, *, algorithm: st
     optimizer.step()
 
 
-class SkipsSteps(ClickModel):
-    """Steps at every second batch, by the pattern in Lightning's documentation."""
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
-    ) -> None:
-        if batch_idx % 2:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
+class SkipsSteps(StepsEverySecondTime, ClickModel):
+    """Forgets gradients after these steps, by the pattern in Lightning's documentation."""
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         if batch_idx % 2 == 0:

@@ -14,7 +14,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec import ScaledLearningRate
 from tests.support.cases import Case, Several, case_of, check, check_refused, run_case
-from tests.support.click_model import ClickModel
+from tests.support.click_model import ClickModel, StepsEverySecondTime
 from tests.support.plain_loop import Batch
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.resuming import Clicks, Life, Run, live, problems_of
@@ -115,16 +115,8 @@ class ByHand(OwnModel):
             optimizer.zero_grad()
 
 
-class Skips(OwnModel):
-    """Steps at every second batch, and forgets the gradients of the others."""
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
-    ) -> None:
-        if batch_idx % 2:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
+class Skips(StepsEverySecondTime, OwnModel):
+    """Forgets the gradients of the other batches."""
 
 
 class Overflows(OwnModel):

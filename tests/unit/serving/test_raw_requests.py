@@ -13,14 +13,13 @@ import lightning.pytorch as pl
 import pyarrow as pa
 import pytest
 import torch
-import yaml
 from pyarrow import parquet
 
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.serving.answer import Server
 from lightning_distrec.serving.artifact import RawRows, export_for_serving
-from tests.support.column_models import FEATURES, ColumnModel, click_data, write_clicks
+from tests.support.column_models import FEATURES, ColumnModel, click_data, write_clicks, write_job
 from tests.support.environments import environment
 
 ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu", "pyarrow", "pandas"]
@@ -51,19 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ColumnModel
     trainer.save_checkpoint(folder / "clicks.ckpt")
     table = parquet.read_table(file)
     parquet.write_table(table.set_column(2, "history", pa.array([["other"]] * len(table))), file)
-    config = {
-        "model": {"class_path": "tests.support.column_models.ColumnModel"},
-        "data": {
-            "class_path": "lightning_distrec.data.ColumnData",
-            "init_args": {
-                "train": file,
-                "features": FEATURES,
-                "label": "clicked",
-                "cache_dir": str(folder / "cache"),
-            },
-        },
-    }
-    (folder / "clicks.yaml").write_text(yaml.safe_dump(config))
+    write_job(folder / "clicks.yaml", "tests.support.column_models.ColumnModel", file)
     arguments = ["--format", "torch.export", "--config", str(folder / "clicks.yaml")]
     assert main(["export", str(folder / "clicks.ckpt"), str(folder / "served"), *arguments]) == 0
     return folder / "served", model.eval(), data

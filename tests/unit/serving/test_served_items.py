@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 from lightning_distrec.cli.main import main
@@ -22,7 +21,7 @@ from lightning_distrec.retrieval import top_k
 from lightning_distrec.serving import answer, http_server, nearest_rows
 from lightning_distrec.serving.artifact import RawRows, export_for_serving
 from lightning_distrec.serving.item_table import TopK
-from tests.support.column_models import FEATURES, ColumnModel, click_data, write_clicks
+from tests.support.column_models import FEATURES, ColumnModel, click_data, write_clicks, write_job
 from tests.support.environments import environment
 
 ROWS = 300
@@ -183,19 +182,7 @@ def test_items_of_columns_are_values_of_their_vocabulary(tmp_path: Path) -> None
         {"state_dict": model.state_dict(), type(data).__qualname__: data.state_dict()},
         tmp_path / "items.ckpt",
     )
-    config = {
-        "model": {"class_path": "tests.unit.serving.test_served_items.ItemModel"},
-        "data": {
-            "class_path": "lightning_distrec.data.ColumnData",
-            "init_args": {
-                "train": file,
-                "features": FEATURES,
-                "label": "clicked",
-                "cache_dir": str(tmp_path / "cache"),
-            },
-        },
-    }
-    (tmp_path / "items.yaml").write_text(yaml.safe_dump(config))
+    write_job(tmp_path / "items.yaml", "tests.unit.serving.test_served_items.ItemModel", file)
     options = ["--format", "torch.export", "--config", str(tmp_path / "items.yaml")]
     options += ["--queries", "encode", "--items", "history", "--vocabulary", "history"]
     out = tmp_path / "served"
