@@ -1,6 +1,7 @@
 """The rows of an item table that score highest for queries: of all rows, block by block from the
 file that they are mapped from, or by an index of faiss. Served folders get this file."""
 
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -106,33 +107,31 @@ class Items:
         `lightning_distrec.retrieval.top_k`. NaN is a lowest score."""
         dtype = torch.promote_types(queries.dtype, self.read(slice(0)).dtype)
         queries = queries.to(torch.promote_types(dtype, torch.float32))
-        scores = queries.new_full((len(queries), k), -torch.inf)
+        scores = queries.new_full((len(queries), k), -inf)
         rows = torch.full_like(scores, -1, dtype=torch.long)
         # Two tensors of the size of the scores exist at a time.
         block_rows = max(1, MAX_BYTES // (2 * queries.itemsize * max(queries.shape)))
         for first in range(0, len(self.rows), block_rows):
             block = self.read(slice(first, first + block_rows)).to(queries.dtype)
             block_scores = queries @ block.T
-            block_scores.nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-            columns = exclude - first
-            query, place = ((columns >= 0) & (columns < len(block))).nonzero(as_tuple=True)
-            block_scores[query, columns[query, place]] = -torch.inf
+            block_scores.nan_to_num_(nan=-inf, posinf=inf, neginf=-inf)
+            _leave_out(block_scores, exclude - first)
             best, places = block_scores.topk(min(k, len(block)))
-            numbers = torch.where(best > -torch.inf, places + first, -1)
+            numbers = torch.where(best > -inf, places + first, -1)
             scores, order = torch.cat([scores, best], 1).topk(k)
             rows = torch.cat([rows, numbers], 1).gather(1, order)
         return scores, rows
 
     def _indexed_rows(self, queries: Tensor, k: int, exclude: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and rows as the index knows them."""
-        num_candidates = min(k + exclude.shape[1], len(self.rows))
+        num_candidates = min(k + exclude.size(1), len(self.rows))
         arrays = self.index.search(queries.float().contiguous().numpy(), num_candidates)
         scores, rows = map(torch.from_numpy, arrays)
         for query, excluded in enumerate(exclude):
             is_left_out = torch.isin(rows[query], excluded) | (rows[query] < 0)
-            scores[query, is_left_out] = -torch.inf
+            scores[query, is_left_out] = -inf
         best, places = scores.topk(k)
-        return best, torch.where(best > -torch.inf, rows.gather(1, places), -1)
+        return best, torch.where(best > -inf, rows.gather(1, places), -1)
 
     def add_index(self, folder: Path, factory: str, queries: Tensor) -> float:
         """Write an index of all rows; return its recall of these queries' exact best rows.
@@ -160,6 +159,14 @@ class Items:
         self.about["index"] = {"factory": factory, "recall": recall, "queries": len(queries)}
         faiss.write_index(index, str(folder / INDEX))
         return recall
+
+
+def _leave_out(scores: Tensor, columns: Tensor) -> None:
+    """Give these columns of a query's scores the lowest one. columns: (queries, any), those outside
+    of the scores do not count."""
+    is_inside = (columns >= 0) & (columns < scores.size(1))
+    places = is_inside.nonzero(as_tuple=True)
+    scores[places[0], columns[places]] = -inf
 
 
 def imported_faiss() -> Any:

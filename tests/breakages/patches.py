@@ -200,8 +200,8 @@ BREAKAGES = (
     Breakage(
         "excluded-items",
         "lightning_distrec/serving/nearest_rows.py",
-        r"columns = exclude - first",
-        "columns = exclude",
+        r"_leave_out\(block_scores, exclude - first\)",
+        "_leave_out(block_scores, exclude)",
         "Items that a request excludes are answered where their block is not the first.",
         ("unit/serving/test_served_items.py",),
     ),
