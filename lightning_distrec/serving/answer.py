@@ -4,6 +4,7 @@
 
 - `python serve.py other.json` another request: the inputs by name, as request.json has them,
 - `python serve.py --http 8080` requests that this machine sends by POST to this port,
+- `python serve.py --http 8080 --follow FOLDER` the same, with what PublishRows publishes there,
 - `python serve.py --check` compares answers to the examples with those of the trained module,
 - `python serve.py --index HNSW32` adds an index of faiss to a folder that answers with items.
 
@@ -16,6 +17,7 @@ tensor, ...})`, or `answer_plain(request)`. Tables stay in their file, mapped in
 import importlib.util
 import json
 import sys
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,12 @@ class Server:
         self.tables = load_file(folder / "tables.safetensors")
         self.program = torch.export.load(folder / "program.pt2").module()
         add_id_checks(self.program)
+        self.published: dict[str, Any] = {**self.about.get("published", {}), "is_export": True}
+        """What it answers by: `step`, and of a publication `sequence`, `run` and `job`."""
+        self.lock = threading.RLock()
+        """Held while a request is answered, and while a publication is taken over."""
+        self._folder = folder
+        self._followers: dict[str, Any] = {}
         self.encoder: Any = None
         """From raw values to inputs, where the module was trained on columns."""
         if (folder / "columns.json").exists():
@@ -67,6 +75,19 @@ class Server:
             table = self.tables[about["table"]]
             self.items = nearest_rows.Items(folder, about, table, self.encoder)
 
+    def apply(self, folder: str) -> int:
+        """Take over what PublishRows has published in a folder since the last call, in order;
+        return how many publications. Raises ValueError: one is damaged, does not go on from what is
+        served, or is of another model."""
+        taken: int = self.follower(folder).take()
+        return taken
+
+    def follower(self, folder: str) -> Any:
+        """Return what takes publications over, once by `take()`, or in a thread from `run()` on."""
+        if folder not in self._followers:
+            self._followers[folder] = script(self._folder / "follow.py").Follower(self, folder)
+        return self._followers[folder]
+
     def answer(
         self,
         inputs: dict[str, torch.Tensor],
@@ -79,11 +100,11 @@ class Server:
         inputs: tensors by name. k: how many items. exclude: for each query, items that do not
         count. Raises ValueError: one of these does not fit.
         """
-        if self.items is not None:
-            return self.items.answer(self.output(inputs), k, exclude)
-        if k is not None or exclude is not None:
+        if self.items is None and (k is not None or exclude is not None):
             raise ValueError("the folder answers with no items, and takes no k and no exclude")
-        return self.output(inputs)
+        with self.lock:
+            output = self.output(inputs)
+            return output if self.items is None else self.items.answer(output, k, exclude)
 
     def output(self, inputs: dict[str, torch.Tensor]) -> Any:
         """Return what the program returns: where the folder answers with items, queries."""
@@ -346,9 +367,16 @@ def differences(
 
 
 if __name__ == "__main__":
+    follow = None
+    if sys.argv[-2:-1] == ["--follow"]:
+        follow = sys.argv.pop()
+        sys.argv.pop()
     if sys.argv[1:2] == ["--http"] and len(sys.argv) == 3 and sys.argv[2].isdecimal():
         http_server = script(FOLDER / "http_server.py")
-        with http_server.http_server(Server(), int(sys.argv[2])) as http:
+        server = Server()
+        if follow is not None:
+            server.follower(follow).run()
+        with http_server.http_server(server, int(sys.argv[2])) as http:
             print(f"http://127.0.0.1:{http.server_port}: send requests by POST", flush=True)
             http.serve_forever()
     elif sys.argv[1:] in (["-h"], ["--help"]):
@@ -368,6 +396,9 @@ if __name__ == "__main__":
     else:
         request = Path(sys.argv[1]) if sys.argv[1:] else FOLDER / "request.json"
         try:
-            print(json.dumps(Server().answer_plain(json.loads(request.read_text()))))
+            server = Server()
+            if follow is not None:
+                server.apply(follow)
+            print(json.dumps(server.answer_plain(json.loads(request.read_text()))))
         except (OSError, ValueError) as error:
             sys.exit(f"serve.py: {request}: {error}.")

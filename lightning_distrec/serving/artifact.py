@@ -5,7 +5,7 @@ with the module's.
 - tables.safetensors: the tables, in float or quantized; a server maps them into memory.
 - serving.json: inputs, quantization, and how far the answers were from the module's.
 - examples.safetensors, request.json: a batch with the module's answers; a first request.
-- serve.py, http_server.py: answer requests (answer.py).
+- serve.py, http_server.py: answer requests (answer.py); follow.py: takes publications over.
 - columns.json, raw_values.py: how raw values become inputs, where the data was columns.
 - nearest_rows.py, items.faiss: find the best rows of a table, where a method returns queries.
 """
@@ -31,7 +31,7 @@ from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
 from lightning_distrec.checkpoint.tensor_files import write_safetensors
 from lightning_distrec.chunks import num_bytes
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.serving import answer, http_server, nearest_rows
+from lightning_distrec.serving import answer, follow, http_server, nearest_rows
 from lightning_distrec.serving.item_table import TopK, best_items, described_items
 from lightning_distrec.serving.program import (
     PREDICT,
@@ -103,6 +103,7 @@ def export_for_serving(
     raw: RawRows | None = None,
     bits: int | None = None,
     top_k: TopK | None = None,
+    published: Mapping[str, Any] | None = None,
     overwrite: bool = False,
     on_progress: Callable[[int], None] = lambda written: None,
 ) -> Served:
@@ -115,6 +116,7 @@ def export_for_serving(
     request.json. raw: what `batch` was made of; requests are raw rows then.
     bits: 8 or 4 for quantized rows; None keeps them. top_k: answer with the best rows of a table in
     place of `predict_step`.
+    published: the `step` of the state, and what a checkpoint has of its publications.
     on_progress: called with bytes of tables written. Disk: the tables, and with `bits` once more in
     float meanwhile. Raises ConfigError: it cannot be exported; CheckpointError: the state lacks
     weights, or the disk has no space.
@@ -129,7 +131,7 @@ def export_for_serving(
     if top_k is not None:
         request_names = [*tensors_of(batch)] if raw is None else [*raw.rows[0]]
         items = described_items(top_k, module, request_names, {} if raw is None else raw.mapping)
-    source = _Source(module, batch, first_request, raw, bits, items)
+    source = _Source(module, batch, first_request, raw, bits, items, dict(published or {}))
     with _new_folder(folder, overwrite) as new_folder:
         try:
             served = _write(source, tables, new_folder, on_progress)
@@ -181,6 +183,8 @@ class _Source:
     bits: int | None
     items: dict[str, Any]
     """What serving.json says of the item table; empty: predict_step answers."""
+    published: dict[str, Any]
+    """And of the publication that the state comes after."""
 
 
 def _add_index(folder: Path, factory: str) -> float:
@@ -245,8 +249,9 @@ def _write(
         "inputs": described,
         "needs": needs,
         "bits": bits,
+        "published": source.published,
     }
-    scripts = {SCRIPT: answer, "http_server.py": http_server}
+    scripts = {SCRIPT: answer, "http_server.py": http_server, "follow.py": follow}
     files = [TABLES, PROGRAM, EXAMPLES, REQUEST]
     if items:
         about["top_k"] = items

@@ -24,6 +24,7 @@ from lightning_distrec._compat.torch import sizes_from_zero
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.chunks import Chunk, LazyTensor, row_ranges
 from lightning_distrec.errors import ConfigError
+from lightning_distrec.serving.follow import quantized
 from lightning_distrec.serving.nearest_rows import dequantized
 
 
@@ -87,18 +88,6 @@ def find_rows(module: nn.Module, state: Mapping[str, Any]) -> None:
 def packed_width(dim: int, bits: int) -> int:
     """Return the bytes of a row of `dim` numbers."""
     return dim + 8 if bits == 8 else dim // 2 + 4
-
-
-def quantized(rows: Tensor, bits: int) -> Tensor:
-    """Return rows packed, (num_rows, packed_width) uint8. rows: (num_rows, dim) float32, on the
-    host."""
-    import fbgemm_gpu  # noqa: F401  it registers the operators
-
-    if bits == 8:
-        packed: Tensor = torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
-    else:
-        packed = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
-    return packed
 
 
 class _Quantized(nn.Module):

@@ -319,6 +319,16 @@ def mixed(ids: Tensor) -> Tensor:
     return ids ^ (ids >> 31)
 
 
+def unmixed(numbers: Tensor) -> Tensor:
+    """Return the ids of which these numbers are `mixed`."""
+    # The inverses of the multipliers modulo 2^63, and of the shifts: the steps backwards.
+    numbers = numbers ^ (numbers >> 31) ^ (numbers >> 62)
+    numbers = numbers * 0x319642B2D24D8EC3 & _63_BITS
+    numbers = numbers ^ (numbers >> 27) ^ (numbers >> 54)
+    numbers = numbers * 0x16DE1B173F119089 & _63_BITS
+    return numbers ^ (numbers >> 30) ^ (numbers >> 60)
+
+
 def current_hour() -> int:
     """Return the hours since 1970, in which torchrec counts how long a row is not used."""
     return int(time.time() / 3600)

@@ -18,7 +18,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from lightning_distrec._compat.torchrec_modules import (
     BUCKETS,
     IDENTITIES,
+    MCH_IDS,
     MCH_LOOKUPS,
+    MCH_ROWS,
     MCH_SEGMENTS,
     METADATA,
     mch_state,
@@ -145,6 +147,16 @@ def _held_below(root: nn.Module) -> Iterator[tuple[str, AnyMapping]]:
         if isinstance(module, HoldsMappings):
             for table, mapping in module.mappings.items():
                 yield f"{path}.{table}", mapping
+
+
+def keys_of_mapping(root: nn.Module, mapping: AnyMapping) -> dict[str, Any]:
+    """Return where the state of `root` has a mapping: `names`, all its keys; `ids`, the key of the
+    ids, and `rows`, that of their rows where they are sorted, or None."""
+    prefix = next(prefix for prefix, held in _held_below(root) if held is mapping)
+    names = [prefix + name for name in state_of(mapping)]
+    if isinstance(mapping, MchMapping):
+        return {"ids": prefix + MCH_IDS, "rows": prefix + MCH_ROWS, "names": names}
+    return {"ids": prefix + _name(mapping, "ids"), "rows": None, "names": names}
 
 
 def load_mappings(root: nn.Module, state: Mapping[str, Any]) -> tuple[set[str], list[str]]:

@@ -1,0 +1,378 @@
+"""The publications of one fit: what its ranks write, and what they agree on."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from safetensors.torch import save
+from torch import Tensor
+
+from lightning_distrec.checkpoint.host_copies import gather_full
+from lightning_distrec.errors import CheckpointError, ConfigError, did_you_mean
+from lightning_distrec.serving.follow import PublicationError
+from lightning_distrec.serving.publications import PublicationWriter
+from lightning_distrec.serving.published_table import PublishedTable
+from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
+
+STATE = "published_rows"
+"""Name of what a checkpoint has of it."""
+LEAVING_SECONDS = 120.0
+"""How long a run that has failed waits for a publication that is being written."""
+
+
+class PublishedFit:
+    """What one fit publishes, to a folder. Raises ConfigError on every rank: the fit has no sharded
+    tables, or vocabularies are of no table or column."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        writer: PublicationWriter,
+        vocabularies: Mapping[str, str],
+        full_every: int,
+        keep: int,
+    ) -> None:
+        strategy: Any = trainer.strategy
+        tables = getattr(strategy, "run_tables", None)  # TorchRecShardedStrategy's
+        if tables is None:
+            raise ConfigError(
+                "PublishRows publishes rows of sharded tables, and this fit has none. Use "
+                "strategy='torchrec_sharded', and save checkpoints of other modules."
+            )
+        if tables.shards.groups.num_replicas > 1:
+            raise ConfigError(
+                "PublishRows does not go together with sharding_groups, whose replicas differ "
+                "between two synchronisations."
+            )
+        self.ranks = strategy.session.consensus
+        self.last_step = 0
+        """Of the newest publication, or of the checkpoint that the fit goes on from."""
+        self._trainer = trainer
+        self._writer = writer
+        self._full_every = full_every
+        self._keep = keep
+        self._changed = ChangedTables(tables, strategy.precision_plugin)
+        columns: Any = getattr(getattr(trainer, "datamodule", None), "columns", None)
+        plain = columns.to_plain() if hasattr(columns, "to_plain") else None
+        self._columns_crc32 = None
+        if plain is not None:  # as an export writes it
+            self._columns_crc32 = zlib.crc32((json.dumps(plain) + "\n").encode())
+        raw_ids = _RawIds(vocabularies, {} if plain is None else plain["vocabularies"])
+        self._keys: dict[str, list[str]] = {}
+        for key, name in tables.shards.keys_in_tree().items():
+            self._keys.setdefault(name, []).append(key)
+        self._tables = {}
+        for table in tables.shards.tables:
+            name = table.full_name
+            self._tables[name] = PublishedTable(
+                table, self._changed, raw_ids.of_table(table), self.ranks
+            )
+        raw_ids.refuse_unused()
+        self._mappings = {
+            name: table.mapping_facts(trainer.lightning_module)
+            for name, table in self._tables.items()
+        }
+        self._job = ""
+        self._run: str = self.ranks.all_gather(secrets.token_hex(8))[0]
+        self._sequence = 0
+        self._start: dict[str, Any] | None = None
+        self._must_be_whole = True
+        self._thread: threading.Thread | None = None
+        """Writes a publication."""
+        self._part = _Part("", writer)
+        self._manifest: dict[str, Any] = {}
+        self._begin_step = self._next_look = 0
+
+    def begin(self, loaded: Mapping[str, Any] | None) -> None:
+        """Collective. Go on with the folder's publications. loaded: what the checkpoint has of
+        them, and its step.
+
+        Raises ConfigError on every rank: they are another job's, or the folder is not shared.
+        """
+        ranks = self.ranks
+        job = self._trainer.strategy.resuming.job  # type: ignore[attr-defined]
+        self._job = job.name if job.has_name else self._run
+        if loaded is not None:
+            self._job = loaded["job"]
+            self.last_step = loaded["step"]
+        newest = ranks.all_or_none("PublishRows", self._newest)
+        self._check_shared()
+        self._sequence = max(newest, 0 if loaded is None else loaded["sequence"])
+        if loaded is not None:
+            self._must_be_whole = not ranks.all_reduce_min(int(self._continue(loaded, newest)))
+            self._start = {"run": loaded["run"], "step": loaded["step"]}
+
+    def _check_shared(self) -> None:
+        """Collective. Raises ConfigError on every rank: rank 0 cannot write, or another one does
+        not see it."""
+        ranks = self.ranks
+        writer = self._writer
+        name = f"rows-{self._run}"
+
+        def write() -> None:
+            if ranks.rank == 0:
+                writer.remove_unfinished()
+                problem = _problem_of(lambda: writer.write_bytes(name, b"begin"))
+                if problem:
+                    raise ConfigError(f"PublishRows: folder='{writer.folder}': {problem}.")
+
+        def see() -> None:
+            if not writer.exists(name):
+                raise ConfigError(
+                    f"PublishRows: folder='{writer.folder}': this rank does not see what rank 0 "
+                    "writes there. Choose a folder that all ranks share."
+                )
+
+        ranks.all_or_none("PublishRows", write)
+        ranks.all_or_none("PublishRows", see)
+        if ranks.rank == 0:
+            writer.remove(name)
+
+    def _newest(self) -> int:
+        """Return the number of the newest publication; 0: there is none."""
+        folder = self._writer.folder
+        try:
+            sequences = self._writer.sequences()
+            if not sequences:
+                return 0
+            manifest = self._writer.manifest(sequences[-1])
+        except (OSError, PublicationError) as error:
+            raise ConfigError(
+                f"PublishRows: folder='{folder}' cannot be used: {error}. Choose another one."
+            ) from error
+        if manifest["job"] != self._job:
+            raise ConfigError(
+                f"PublishRows: folder='{folder}' has the publications of another job, "
+                f"{manifest['job']}, until step {manifest['step']}. Choose an empty folder, or go "
+                "on from a checkpoint of that job."
+            )
+        return sequences[-1]
+
+    def _continue(self, loaded: Mapping[str, Any], newest: int) -> bool:
+        """Go on where a checkpoint was; return whether it is known what changed since the newest
+        publication."""
+        later = range(loaded["sequence"] + 1, newest + 1)
+        if newest < loaded["sequence"] or not loaded["sequence"]:
+            return False
+        if loaded["tables"].keys() != self._tables.keys():
+            return False
+        for name, table in self._tables.items():
+            table.load(loaded["tables"][name])
+        try:
+            for sequence in later:
+                manifest = self._writer.manifest(sequence)
+                if manifest["base"] is None:
+                    return False
+                for name, table in self._tables.items():
+                    for file in manifest["tables"][self._keys[name][0]]["changed"]:
+                        table.add_published(self._writer.rows(file))
+        except (OSError, PublicationError):
+            return False
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, the same numbers on every rank, and of tables this rank's
+        part."""
+        in_full = self._changed.in_full()
+        sequence = 0 if self._must_be_whole else self._sequence
+        tables = {name: table.state(name in in_full) for name, table in self._tables.items()}
+        return {"job": self._job, "run": self._run, "sequence": sequence, "tables": tables}
+
+    def publish(self, step: int) -> None:
+        """Collective. Take what is to be published, and write it in a thread; all rows at once."""
+        ranks = self.ranks
+        sequence = self._sequence + 1
+        is_whole = self._must_be_whole or sequence % self._full_every == 0
+        in_full = set().union(*ranks.all_gather(set(self._changed.in_full())))
+        folder = ranks.all_gather(f"rows-{sequence:08d}-{secrets.token_hex(4)}")[0]
+        self._part = part = _Part(f"{folder}/{{}}.{ranks.rank}", self._writer)
+        dense = self._dense_weights()
+        later: list[tuple[str, str, Any]] = []
+        for name, table in self._tables.items():
+            numbers = table.changed_rows(name in in_full)
+            if not self._must_be_whole:
+                later.append((name, "changed", [rows.table() for rows in table.blocks(numbers)]))
+                later.append((name, "deleted", table.deleted_ids()))
+            if is_whole:
+                rows = table.all_rows()
+                part.write(name, "whole", (rows.table() for rows in table.blocks(rows)))
+            table.begin(numbers)
+        self._changed.begin()
+        self._manifest = {
+            "sequence": sequence,
+            "base": None if self._must_be_whole else self._sequence,
+            "step": step,
+            "job": self._job,
+            "run": self._run,
+            "start": self._start,
+            "is_whole": is_whole,
+            "columns": self._columns_crc32,
+            "folder": folder,
+        }
+        self.last_step = step
+
+        def write() -> None:
+            for name, form, tables in later:
+                part.write(name, form, tables)
+            if ranks.rank == 0:
+                part.write_dense(dense)
+
+        self._thread = threading.Thread(target=write, name="publish", daemon=True)
+        self._thread.start()
+        self._begin_step = step
+        self._next_look = step + 1
+
+    def _dense_weights(self) -> dict[str, Tensor]:
+        """Collective. Return the module's weights but tables and mappings, on rank 0."""
+        state = self._trainer.strategy.lightning_module_state_dict()
+        of_tables = {key for keys in self._keys.values() for key in keys}
+        for mapping in filter(None, self._mappings.values()):
+            of_tables |= {*mapping["names"]}
+        dense = {name: value for name, value in state.items() if name not in of_tables}
+        full = gather_full(dense, self.ranks)
+        # Copies, which training does not change; names that share a weight have one each.
+        return {name: value.detach().cpu().clone().contiguous() for name, value in full.items()}
+
+    def look(self, step: int) -> None:
+        """Collective now and then, at steps that all ranks know. Complete the publication in flight
+        once all ranks have written their part."""
+        if self._thread is not None and step >= self._next_look:
+            self._next_look = step + 1 + (step - self._begin_step)
+            if not any(self.ranks.all_gather(self._thread.is_alive())):
+                self.finish()
+
+    def finish(self) -> None:
+        """Collective. Wait for the publication in flight. Raises CheckpointError on every rank: it
+        failed; the next one has its rows."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        parts = self.ranks.all_gather((self._part.problem, self._part.files))
+        problem = next((f"rank {rank}: {said}" for rank, (said, _) in enumerate(parts) if said), "")
+        if not problem and self.ranks.rank == 0:
+            problem = _problem_of(lambda: self._complete([files for _, files in parts]))
+        problem = self.ranks.all_gather(problem)[0]
+        for table in self._tables.values():
+            table.end(is_published=not problem)
+        if problem:
+            raise CheckpointError(
+                f"PublishRows: publication {self._sequence + 1} of step {self.last_step} cannot be "
+                f"written to {self._writer.folder}: {problem}. The earlier ones are unchanged."
+            )
+        self._sequence += 1
+        self._must_be_whole = False
+
+    def _complete(self, parts: list[dict[Any, Any]]) -> None:
+        """Write the manifest, and remove what is not to be kept."""
+        tables: dict[str, Any] = {}
+        for name, table in self._tables.items():
+            key, *also = self._keys[name]
+            num_rows, dim = table.shape
+            mapping = self._mappings[name]
+            tables[key] = {"num_rows": num_rows, "dim": dim, "id": table.id_kind, "also": also}
+            tables[key]["mapping"] = mapping
+            for form in ("changed", "deleted", "whole"):
+                tables[key][form] = [
+                    part[name, form] for part in parts if part.get((name, form)) is not None
+                ]
+        self._writer.write_manifest({
+            **self._manifest,
+            "tables": tables,
+            "dense": parts[0]["dense"],
+        })
+        self._writer.remove_older(self._keep)
+
+    def release(self) -> None:
+        """Stop following the tables, and wait 120 s at most for what is being written; it is then
+        left unfinished."""
+        self._changed.release()
+        if self._thread is not None:
+            self._thread.join(LEAVING_SECONDS)
+
+
+class _Part:
+    """What this rank writes of a publication. names: of its files, with {} for what they hold."""
+
+    def __init__(self, names: str, writer: PublicationWriter) -> None:
+        self._names = names
+        self._writer = writer
+        self.files: dict[Any, Any] = {}
+        """(table, form), or "dense" -> what the manifest says of the file; None: there is none."""
+        self.problem = ""
+        """Why a file could not be written."""
+
+    def write(self, name: str, form: str, tables: Iterable[Any]) -> None:
+        """Write Arrow tables as a file. All are taken, also after a failure: making one may be
+        collective."""
+        file = self._names.format(f"{name}.{form}") + ".parquet"
+        self._try((name, form), lambda: self._writer.write_tables(file, tables))
+
+    def write_dense(self, tensors: dict[str, Tensor]) -> None:
+        """Write tensors as a file of safetensors."""
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        file = self._names.format("dense") + ".safetensors"
+
+        def write() -> dict[str, Any]:
+            return {**self._writer.write_bytes(file, save(tensors)), "shapes": shapes}
+
+        self._try("dense", write)
+
+    def _try(self, key: Any, write: Callable[[], Any]) -> None:
+        problem = _problem_of(lambda: self.files.__setitem__(key, write()))
+        self.problem = self.problem or problem
+
+
+def _problem_of(action: Callable[[], Any]) -> str:
+    """Return why an action fails; "" if it does not."""
+    try:
+        action()
+    except Exception as error:  # object stores raise errors of their own
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _RawIds:
+    """The raw ids of tables that have rows for values of a vocabulary. by_table: the user's choice;
+    vocabularies: of the data's columns."""
+
+    def __init__(self, by_table: Mapping[str, str], vocabularies: Mapping[str, list[str]]) -> None:
+        self._by_table = by_table
+        self._vocabularies = vocabularies
+        self._used: set[str] = set()
+
+    def of_table(self, table: Any) -> Any:
+        """Return the raw id of each row, an Arrow array with nulls; None: an id is the number of
+        its row, or mapped."""
+        import pyarrow
+
+        names = {name for name in (table.full_name, table.name) if name in self._by_table}
+        self._used |= names
+        columns = {self._by_table[name] for name in names}
+        if not columns and table.mapping is None:
+            # Of several features that share rows, a row has no single value.
+            columns = set(table.config.feature_names)
+            if len(columns) > 1 or not columns <= self._vocabularies.keys():
+                return None
+        for column in columns:
+            if column not in self._vocabularies:
+                raise ConfigError(
+                    f"PublishRows: vocabularies: the data's columns have no vocabulary {column!r}"
+                    f"{did_you_mean(column, self._vocabularies)}"
+                )
+            # Row 0 is that of values that the vocabulary does not have.
+            values = [None, *self._vocabularies[column]]
+            num_rows = table.config.num_embeddings
+            return pyarrow.array([*values, *[None] * (num_rows - len(values))][:num_rows])
+        return None
+
+    def refuse_unused(self) -> None:
+        """Raise ConfigError: a name is that of no table."""
+        for name in self._by_table.keys() - self._used:
+            raise ConfigError(f"PublishRows: vocabularies: there is no table {name!r}.")
