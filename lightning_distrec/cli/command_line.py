@@ -357,6 +357,22 @@ def _checkpoint(parser: ArgumentParser) -> None:
     merge.prog = f"{parser.prog} merge"
 
 
+def _publish(parser: ArgumentParser) -> None:
+    from jsonargparse import ArgumentParser
+
+    commands = parser.add_subcommands(title="commands", metavar="COMMAND")
+    inspect = ArgumentParser(
+        description="Print the publications of a folder, their steps, rows, bytes and gaps. Exit "
+        "codes: 0: a server can follow from the newest with all rows on; 2: it cannot."
+    )
+    inspect.add_argument("folder", type=str, help="Read this folder, or this URL.")
+    inspect.add_argument(
+        "--verify", action="store_true", help="Read all files and compare them with checksums."
+    )
+    commands.add_subcommand("inspect", inspect, help="Print the publications of a folder.")
+    inspect.prog = f"{parser.prog} inspect"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command of ours, which a file of this folder runs by a function `run_NAME`."""
@@ -470,6 +486,11 @@ COMMANDS = {
         help="Inspect a checkpoint, or merge a difference.",
         subcommands=_checkpoint,
         file="checkpoint_commands",
+    ),
+    "publish": Command(
+        help="Inspect what a training job publishes for servers.",
+        subcommands=_publish,
+        file="publish_commands",
     ),
     "completion": Command(
         help="Print a script with which a shell completes commands and options.",

@@ -1,21 +1,31 @@
-"""A click model with a table of each way of sharding, that publishes while it trains."""
+"""Models that publish while they train: one with a table of each way of sharding, and TorchRec's
+managed collections."""
 
+import json
+import os
+import resource
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec import PublishRows
 from lightning_distrec.checkpoint.contents import read_contents
-from lightning_distrec.serving.artifact import Served, export_for_serving
+from lightning_distrec.serving.answer import Server
+from lightning_distrec.serving.artifact import export_for_serving
+from tests.support.mapped_models import ManagedModel, MchModel, make_batch
 from tests.support.trainers import make_trainer
 
 DIM = 8
+EVERY = 3
+"""Steps between publications, and checkpoints."""
 NUM_ROWS = {"by_row": 120, "by_column": 90, "small": 12, "mapped": 48}
 TABLES = {
     "by_row": {"sharding_types": ["row_wise"]},
@@ -27,9 +37,9 @@ TABLES = {
 
 
 class PublishingModel(pl.LightningModule):
-    """Bags of four tables and a layer over them. optimizer: a name of torch.optim."""
+    """Bags of four tables and layers over them."""
 
-    def __init__(self, optimizer: str = "Adagrad") -> None:
+    def __init__(self) -> None:
         super().__init__()
         configs = [
             EmbeddingBagConfig(
@@ -40,82 +50,136 @@ class PublishingModel(pl.LightningModule):
         self.bags = EmbeddingBagCollection(tables=configs)
         self.over = nn.Sequential(nn.Linear(DIM * len(configs), 6), nn.BatchNorm1d(6))
         self.last = nn.Linear(6, 1)
-        self.optimizer = optimizer
+        self.optimizer = "Adagrad"
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        keys = list(NUM_ROWS)
-        features = KeyedJaggedTensor(keys, batch["ids"], lengths=batch["lengths"])
+        features = KeyedJaggedTensor([*NUM_ROWS], batch["ids"], lengths=batch["lengths"])
         return self.last(self.over(self.bags(features).values())).squeeze(-1)
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         return nn.functional.binary_cross_entropy_with_logits(self(batch), batch["label"])
 
-    def predict_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
-        return self(batch).sigmoid()
-
     def configure_optimizers(self) -> Any:
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.1)
 
 
-def click_batch(seed: int, size: int = 6) -> dict[str, Tensor]:
-    """Return a batch whose ids of "mapped" have no fixed range, and change over the batches."""
+def click_batch(seed: int) -> dict[str, Tensor]:
+    """Return a batch whose ids of "mapped" have no fixed range, and become others over batches."""
+    size = 6
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 3, (len(NUM_ROWS) * size,), generator=generator)
     ids = []
     for name, feature_lengths in zip(NUM_ROWS, lengths.split(size), strict=True):
-        limit = NUM_ROWS[name]
-        first = 0
-        if name == "mapped":
-            first = 10**12 * (seed // 8)
-            limit = 40
+        first = 10**12 * (seed // 5) if name == "mapped" else 0
         num_ids = int(feature_lengths.sum())
-        ids.append(first + torch.randint(0, limit, (num_ids,), generator=generator))
+        ids.append(first + torch.randint(0, NUM_ROWS[name], (num_ids,), generator=generator))
     label = torch.randint(0, 2, (size,), generator=generator).float()
     return {"ids": torch.cat(ids), "lengths": lengths, "label": label}
+
+
+def changing_batch(seed: int) -> dict[str, Tensor]:
+    """Return a batch for managed collections, whose ids become others."""
+    batch = make_batch(seed)
+    return {**batch, "ids": batch["ids"] + 10**11 * (seed // 5)}
+
+
+JOBS: dict[str, Any] = {
+    "tables": (PublishingModel, click_batch),
+    "hash_zch": (ManagedModel, changing_batch),
+    "mch": (MchModel, changing_batch),
+}
+"""Kind -> a module, and a batch by number."""
 
 
 def train_and_publish(
     folder: str,
     num_steps: int,
+    options: dict[str, Any] | None = None,
+    kind: str = "tables",
     optimizer: str = "Adagrad",
-    ckpt_path: str | None = None,
-    **options: Any,
+    resume_from: str | None = None,
+    callbacks: tuple[Callback, ...] = (),
 ) -> None:
-    """Train on the ranks that call it, with a checkpoint `step=N.ckpt` beside the publications
-    after every third step. options: of PublishRows."""
-    options = {"every_n_steps": 3, **options}
+    """Train on the ranks that call it, with `step=N.ckpt` beside the publications of every third
+    step. options: of PublishRows."""
+    make_module, batch = JOBS[kind]
     torch.manual_seed(7)
+    module = make_module()
+    module.optimizer = optimizer
     checkpoints = ModelCheckpoint(
-        dirpath=f"{folder}/checkpoints",
-        filename="{step}",
-        every_n_train_steps=3,
-        save_top_k=-1,
-        save_on_train_epoch_end=False,
+        f"{folder}/checkpoints", "{step}", every_n_train_steps=EVERY, save_top_k=-1
     )
-    publish = PublishRows(f"{folder}/published", **options)
+    publish = PublishRows(f"{folder}/published", **({"every_n_steps": EVERY} | (options or {})))
     trainer = make_trainer(
-        {"tables": TABLES},
+        {"tables": TABLES if kind == "tables" else {}},
         max_steps=num_steps,
-        max_epochs=-1,
-        callbacks=[publish, checkpoints],
+        callbacks=[publish, *callbacks, checkpoints],
         enable_checkpointing=True,
     )
-    batches = [click_batch(step) for step in range(num_steps)]
-    loader = DataLoader(batches, batch_size=None, shuffle=False)
-    trainer.fit(PublishingModel(optimizer), loader, ckpt_path=ckpt_path)
+    loader = DataLoader([batch(step) for step in range(40)], batch_size=None)
+    trainer.fit(module, loader, ckpt_path=resume_from)
 
 
-def exported(checkpoint: Path, folder: Path, **options: Any) -> Served:
-    """Export a checkpoint of `train_and_publish`. options: of export_for_serving."""
-    contents = read_contents(checkpoint).checkpoint
-    published = {"step": contents["global_step"]}
-    for name in ("job", "run", "sequence"):
-        published[name] = contents["published_rows"][name]
-    return export_for_serving(
-        PublishingModel(),
-        click_batch(1000),
-        folder,
-        state=contents["state_dict"],
-        published=published,
-        **options,
-    )
+class DiesInPublication(Callback):
+    """Ends rank 1 before it writes rows of publication `sequence`."""
+
+    def __init__(self, sequence: int) -> None:
+        self._name = f"rows-{sequence:08d}"
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+
+        from lightning_distrec.serving.publications import PublicationWriter
+
+        write = PublicationWriter.write_tables
+
+        def write_or_die(writer: Any, name: str, tables: Any) -> Any:
+            if name.startswith(self._name) and trainer.global_rank == 1:
+                os._exit(9)
+            return write(writer, name, tables)
+
+        PublicationWriter.write_tables = write_or_die  # type: ignore[method-assign]
+
+
+class FillsDisk(Callback):
+    """Lets no file of rank 1 grow beyond some bytes while a step trains: what a full disk does."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        size = 100 if trainer.global_step == self._step and trainer.global_rank else -1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, self._limits[1]))
+
+    def on_train_end(self, *_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._limits)
+
+
+def export_step(folder: Path, name: str, kind: str = "tables", **options: Any) -> Server:
+    """Export a checkpoint of `train_and_publish`, and return what answers by it. options: of
+    export_for_serving."""
+    make_module, batch = JOBS[kind]
+    checkpoint = read_contents(folder / "checkpoints" / f"{name}.ckpt").checkpoint
+    published = {"step": checkpoint["global_step"]}
+    for key in ("job", "run", "sequence"):
+        published[key] = checkpoint["published_rows"][key]
+    target = folder / f"served-{name}-{options.get('bits')}"
+    state = checkpoint["state_dict"]
+    if not target.exists():
+        export_for_serving(
+            make_module(), batch(30), target, state=state, published=published, **options
+        )
+    return Server(target)
+
+
+def one_by_one(published: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield a folder in which the publications of another one appear, one after the other, and the
+    manifest of the newest."""
+    folder = published.with_name(f"{published.name}-one-by-one")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for rows in published.glob("rows-*"):
+        (folder / rows.name).symlink_to(rows)
+    for manifest in sorted(published.glob("manifest-*.json")):
+        shutil.copy(manifest, folder)
+        yield folder, json.loads(manifest.read_text())

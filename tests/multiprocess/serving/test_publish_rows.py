@@ -1,0 +1,240 @@
+"""A server that follows publications has the rows and the answers of an export at their step."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_distrec import PublishRows
+from lightning_distrec.errors import ConfigError
+from lightning_distrec.serving.answer import Server
+from lightning_distrec.serving.follow import manifest_crc32
+from tests.support.publishing_model import (
+    JOBS,
+    DiesInPublication,
+    FillsDisk,
+    export_step,
+    one_by_one,
+    train_and_publish,
+)
+from tests.support.ranks import RankFailed, run_on_ranks, run_on_warm_ranks
+
+NUM_STEPS = 13
+
+
+def assert_serves_as(server: Server, expected: Server, kind: str = "tables") -> None:
+    """Compare tables, weights and answers, to ids of early and late batches."""
+    for name, rows in expected.tables.items():
+        assert torch.equal(server.tables[name], rows), name
+    # What training alone reads of a mapping is not published.
+    unread = ("ids_used", "ids_made_for", "ids_initial_rows", "_hash_zch_metadata", "_mch_last")
+    weights = server.program.state_dict()
+    for name, weight in expected.program.state_dict().items():
+        if not any(word in name for word in (*unread, "_mch_counts", "_current_iter")):
+            assert torch.equal(weights[name], weight), name
+    for number in (0, 7, 11, 39):
+        batch = JOBS[kind][1](number)
+        assert torch.equal(server.answer(batch), expected.answer(batch))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks trained 13 steps: publications after 3, 6, 9, 12 and 13."""
+    folder = tmp_path_factory.mktemp("job")
+    run_on_warm_ranks(train_and_publish, 2, str(folder), NUM_STEPS, {"full_every": 4})
+    return folder
+
+
+def test_follows_to_the_digit(folder: Path) -> None:
+    server = export_step(folder, "step=3")
+    exports = {6: export_step(folder, "step=6"), 12: export_step(folder, "step=12")}
+    file = folder / "served-step=3-None" / "tables.safetensors"
+    before = file.read_bytes()
+    steps = []
+    for published, manifest in one_by_one(folder / "published"):
+        assert server.apply(str(published)) == 1
+        steps.append(server.published["step"])
+        if manifest["step"] in exports:
+            assert_serves_as(server, exports[manifest["step"]])
+        if manifest["sequence"] > 1:
+            changed = sum(
+                file["num_rows"] for t in manifest["tables"].values() for file in t["changed"]
+            )
+            assert 0 < changed < 100  # of 270
+    assert steps == [3, 6, 9, 12, 13]
+    assert server.apply(str(published)) == 0
+    assert file.read_bytes() == before
+
+
+def test_serves_packed_rows(folder: Path) -> None:
+    server = export_step(folder, "step=3", bits=4)
+    for published, manifest in one_by_one(folder / "published"):
+        server.apply(str(published))
+        if manifest["step"] == 12:
+            assert_serves_as(server, export_step(folder, "step=12", bits=4))
+
+
+def test_a_late_server_takes_all_rows_first(folder: Path) -> None:
+    published = folder / "late"
+    shutil.copytree(folder / "published", published)
+    for number in (1, 2, 3):
+        (published / f"manifest-{number:08d}.json").unlink()
+    server = export_step(folder, "step=3")
+    assert server.apply(str(published)) == 2
+    assert server.published["sequence"] == 5
+    newest = export_step(folder, "step=12")
+    newest.apply(str(folder / "published"))
+    assert_serves_as(server, newest)
+
+
+def test_keeps_what_it_has(folder: Path, tmp_path: Path) -> None:
+    """Of a gap, damage, another model and another job: the server says which, and goes on."""
+    published = tmp_path / "published"
+    shutil.copytree(folder / "published", published)
+    server = export_step(folder, "step=6")
+    (published / "manifest-00000004.json").unlink()
+    with pytest.raises(ValueError, match="publication 4|publication 5 does not go on from 3"):
+        server.apply(str(published))
+    assert server.published["step"] == 9
+    assert_serves_as(server, export_step(folder, "step=9"))
+    shutil.copy(folder / "published" / "manifest-00000004.json", published)
+    manifest = json.loads((published / "manifest-00000004.json").read_text())
+    (file,) = manifest["tables"]["bags.embedding_bags.by_row.weight"]["changed"][:1]
+    damaged = bytearray((published / file["file"]).read_bytes())
+    damaged[40] ^= 1
+    (published / file["file"]).write_bytes(damaged)
+    assert server.apply(str(published)) == 2  # by all rows of publication 4
+    assert server.published["step"] == 13
+    for name, text, change in (
+        ("job", "is of the job other", {"job": "other"}),
+        ("num_rows", "is of another model: of .* it has the shape", {}),
+        ("format", "has the format 9", {"format": 9}),
+    ):
+        server = export_step(folder, "step=9")
+        _rewrite(published / "manifest-00000004.json", manifest, name, change)
+        (published / "manifest-00000005.json").unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=text):
+            server.apply(str(published))
+        assert server.published["step"] == 9
+
+
+def _rewrite(path: Path, manifest: dict[str, Any], name: str, change: dict[str, Any]) -> None:
+    manifest = {**json.loads(json.dumps(manifest)), **change}
+    if name == "num_rows":
+        manifest["tables"]["bags.embedding_bags.by_row.weight"]["num_rows"] = 7
+    path.write_text(json.dumps(manifest | {"crc32": manifest_crc32(manifest)}))
+
+
+@pytest.mark.parametrize("kind", ["hash_zch", "mch"])
+def test_managed_collections(kind: str, tmp_path: Path) -> None:
+    """Of HashZch, one that evicts nothing: TorchRec's own, unsharded on a CPU, cannot be called
+    where it evicts."""
+    run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 16, None, kind)
+    server = export_step(tmp_path, "step=3", kind)
+    num_deleted = 0
+    for published, manifest in one_by_one(tmp_path / "published"):
+        server.apply(str(published))
+        for table in manifest["tables"].values():
+            num_deleted += sum(file["num_rows"] for file in table["deleted"])
+        if manifest["step"] == 15:
+            assert_serves_as(server, export_step(tmp_path, "step=15", kind), kind)
+    assert (num_deleted > 0) == (kind == "mch")
+
+
+def test_dense_updates_publish_all_rows(tmp_path: Path) -> None:
+    run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 6, None, "tables", "Adam")
+    server = export_step(tmp_path, "step=3")
+    server.apply(str(tmp_path / "published"))
+    assert_serves_as(server, export_step(tmp_path, "step=6"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, num_ranks: int) -> None:
+    """Resumed at step 6, where 13 steps were published: what those changed is published again."""
+    for name in ("checkpoints", "published"):
+        shutil.copytree(folder / name, tmp_path / name)
+    server = export_step(tmp_path, "step=3")
+    server.apply(str(tmp_path / "published"))
+    checkpoint = tmp_path / "checkpoints" / "step=6.ckpt"
+    (tmp_path / "checkpoints" / "step=9.ckpt").unlink()
+    job = (None, "tables", "Adagrad", str(checkpoint))
+    run_on_warm_ranks(train_and_publish, num_ranks, str(tmp_path), 9, *job)
+    published = [path.name for path in (tmp_path / "published").glob("manifest-*")]
+    assert "manifest-00000006.json" in published
+    manifest = json.loads((tmp_path / "published" / "manifest-00000006.json").read_text())
+    assert not manifest["is_whole"]
+    assert server.apply(str(tmp_path / "published")) == 1
+    assert_serves_as(server, export_step(tmp_path, "step=9"))
+
+
+def test_a_rank_dies_in_a_publication(tmp_path: Path) -> None:
+    job = (None, "tables", "Adagrad", None, (DiesInPublication(3),))
+    with pytest.raises(RankFailed):
+        run_on_ranks(train_and_publish, 2, str(tmp_path), 13, *job)
+    published = tmp_path / "published"
+    assert (
+        sorted(path.name for path in published.glob("manifest-*"))[-1] == "manifest-00000002.json"
+    )
+    assert list(published.glob("rows-00000003-*"))
+    server = export_step(tmp_path, "step=3")
+    assert server.apply(str(published)) == 2
+    checkpoint = str(tmp_path / "checkpoints" / "step=6.ckpt")
+    run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 9, None, "tables", "Adagrad", checkpoint)
+    assert len(list(published.glob("rows-00000003-*"))) == 1
+    assert server.apply(str(published)) == 1
+    assert_serves_as(server, export_step(tmp_path, "step=9"))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """The publication that fails on rank 1 is told; the next one has its rows, too."""
+    job = ("tables", "Adagrad", None, (FillsDisk(5),))
+    run_on_ranks(train_and_publish, 2, str(tmp_path), 9, {"on_error": "warn"}, *job)
+    steps = [manifest["step"] for _, manifest in one_by_one(tmp_path / "published")]
+    assert steps == [3, 9]
+    server = export_step(tmp_path, "step=3")
+    server.apply(str(tmp_path / "published"))
+    assert_serves_as(server, export_step(tmp_path, "step=9"))
+    job = ("tables", "Adagrad", None, (FillsDisk(2),))
+    with pytest.raises(RankFailed, match=r"publication 1 of step 3 cannot be written to .*rank 1"):
+        run_on_ranks(train_and_publish, 2, str(tmp_path / "other"), 9, None, *job)
+
+
+def test_a_folder_of_another_job(folder: Path) -> None:
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(train_and_publish, 2, str(folder), 3)
+    text = "ConfigError: PublishRows: folder=.* has the publications of another job"
+    assert len(re.findall(text, str(failed.value))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "set every_n_steps or every_seconds"),
+        ({"every_n_steps": 3, "every_seconds": 1.0}, "and not both"),
+        ({"every_n_steps": 0}, "every_n_steps=0 must be above 0"),
+        ({"every_n_steps": 1, "keep": -1}, "keep=-1 must be above 0"),
+        ({"every_n_steps": 1, "on_error": "ignore"}, "must be 'raise' or 'warn'"),
+        ({"every_n_steps": 1, "folder": "nothing://x"}, "Protocol not known: nothing"),
+    ],
+)
+def test_refuses_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PublishRows(**({"folder": "published"} | options))
+
+
+def test_needs_sharded_tables(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[PublishRows(str(tmp_path), every_n_steps=1)],
+    )
+    module, batch = JOBS["mch"][0](), JOBS["mch"][1](0)
+    with pytest.raises(ConfigError, match="this fit has none"):
+        trainer.fit(module, [batch])
