@@ -84,9 +84,8 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
 def _published_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the step of a checkpoint, and which publication it comes after."""
     published = {"step": checkpoint.get("global_step")}
-    for name in ("job", "run", "sequence"):
-        if STATE in checkpoint:
-            published[name] = checkpoint[STATE][name]
+    for name in ("job", "run", "sequence") if checkpoint.get(STATE) else ():
+        published[name] = checkpoint[STATE][name]
     return published
 
 

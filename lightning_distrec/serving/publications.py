@@ -92,7 +92,10 @@ class PublicationWriter(Publications):
         return self.files.open(path, "wb")
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Make a publication of what was written; until this returns there is none."""
+        """Make a publication of what was written; until this returns there is none. Raises OSError:
+        another job has written one of this number."""
+        if self.exists(manifest_name(manifest["sequence"])):
+            raise FileExistsError("another job has published there meanwhile")
         manifest = {"format": FORMAT, **manifest}
         manifest["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         manifest["crc32"] = manifest_crc32(manifest)

@@ -89,7 +89,7 @@ class PublishRows(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._loaded = None
-        if STATE in checkpoint:
+        if checkpoint.get(STATE):
             self._loaded = {**checkpoint[STATE], "step": checkpoint["global_step"]}
 
     @override
@@ -107,10 +107,11 @@ class PublishRows(Callback):
             return
         loaded = self._loaded
         self._loaded = None
+        job = None if self._fit is None else self._fit.job
         self._fit = PublishedFit(
             trainer, self._writer, self._vocabularies, self._full_every, self._keep
         )
-        self._fit.begin(loaded)
+        self._fit.begin(loaded, job)
         self._begin_interval(trainer.global_step)
 
     @override
@@ -134,9 +135,9 @@ class PublishRows(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # It stays: a script that saves a checkpoint now saves where publications are, too.
         if self._fit is not None:
             self._fit.release()
-            self._fit = None
 
     def _publish(self, fit: PublishedFit, step: int) -> None:
         self._report(fit.finish)

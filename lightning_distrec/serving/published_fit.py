@@ -18,10 +18,13 @@ from lightning_distrec.errors import CheckpointError, ConfigError, did_you_mean
 from lightning_distrec.serving.follow import PublicationError
 from lightning_distrec.serving.publications import PublicationWriter
 from lightning_distrec.serving.published_table import PublishedTable
+from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
 
 STATE = "published_rows"
 """Name of what a checkpoint has of it."""
+WRITING_SECONDS = 600.0
+"""How long training waits for a publication that is being written, until it has failed."""
 LEAVING_SECONDS = 120.0
 """How long a run that has failed waits for a publication that is being written."""
 
@@ -78,7 +81,8 @@ class PublishedFit:
             name: table.mapping_facts(trainer.lightning_module)
             for name, table in self._tables.items()
         }
-        self._job = ""
+        self.job = ""
+        """Of all fits that publish one after the other to a folder."""
         self._run: str = self.ranks.all_gather(secrets.token_hex(8))[0]
         self._sequence = 0
         self._start: dict[str, Any] | None = None
@@ -89,70 +93,58 @@ class PublishedFit:
         self._manifest: dict[str, Any] = {}
         self._begin_step = self._next_look = 0
 
-    def begin(self, loaded: Mapping[str, Any] | None) -> None:
+    def begin(self, loaded: Mapping[str, Any] | None, job: str | None) -> None:
         """Collective. Go on with the folder's publications. loaded: what the checkpoint has of
-        them, and its step.
+        them, and its step. job: of an earlier fit of this callback.
 
         Raises ConfigError on every rank: they are another job's, or the folder is not shared.
         """
         ranks = self.ranks
-        job = self._trainer.strategy.resuming.job  # type: ignore[attr-defined]
-        self._job = job.name if job.has_name else self._run
+        job_fit = self._trainer.strategy.resuming.job  # type: ignore[attr-defined]
+        self.job = job or (job_fit.name if job_fit.has_name else self._run)
         if loaded is not None:
-            self._job = loaded["job"]
+            self.job = loaded["job"]
             self.last_step = loaded["step"]
-        newest = ranks.all_or_none("PublishRows", self._newest)
-        self._check_shared()
+        probe = f"rows-{self._run}"
+        newest = ranks.all_gather(
+            ranks.all_or_none("PublishRows", lambda: 0 if ranks.rank else self._open(probe))
+        )[0]
+        ranks.all_or_none("PublishRows", lambda: self._check_seen(probe))
+        if ranks.rank == 0:
+            self._writer.remove(probe)
         self._sequence = max(newest, 0 if loaded is None else loaded["sequence"])
         if loaded is not None:
             self._must_be_whole = not ranks.all_reduce_min(int(self._continue(loaded, newest)))
             self._start = {"run": loaded["run"], "step": loaded["step"]}
 
-    def _check_shared(self) -> None:
-        """Collective. Raises ConfigError on every rank: rank 0 cannot write, or another one does
-        not see it."""
-        ranks = self.ranks
+    def _open(self, probe: str) -> int:
+        """Return the number of the newest publication, 0 for none, and write a file."""
         writer = self._writer
-        name = f"rows-{self._run}"
-
-        def write() -> None:
-            if ranks.rank == 0:
-                writer.remove_unfinished()
-                problem = _problem_of(lambda: writer.write_bytes(name, b"begin"))
-                if problem:
-                    raise ConfigError(f"PublishRows: folder='{writer.folder}': {problem}.")
-
-        def see() -> None:
-            if not writer.exists(name):
-                raise ConfigError(
-                    f"PublishRows: folder='{writer.folder}': this rank does not see what rank 0 "
-                    "writes there. Choose a folder that all ranks share."
-                )
-
-        ranks.all_or_none("PublishRows", write)
-        ranks.all_or_none("PublishRows", see)
-        if ranks.rank == 0:
-            writer.remove(name)
-
-    def _newest(self) -> int:
-        """Return the number of the newest publication; 0: there is none."""
-        folder = self._writer.folder
+        manifest: dict[str, Any] = {"job": self.job, "sequence": 0}
         try:
-            sequences = self._writer.sequences()
-            if not sequences:
-                return 0
-            manifest = self._writer.manifest(sequences[-1])
-        except (OSError, PublicationError) as error:
+            sequences = writer.sequences()
+            if sequences:
+                manifest = writer.manifest(sequences[-1])
+            writer.remove_unfinished()
+            writer.write_bytes(probe, b"probe")
+        except Exception as error:  # object stores raise errors of their own
             raise ConfigError(
-                f"PublishRows: folder='{folder}' cannot be used: {error}. Choose another one."
+                f"PublishRows: folder='{writer.folder}' cannot be used: {error}. Choose another."
             ) from error
-        if manifest["job"] != self._job:
+        if manifest["job"] != self.job:
             raise ConfigError(
-                f"PublishRows: folder='{folder}' has the publications of another job, "
+                f"PublishRows: folder='{writer.folder}' has the publications of another job, "
                 f"{manifest['job']}, until step {manifest['step']}. Choose an empty folder, or go "
                 "on from a checkpoint of that job."
             )
-        return sequences[-1]
+        return int(manifest["sequence"])
+
+    def _check_seen(self, probe: str) -> None:
+        if not self._writer.exists(probe):
+            raise ConfigError(
+                f"PublishRows: folder='{self._writer.folder}': this rank does not see what rank 0 "
+                "writes there. Choose a folder that all ranks share."
+            )
 
     def _continue(self, loaded: Mapping[str, Any], newest: int) -> bool:
         """Go on where a checkpoint was; return whether it is known what changed since the newest
@@ -162,8 +154,8 @@ class PublishedFit:
             return False
         if loaded["tables"].keys() != self._tables.keys():
             return False
-        for name, table in self._tables.items():
-            table.load(loaded["tables"][name])
+        if not all(table.load(loaded["tables"][name]) for name, table in self._tables.items()):
+            return False
         try:
             for sequence in later:
                 manifest = self._writer.manifest(sequence)
@@ -178,11 +170,13 @@ class PublishedFit:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, the same numbers on every rank, and of tables this rank's
-        part."""
+        part; empty once the tables are not sharded any more."""
+        if sharded_tables_of(self._trainer.lightning_module) is not self._changed.tables.shards:
+            return {}
         in_full = self._changed.in_full()
         sequence = 0 if self._must_be_whole else self._sequence
         tables = {name: table.state(name in in_full) for name, table in self._tables.items()}
-        return {"job": self._job, "run": self._run, "sequence": sequence, "tables": tables}
+        return {"job": self.job, "run": self._run, "sequence": sequence, "tables": tables}
 
     def publish(self, step: int) -> None:
         """Collective. Take what is to be published, and write it in a thread; all rows at once."""
@@ -208,7 +202,7 @@ class PublishedFit:
             "sequence": sequence,
             "base": None if self._must_be_whole else self._sequence,
             "step": step,
-            "job": self._job,
+            "job": self.job,
             "run": self._run,
             "start": self._start,
             "is_whole": is_whole,
@@ -236,8 +230,11 @@ class PublishedFit:
             of_tables |= {*mapping["names"]}
         dense = {name: value for name, value in state.items() if name not in of_tables}
         full = gather_full(dense, self.ranks)
-        # Copies, which training does not change; names that share a weight have one each.
-        return {name: value.detach().cpu().clone().contiguous() for name, value in full.items()}
+        copies = {}
+        for name, value in full.items() if self.ranks.rank == 0 else ():
+            if isinstance(value, Tensor):  # else what a module adds to its state
+                copies[name] = value.detach().cpu().clone().contiguous()
+        return copies
 
     def look(self, step: int) -> None:
         """Collective now and then, at steps that all ranks know. Complete the publication in flight
@@ -252,9 +249,12 @@ class PublishedFit:
         failed; the next one has its rows."""
         if self._thread is None:
             return
-        self._thread.join()
+        self._thread.join(WRITING_SECONDS)
+        part = self._part
+        if self._thread.is_alive():
+            part.problem = f"writing takes more than {WRITING_SECONDS:.0f} s"
         self._thread = None
-        parts = self.ranks.all_gather((self._part.problem, self._part.files))
+        parts = self.ranks.all_gather((part.problem, part.files))
         problem = next((f"rank {rank}: {said}" for rank, (said, _) in enumerate(parts) if said), "")
         if not problem and self.ranks.rank == 0:
             problem = _problem_of(lambda: self._complete([files for _, files in parts]))
@@ -262,6 +262,8 @@ class PublishedFit:
         for table in self._tables.values():
             table.end(is_published=not problem)
         if problem:
+            if self.ranks.rank == 0:
+                _problem_of(lambda: self._writer.remove(self._manifest["folder"]))
             raise CheckpointError(
                 f"PublishRows: publication {self._sequence + 1} of step {self.last_step} cannot be "
                 f"written to {self._writer.folder}: {problem}. The earlier ones are unchanged."

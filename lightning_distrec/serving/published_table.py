@@ -11,7 +11,7 @@ from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed, unmixed
 from lightning_distrec.sharding.mapping.state import keys_of_mapping
-from lightning_distrec.sharding.scores.rank_group import ranks_of
+from lightning_distrec.sharding.scores.rank_group import RankGroup
 from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
 
@@ -62,7 +62,7 @@ class PublishedTable:
         self._changed = changed
         self._raw_ids = raw_ids
         self._ranks = ranks
-        self._group = ranks_of(tables.groups.sharding)
+        self._group = RankGroup(ranks.rank, ranks.num_ranks, ranks.group)
         self._mapping: Any = tables.mappings.get(self.name)
         self._is_replicated = shards[0].replicated
         self._dtype = shards[0].values.dtype
@@ -226,20 +226,24 @@ class PublishedTable:
             state["ids"] = ChunkedTensor((self.shape[0], 1), torch.int64, chunks)
         return state
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's `state`."""
+    def load(self, state: Mapping[str, Any]) -> bool:
+        """Go on from a checkpoint's `state`; return whether it is of a table of this size."""
+        lazy: Any
         pending = [NO_ROWS]
-        for shard in self._shards if "changed" in state else ():
-            flags = torch.zeros(len(shard.values), 1, dtype=torch.uint8)
-            lazy: Any = as_lazy(state["changed"])
-            lazy.read_into([Chunk((shard.row, 0), flags)])
-            pending.append(flags.view(-1).nonzero().view(-1) + shard.row)
+        for name, value in state.items():
+            lazy = as_lazy(value)
+            if tuple(lazy.shape) != (self.shape[0], 1):
+                return False
+            if name == "ids" and self._mapping is not None:
+                ids = torch.empty(self._mapping.ids.shape, dtype=torch.int64)
+                lazy.read_into([Chunk((self._mapping.first_row, 0), ids)])
+                self._last_ids = ids.to(self._mapping.ids.device)
+            for shard in self._shards if name == "changed" else ():
+                flags = torch.zeros(len(shard.values), 1, dtype=torch.uint8)
+                lazy.read_into([Chunk((shard.row, 0), flags)])
+                pending.append(flags.view(-1).nonzero().view(-1) + shard.row)
         self._pending = torch.cat(pending).unique()
-        if self._mapping is not None and "ids" in state:
-            ids = torch.empty(self._mapping.ids.shape, dtype=torch.int64)
-            lazy = as_lazy(state["ids"])
-            lazy.read_into([Chunk((self._mapping.first_row, 0), ids)])
-            self._last_ids = ids.to(self._mapping.ids.device)
+        return True
 
     def add_published(self, blocks: Iterable[tuple[Tensor, Tensor, Any]]) -> None:
         """Publish rows again that were published after the checkpoint. blocks: as
