@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_distrec.pipeline.pipeline_parallel import PipelineParallelStrategy
     from lightning_distrec.pipeline.stage_schedule import StageSchedule
     from lightning_distrec.prefetch.prefetcher import PrefetchOptions
-    from lightning_distrec.serving.publish_rows import PublishRows
+    from lightning_distrec.serving.publishing.publish_rows import PublishRows
     from lightning_distrec.sharding.meta_tables import meta_tables
     from lightning_distrec.sharding.planning.bandwidths import Bandwidths
     from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
@@ -85,7 +85,7 @@ _HOMES = {
     "PlanningOptions": "lightning_distrec.sharding.planning.table_options",
     "PredictionWriter": "lightning_distrec.callbacks.prediction_writer",
     "PrefetchOptions": "lightning_distrec.prefetch.prefetcher",
-    "PublishRows": "lightning_distrec.serving.publish_rows",
+    "PublishRows": "lightning_distrec.serving.publishing.publish_rows",
     "QuantizedComms": "lightning_distrec.sharding.sharders",
     "RankMonitor": "lightning_distrec.observe.rank_monitor",
     "ScaledLearningRate": "lightning_distrec.callbacks.scaled_learning_rate",

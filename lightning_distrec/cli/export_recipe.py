@@ -17,7 +17,7 @@ from lightning_distrec.cli.lightning_cli import RecipeBuilder, build_recipe
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import RawRows, Served, export_for_serving
 from lightning_distrec.serving.item_table import TopK
-from lightning_distrec.serving.published_fit import STATE
+from lightning_distrec.serving.publishing.published_fit import STATE
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.units import format_bytes, quantity
 

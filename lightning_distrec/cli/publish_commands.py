@@ -26,14 +26,14 @@ def run_publish(options: Namespace) -> int:
     for sequence in publications.sequences():
         try:
             manifest = publications.manifest(sequence)
-            files = files_of(manifest, "whole") + files_of(manifest, "changed")[1:]
+            files = files_of(manifest, "snapshot") + files_of(manifest, "changed")[1:]
             for file in files if options.inspect.verify else ():
                 publications.verify(file)
         except PublicationError as error:
             problems.append(str(error))
             can_follow = False
             continue
-        if manifest["is_whole"]:
+        if manifest["is_snapshot"]:
             can_follow = True
         elif last is not None and manifest["base"] != last:
             problems.append(f"publication {sequence} comes after {manifest['base']}, not {last}")
@@ -58,7 +58,7 @@ def run_publish(options: Namespace) -> int:
 def _rows(manifest: dict[str, Any]) -> list[str]:
     """Return how many rows a publication has: changed ones, deleted ids, and all; "-" for none."""
     counts = []
-    for form in ("changed", "deleted", "whole"):
+    for form in ("changed", "deleted", "snapshot"):
         files = [file for table in manifest["tables"].values() for file in table[form]]
         count = sum(file["num_rows"] for file in files)
         counts.append(f"{count:,}" if files else "-")

@@ -113,7 +113,7 @@ def manifest_crc32(manifest: dict[str, Any]) -> int:
 
 
 def files_of(manifest: dict[str, Any], form: str) -> list[dict[str, Any]]:
-    """Return the files to read. form: "changed" for changed rows, "whole" for all rows."""
+    """Return the files to read. form: "changed" for changed rows, "snapshot" for all rows."""
     files = [manifest["dense"]]
     for table in manifest["tables"].values():
         files += table[form]
@@ -154,34 +154,34 @@ class Mapping:
 class TableChange:
     """What a publication changes of a table of a folder, in memory until it is written.
 
-    dim: numbers in a row before it was packed. is_whole: whether all rows are noted, which become a
-    table in memory.
+    dim: numbers in a row before it was packed. is_snapshot: whether all rows are noted, which
+    become a table in memory.
     """
 
-    def __init__(self, name: str, table: torch.Tensor, dim: int, is_whole: bool) -> None:
+    def __init__(self, name: str, table: torch.Tensor, dim: int, is_snapshot: bool) -> None:
         self._name = name
         self._table = table
         self._bits = None
         if name.endswith(".rows"):
             self._bits = 8 if table.shape[1] == dim + 8 else 4
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._whole = torch.empty(table.shape, dtype=table.dtype) if is_whole else None
+        self._all_rows = torch.empty(table.shape, dtype=table.dtype) if is_snapshot else None
 
     def add(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
         """Note rows, (num_rows, dim), by their numbers, (num_rows,)."""
         kept = rows if self._bits is None else quantized(rows.float(), self._bits)
         kept = kept.to(self._table.dtype)
-        if self._whole is None:
+        if self._all_rows is None:
             self._parts.append((numbers, kept))
         else:
-            self._whole[numbers] = kept
+            self._all_rows[numbers] = kept
 
     def write(self, server: Any) -> None:
         """Write all that was noted."""
-        if self._whole is not None:
-            server.tables[self._name] = self._whole
+        if self._all_rows is not None:
+            server.tables[self._name] = self._all_rows
             if server.items is not None and server.about["top_k"]["table"] == self._name:
-                server.items.rows = self._whole[: len(server.items.rows)]
+                server.items.rows = self._all_rows[: len(server.items.rows)]
         for numbers, kept in self._parts:
             self._table[numbers] = kept
 
@@ -233,11 +233,11 @@ class Follower:
 
     def _take_next(self, newer: list[int]) -> None:
         problem = None
-        for form, numbers in (("changed", newer[:1]), ("whole", newer[::-1])):
+        for form, numbers in (("changed", newer[:1]), ("snapshot", newer[::-1])):
             for number in numbers:
                 try:
                     manifest = self._publications.manifest(number)
-                    can_take = manifest["is_whole"]
+                    can_take = manifest["is_snapshot"]
                     if form == "changed":
                         can_take = follows(self._server.published, manifest)
                     if can_take:
@@ -265,7 +265,7 @@ class Follower:
             targets = []
             for name in {key, *about["also"]} & names.keys():
                 table = server.tables[names[name]]
-                targets.append(TableChange(names[name], table, about["dim"], form == "whole"))
+                targets.append(TableChange(names[name], table, about["dim"], form == "snapshot"))
             changes += targets
             mapping = None
             if about["mapping"] and about["mapping"]["ids"] in self._weights:
@@ -329,16 +329,16 @@ class Follower:
         """Look for publications in a thread, `seconds` after the last time; return the thread."""
 
         def follow() -> None:
-            said = ""
+            last_problem = ""
             while True:
                 problem = ""
                 try:
                     self.take()
                 except Exception as error:  # whatever a store raises: the next look may succeed
                     problem = str(error) if isinstance(error, PublicationError) else repr(error)
-                if problem and problem != said:
+                if problem and problem != last_problem:
                     print(f"follow: {problem}.", file=sys.stderr, flush=True)
-                said = problem
+                last_problem = problem
                 time.sleep(seconds)
 
         thread = threading.Thread(target=follow, name="follow", daemon=True)

@@ -26,6 +26,39 @@ class Breakage:
 
 
 BREAKAGES = (
+    # ---- what servers follow while training goes on
+    Breakage(
+        "a-failed-publication-loses-rows",
+        "lightning_distrec/serving/publishing",
+        r"self\._pending = torch\.cat\(\[self\._pending, self\._in_flight\]\)\.unique\(\)",
+        "self._pending = NO_ROWS",
+        "After a publication that failed, servers keep the old rows of its steps, silently.",
+        ("multiprocess/serving/test_publish_rows.py",),
+    ),
+    Breakage(
+        "a-resumed-job-forgets-what-was-published",
+        "lightning_distrec/serving/publishing",
+        r"table\.add_published\(self\._writer\.rows\(file\)\)",
+        "self._writer.rows(file)",
+        "Rows of steps that a restart has lost stay on servers, silently.",
+        ("multiprocess/serving/test_publish_rows.py",),
+    ),
+    Breakage(
+        "evicted-ids-stay-in-stores",
+        "lightning_distrec/serving/publishing",
+        r"lost\[~torch\.isin\(lost, ids\)\]",
+        "lost[:0]",
+        "A store answers with the row of an id that training has evicted.",
+        ("multiprocess/serving/test_followers.py",),
+    ),
+    Breakage(
+        "servers-step-over-a-gap",
+        "lightning_distrec/serving/follow.py",
+        r'manifest\["base"\] is None or manifest\["base"\] != published\.get\("sequence"\)',
+        'manifest["base"] is None',
+        "A server that missed a publication answers by rows of two steps, silently.",
+        ("multiprocess/serving/test_publish_rows.py",),
+    ),
     Breakage(
         "no-grad-keeps-rows",
         "lightning_distrec/sharding/lookup",

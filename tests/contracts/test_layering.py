@@ -62,6 +62,7 @@ ANNEXES = {
     "data",
     "advice",
     "serving",
+    "serving/publishing",
     "cli",
 }
 """Rooms that the core never imports. The package itself names some of their classes, and loads them
@@ -111,9 +112,12 @@ MAY_IMPORT = {
     "retrieval": GROUND | {"sharding/scores", "sharding/weights", "metrics"},
     "advice": BELOW_STRATEGIES | STRATEGIES | {"pipeline"},
     "serving": BELOW_STRATEGIES | {"data", "retrieval"},
+    "serving/publishing": BELOW_STRATEGIES | STRATEGIES | {"serving"},
     "cli": BELOW_STRATEGIES | STRATEGIES | ANNEXES | {"__init__", "registration"},
     "__main__": {"cli"},
-    "__init__": BELOW_STRATEGIES | STRATEGIES | {"callbacks", "observe", "pipeline"},
+    "__init__": BELOW_STRATEGIES
+    | STRATEGIES
+    | {"callbacks", "observe", "pipeline", "serving/publishing"},
 }
 """Folder, or file directly under the package -> those that it may import. Recipes stand on top and
 may import all."""

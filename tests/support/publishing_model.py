@@ -128,7 +128,7 @@ class DiesInPublication(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
 
-        from lightning_distrec.serving.publications import PublicationWriter
+        from lightning_distrec.serving.publishing.publications import PublicationWriter
 
         write = PublicationWriter.write_tables
 

@@ -167,7 +167,7 @@ def test_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, num_ranks: int)
     published = [path.name for path in (tmp_path / "published").glob("manifest-*")]
     assert "manifest-00000006.json" in published
     manifest = json.loads((tmp_path / "published" / "manifest-00000006.json").read_text())
-    assert not manifest["is_whole"]
+    assert not manifest["is_snapshot"]
     assert server.apply(str(tmp_path / "published")) == 1
     assert_serves_as(server, export_step(tmp_path, "step=9"))
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from lightning_distrec.checkpoint.host_copies import gather_full
 from lightning_distrec.errors import CheckpointError, ConfigError, did_you_mean
 from lightning_distrec.serving.follow import PublicationError
-from lightning_distrec.serving.publications import PublicationWriter
-from lightning_distrec.serving.published_table import PublishedTable
+from lightning_distrec.serving.publishing.publications import PublicationWriter
+from lightning_distrec.serving.publishing.published_table import PublishedTable
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from lightning_distrec.strategies.checkpoints.changed_tables import ChangedTables
 
@@ -86,7 +86,7 @@ class PublishedFit:
         self._run: str = self.ranks.all_gather(secrets.token_hex(8))[0]
         self._sequence = 0
         self._start: dict[str, Any] | None = None
-        self._must_be_whole = True
+        self._needs_snapshot = True
         self._thread: threading.Thread | None = None
         """Writes a publication."""
         self._part = _Part("", writer)
@@ -114,7 +114,7 @@ class PublishedFit:
             self._writer.remove(probe)
         self._sequence = max(newest, 0 if loaded is None else loaded["sequence"])
         if loaded is not None:
-            self._must_be_whole = not ranks.all_reduce_min(int(self._continue(loaded, newest)))
+            self._needs_snapshot = not ranks.all_reduce_min(int(self._continue(loaded, newest)))
             self._start = {"run": loaded["run"], "step": loaded["step"]}
 
     def _open(self, probe: str) -> int:
@@ -174,15 +174,16 @@ class PublishedFit:
         if sharded_tables_of(self._trainer.lightning_module) is not self._changed.tables.shards:
             return {}
         in_full = self._changed.in_full()
-        sequence = 0 if self._must_be_whole else self._sequence
+        sequence = 0 if self._needs_snapshot else self._sequence
         tables = {name: table.state(name in in_full) for name, table in self._tables.items()}
         return {"job": self.job, "run": self._run, "sequence": sequence, "tables": tables}
 
     def publish(self, step: int) -> None:
-        """Collective. Take what is to be published, and write it in a thread; all rows at once."""
+        """Collective. Copy what is to be published, and write it in a thread; a snapshot is written
+        at once."""
         ranks = self.ranks
         sequence = self._sequence + 1
-        is_whole = self._must_be_whole or sequence % self._full_every == 0
+        is_snapshot = self._needs_snapshot or sequence % self._full_every == 0
         in_full = set().union(*ranks.all_gather(set(self._changed.in_full())))
         folder = ranks.all_gather(f"rows-{sequence:08d}-{secrets.token_hex(4)}")[0]
         self._part = part = _Part(f"{folder}/{{}}.{ranks.rank}", self._writer)
@@ -190,22 +191,22 @@ class PublishedFit:
         later: list[tuple[str, str, Any]] = []
         for name, table in self._tables.items():
             numbers = table.changed_rows(name in in_full)
-            if not self._must_be_whole:
+            if not self._needs_snapshot:
                 later.append((name, "changed", [rows.table() for rows in table.blocks(numbers)]))
                 later.append((name, "deleted", table.deleted_ids()))
-            if is_whole:
+            if is_snapshot:
                 rows = table.all_rows()
-                part.write(name, "whole", (rows.table() for rows in table.blocks(rows)))
+                part.write(name, "snapshot", (rows.table() for rows in table.blocks(rows)))
             table.begin(numbers)
         self._changed.begin()
         self._manifest = {
             "sequence": sequence,
-            "base": None if self._must_be_whole else self._sequence,
+            "base": None if self._needs_snapshot else self._sequence,
             "step": step,
             "job": self.job,
             "run": self._run,
             "start": self._start,
-            "is_whole": is_whole,
+            "is_snapshot": is_snapshot,
             "columns": self._columns_crc32,
             "folder": folder,
         }
@@ -225,10 +226,10 @@ class PublishedFit:
     def _dense_weights(self) -> dict[str, Tensor]:
         """Collective. Return the module's weights but tables and mappings, on rank 0."""
         state = self._trainer.strategy.lightning_module_state_dict()
-        of_tables = {key for keys in self._keys.values() for key in keys}
+        table_keys = {key for keys in self._keys.values() for key in keys}
         for mapping in filter(None, self._mappings.values()):
-            of_tables |= {*mapping["names"]}
-        dense = {name: value for name, value in state.items() if name not in of_tables}
+            table_keys |= {*mapping["names"]}
+        dense = {name: value for name, value in state.items() if name not in table_keys}
         full = gather_full(dense, self.ranks)
         copies = {}
         for name, value in full.items() if self.ranks.rank == 0 else ():
@@ -255,7 +256,10 @@ class PublishedFit:
             part.problem = f"writing takes more than {WRITING_SECONDS:.0f} s"
         self._thread = None
         parts = self.ranks.all_gather((part.problem, part.files))
-        problem = next((f"rank {rank}: {said}" for rank, (said, _) in enumerate(parts) if said), "")
+        problem = ""
+        for rank, (problem_of_rank, _) in enumerate(parts):
+            if problem_of_rank and not problem:
+                problem = f"rank {rank}: {problem_of_rank}"
         if not problem and self.ranks.rank == 0:
             problem = _problem_of(lambda: self._complete([files for _, files in parts]))
         problem = self.ranks.all_gather(problem)[0]
@@ -269,7 +273,7 @@ class PublishedFit:
                 f"written to {self._writer.folder}: {problem}. The earlier ones are unchanged."
             )
         self._sequence += 1
-        self._must_be_whole = False
+        self._needs_snapshot = False
 
     def _complete(self, parts: list[dict[Any, Any]]) -> None:
         """Write the manifest, and remove what is not to be kept."""
@@ -280,7 +284,7 @@ class PublishedFit:
             mapping = self._mappings[name]
             tables[key] = {"num_rows": num_rows, "dim": dim, "id": table.id_kind, "also": also}
             tables[key]["mapping"] = mapping
-            for form in ("changed", "deleted", "whole"):
+            for form in ("changed", "deleted", "snapshot"):
                 tables[key][form] = [
                     part[name, form] for part in parts if part.get((name, form)) is not None
                 ]

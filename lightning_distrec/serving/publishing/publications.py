@@ -115,7 +115,7 @@ class PublicationWriter(Publications):
         """Remove publications but the newest `keep`, and those from the newest with all rows on."""
         sequences = self.sequences()
         for sequence in sequences[::-1]:
-            if self.manifest(sequence)["is_whole"]:
+            if self.manifest(sequence)["is_snapshot"]:
                 first = min(sequence, *sequences[-keep:])
                 break
         else:

@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_distrec.errors import CheckpointError, ConfigError, require
-from lightning_distrec.serving.publications import PublicationWriter
-from lightning_distrec.serving.published_fit import STATE, PublishedFit
+from lightning_distrec.serving.publishing.publications import PublicationWriter
+from lightning_distrec.serving.publishing.published_fit import STATE, PublishedFit
 
 
 class PublishRows(Callback):
@@ -30,10 +30,10 @@ class PublishRows(Callback):
     Args:
         folder: one that all ranks share, or a URL of an object store (s3://, gs://) that fsspec
             reads.
-        every_n_steps: publish after every so many optimizer steps.
-        every_seconds: or after so much time.
-        full_every: one in so many publications has all rows, too, for servers that start later.
-        keep: how many publications stay; those from the newest with all rows on stay as well.
+        every_n_steps: publish after this number of optimizer steps.
+        every_seconds: or after this time.
+        full_every: every this many publications a snapshot: all rows, for servers that start later.
+        keep: how many publications stay; those from the newest snapshot on stay as well.
         vocabularies: table -> the column of ColumnData whose vocabulary it has rows for, where its
             raw ids are values; a TorchRec table's is known by its feature.
         on_error: "raise" ends training where a publication fails; "warn" trains on, and the next
@@ -145,7 +145,7 @@ class PublishRows(Callback):
         self._begin_interval(step)
 
     def _report(self, action: Callable[[], None]) -> None:
-        """Collective. Complete a publication; one that failed is told by `on_error`."""
+        """Collective. Complete a publication; one that failed is an error or a warning."""
         try:
             action()
         except CheckpointError as error:

@@ -1,0 +1,1 @@
+"""What a training job publishes for servers that follow it."""
