@@ -198,7 +198,6 @@ class Follower:
             )
         self._server = server
         self._publications = Publications(folder)
-        self._refused: list[int] = []
         self._weights: dict[str, torch.Tensor] = {}
         """What the program has of the trained module's state but tables, by its names there."""
         tables = self._tables()
@@ -219,16 +218,11 @@ class Follower:
         """
         taken = 0
         while True:
-            sequences = self._publications.sequences()
             last = self._server.published.get("sequence") or 0
-            newer = [number for number in sequences if number > last]
-            if not newer or sequences == self._refused:
+            newer = [number for number in self._publications.sequences() if number > last]
+            if not newer:
                 return taken
-            try:
-                self._take_next(newer)
-            except PublicationError:
-                self._refused = sequences
-                raise
+            self._take_next(newer)
             taken += 1
 
     def _take_next(self, newer: list[int]) -> None:
@@ -329,16 +323,24 @@ class Follower:
         """Look for publications in a thread, `seconds` after the last time; return the thread."""
 
         def follow() -> None:
+            refused: list[int] = []
             last_problem = ""
             while True:
                 problem = ""
+                sequences = []
                 try:
-                    self.take()
-                except Exception as error:  # whatever a store raises: the next look may succeed
-                    problem = str(error) if isinstance(error, PublicationError) else repr(error)
+                    sequences = self._publications.sequences()
+                    if sequences != refused:
+                        refused = []
+                        self.take()
+                except PublicationError as error:
+                    refused = sequences  # until there is another one
+                    problem = str(error)
+                except Exception as error:  # of the store: the next look may succeed
+                    problem = repr(error)
                 if problem and problem != last_problem:
                     print(f"follow: {problem}.", file=sys.stderr, flush=True)
-                last_problem = problem
+                last_problem = problem or last_problem
                 time.sleep(seconds)
 
         thread = threading.Thread(target=follow, name="follow", daemon=True)
