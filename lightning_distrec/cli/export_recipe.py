@@ -17,7 +17,7 @@ from lightning_distrec.cli.lightning_cli import RecipeBuilder, build_recipe
 from lightning_distrec.errors import CheckpointError, ConfigError
 from lightning_distrec.serving.artifact import RawRows, Served, export_for_serving
 from lightning_distrec.serving.item_table import TopK
-from lightning_distrec.serving.publishing.published_fit import STATE
+from lightning_distrec.serving.publishing.published_fit import published_of
 from lightning_distrec.sharding.meta_tables import tables_on_meta
 from lightning_distrec.units import format_bytes, quantity
 
@@ -74,19 +74,11 @@ def export_recipe(options: Namespace, on_progress: Callable[[int], None]) -> Non
         raw=raw,
         bits=bits,
         top_k=top_k,
-        published=_published_of(checkpoint),
+        published=published_of(checkpoint),
         overwrite=options.overwrite,
         on_progress=on_progress,
     )
     _print_served(served, options)
-
-
-def _published_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the step of a checkpoint, and which publication it comes after."""
-    published = {"step": checkpoint.get("global_step")}
-    for name in ("job", "run", "sequence") if checkpoint.get(STATE) else ():
-        published[name] = checkpoint[STATE][name]
-    return published
 
 
 def _top_k_of(options: Namespace) -> TopK | None:

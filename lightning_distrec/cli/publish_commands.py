@@ -22,7 +22,7 @@ def run_publish(options: Namespace) -> int:
     text = Table(
         "publication", "step", "time", "changed", "deleted", "all rows", "bytes", box=box.SIMPLE
     )
-    last: int | None = None
+    last_id: str | None = None
     for sequence in publications.sequences():
         try:
             manifest = publications.manifest(sequence)
@@ -35,10 +35,10 @@ def run_publish(options: Namespace) -> int:
             continue
         if manifest["is_snapshot"]:
             can_follow = True
-        elif last is not None and manifest["base"] != last:
-            problems.append(f"publication {sequence} comes after {manifest['base']}, not {last}")
+        elif last_id is not None and manifest["base"] != last_id:
+            problems.append(f"publication {sequence} does not go on from the one before")
             can_follow = False
-        last = sequence
+        last_id = manifest["id"]
         num_bytes = sum(file["num_bytes"] for file in files)
         text.add_row(
             str(sequence),

@@ -6,6 +6,7 @@ pyarrow; a folder in an object store also the package with which fsspec reads it
 """
 
 import json
+import re
 import sys
 import threading
 import time
@@ -18,9 +19,12 @@ import torch
 from safetensors.torch import load
 
 FORMAT = 1
+MANIFEST = re.compile(r"manifest-\d{8,}\.json")
 PREFIX = "predictor.module."
 """Of the trained module's names in a program."""
 BLOCK_BYTES = 2**24
+MAX_PAUSE = 30.0
+"""Seconds between looks at a folder where something is wrong; each is twice as long as the last."""
 
 
 class PublicationError(ValueError):
@@ -38,15 +42,18 @@ class Publications:
         """Return where a file of the folder is."""
         return f"{self.root}/{name}"
 
+    def names(self) -> list[str]:
+        """Return what is in the folder; nothing where it does not exist."""
+        self.files.invalidate_cache()
+        if not self.files.isdir(self.root):
+            return []
+        paths = self.files.ls(self.root, detail=False)
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
     def sequences(self) -> list[int]:
         """Return the numbers of the publications, ascending."""
-        self.files.invalidate_cache()
-        numbers = []
-        for path in self.files.glob(self.path("manifest-*.json")):
-            number = path.rpartition("manifest-")[2].removesuffix(".json")
-            if number.isdecimal():
-                numbers.append(int(number))
-        return sorted(numbers)
+        names = filter(MANIFEST.fullmatch, self.names())
+        return sorted(int(name[len("manifest-") : -len(".json")]) for name in names)
 
     def manifest(self, sequence: int) -> dict[str, Any]:
         """Return what a publication says of itself. Raises PublicationError: it is damaged, or of
@@ -120,35 +127,45 @@ def files_of(manifest: dict[str, Any], form: str) -> list[dict[str, Any]]:
     return files
 
 
-class Mapping:
-    """The buffers of a program that say which id has which row. about: "mapping" of a table in a
-    manifest."""
+def all_files(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return all files of a publication."""
+    files = files_of(manifest, "changed")
+    for table in manifest["tables"].values():
+        files += table["deleted"] + table["snapshot"]
+    return files
+
+
+class MappingChange:
+    """What a publication changes of the buffers that say which id has which row. about: "mapping"
+    of a table in a manifest."""
 
     def __init__(self, about: dict[str, Any], buffers: dict[str, torch.Tensor]) -> None:
         self._about = about
         self._ids = buffers[about["ids"]]
         self._rows = buffers.get(about["rows"])
         """The row of each id, where ids are sorted; None: ids are in the order of their rows."""
+        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def stored(self, ids: Any) -> torch.Tensor:
-        """Return ids as the buffers have them. ids: an Arrow array, null for rows without."""
+    def add(self, numbers: torch.Tensor, rows: torch.Tensor, ids: Any) -> None:
+        """Note the ids of rows, as `Publications.rows` yields them."""
         no_id = self._about["no_id"]
-        numbers = torch.from_numpy(ids.fill_null(no_id).to_numpy().copy())
-        if not self._about["is_mixed"]:
-            return numbers
-        return torch.where(numbers == no_id, numbers, mixed(numbers))
+        stored = torch.from_numpy(ids.fill_null(no_id).to_numpy().copy())
+        if self._about["is_mixed"]:
+            stored = torch.where(stored == no_id, stored, mixed(stored))
+        self._parts.append((numbers, stored))
 
-    def write(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
+    def write(self, server: Any) -> None:
         """Give rows their ids."""
-        if self._rows is None:
-            self._ids.view(-1)[rows] = ids
-            return
-        ids_by_row = torch.empty_like(self._ids)
-        ids_by_row[self._rows] = self._ids
-        ids_by_row[rows] = ids
-        in_order = ids_by_row.sort(stable=True)
-        self._ids.copy_(in_order.values)
-        self._rows.copy_(in_order.indices)
+        ids_by_row = self._ids.view(-1)
+        if self._rows is not None:
+            ids_by_row = torch.empty_like(self._ids)
+            ids_by_row[self._rows] = self._ids
+        for numbers, ids in self._parts:
+            ids_by_row[numbers] = ids
+        if self._rows is not None:
+            in_order = ids_by_row.sort(stable=True)
+            self._ids.copy_(in_order.values)
+            self._rows.copy_(in_order.indices)
 
 
 class TableChange:
@@ -167,8 +184,8 @@ class TableChange:
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._all_rows = torch.empty(table.shape, dtype=table.dtype) if is_snapshot else None
 
-    def add(self, numbers: torch.Tensor, rows: torch.Tensor) -> None:
-        """Note rows, (num_rows, dim), by their numbers, (num_rows,)."""
+    def add(self, numbers: torch.Tensor, rows: torch.Tensor, ids: Any) -> None:
+        """Note rows, as `Publications.rows` yields them."""
         kept = rows if self._bits is None else quantized(rows.float(), self._bits)
         kept = kept.to(self._table.dtype)
         if self._all_rows is None:
@@ -217,13 +234,22 @@ class Follower:
         PublicationError: none does; the server answers by what it has.
         """
         taken = 0
-        while True:
-            last = self._server.published.get("sequence") or 0
-            newer = [number for number in self._publications.sequences() if number > last]
-            if not newer:
-                return taken
+        while newer := self._newer():
             self._take_next(newer)
             taken += 1
+        return taken
+
+    def _newer(self) -> list[int]:
+        """Return the numbers of the publications after what is served; of all, where it is none of
+        theirs."""
+        published = self._server.published
+        last = published.get("sequence") or 0
+        sequences = self._publications.sequences()
+        newer = [number for number in sequences if number > last]
+        is_known = newer and self._publications.manifest(newer[0])["base"] == published.get("id")
+        if last in sequences and not is_known:
+            is_known = self._publications.manifest(last)["id"] == published.get("id")
+        return newer if is_known else sequences
 
     def _take_next(self, newer: list[int]) -> None:
         problem = None
@@ -239,11 +265,10 @@ class Follower:
                         return
                 except PublicationError as error:
                     problem = problem or error
-        last = self._server.published.get("sequence")
         raise problem or PublicationError(
-            f"{self._publications.folder}: publication {newer[0]} does not go on from "
-            f"{'the export' if last is None else last}, and no later one has all rows; the next "
-            "that has them is taken over"
+            f"{self._publications.folder}: publication {newer[0]} does not go on from what is "
+            f"served, of step {self._server.published.get('step')}, and there is no snapshot; the "
+            "next one is taken over"
         )
 
     def _apply(self, manifest: dict[str, Any], form: str) -> None:
@@ -252,38 +277,44 @@ class Follower:
         self._check(manifest)
         for file in files_of(manifest, form):
             self._publications.verify(file)
-        names = self._tables()
-        changes = []
-        mappings = []
-        for key, about in manifest["tables"].items():
-            targets = []
-            for name in {key, *about["also"]} & names.keys():
-                table = server.tables[names[name]]
-                targets.append(TableChange(names[name], table, about["dim"], form == "snapshot"))
-            changes += targets
-            mapping = None
-            if about["mapping"] and about["mapping"]["ids"] in self._weights:
-                mapping = Mapping(about["mapping"], self._weights)
-            for file in about[form] if targets else ():
-                for numbers, rows, ids in self._publications.rows(file):
-                    for change in targets:
-                        change.add(numbers, rows)
-                    if mapping is not None:
-                        mappings.append((mapping, numbers, mapping.stored(ids)))
-        dense = self._publications.tensors(manifest["dense"])
-        for name in dense.keys() & names.keys():
-            value = dense[name]
-            change = TableChange(names[name], server.tables[names[name]], value.shape[1], False)
-            change.add(torch.arange(len(value)), value)
-            changes.append(change)
+        try:
+            dense = self._publications.tensors(manifest["dense"])
+            changes = [*self._table_changes(manifest, form), *self._dense_changes(dense)]
+        except OSError as error:
+            raise PublicationError(f"{manifest['folder']} went away: {error!r}") from error
         with server.lock, torch.no_grad():
             for change in changes:
                 change.write(server)
-            for mapping, numbers, ids in mappings:
-                mapping.write(numbers, ids)
             for name in dense.keys() & self._weights.keys():
                 self._weights[name].copy_(dense[name])
-            server.published = {name: manifest[name] for name in ("job", "run", "sequence", "step")}
+            names = ("job", "run", "sequence", "id", "step")
+            server.published = {name: manifest[name] for name in names}
+
+    def _table_changes(self, manifest: dict[str, Any], form: str) -> Iterator[Any]:
+        """Yield what changes of tables and mappings, which the files of a publication say."""
+        names = self._tables()
+        for key, about in manifest["tables"].items():
+            changes: list[Any] = []
+            for name in {key, *about["also"]} & names.keys():
+                table = self._server.tables[names[name]]
+                changes.append(TableChange(names[name], table, about["dim"], form == "snapshot"))
+            if changes and about["mapping"]:
+                changes.append(MappingChange(about["mapping"], self._weights))
+            for file in about[form] if changes else ():
+                for block in self._publications.rows(file):
+                    for change in changes:
+                        change.add(*block)
+            yield from changes
+
+    def _dense_changes(self, dense: dict[str, torch.Tensor]) -> Iterator[Any]:
+        """Yield what changes of tables that training does not shard."""
+        names = self._tables()
+        for name in dense.keys() & names.keys():
+            value = dense[name]
+            table = self._server.tables[names[name]]
+            change = TableChange(names[name], table, value.shape[1], is_snapshot=False)
+            change.add(torch.arange(len(value)), value, None)
+            yield change
 
     def _check(self, manifest: dict[str, Any]) -> None:
         """Raise PublicationError where a publication is of another job or model than the served
@@ -299,7 +330,13 @@ class Follower:
         published = {name: tuple(shape) for name, shape in manifest["dense"]["shapes"].items()}
         for key, about in manifest["tables"].items():
             published |= dict.fromkeys((key, *about["also"]), (about["num_rows"], about["dim"]))
-            for name in about["mapping"]["names"] if about["mapping"] else ():
+            mapping = about["mapping"] or {"names": (), "ids": None}
+            if key in self._tables() and mapping["ids"] not in {None, *self._weights}:
+                raise PublicationError(
+                    f"{sequence} gives ids rows of '{key}', and this folder takes numbers of rows: "
+                    "export a checkpoint of the job"
+                )
+            for name in mapping["names"]:
                 shapes.pop(name, None)
         for name, stored_name in self._tables().items():
             table = server.tables[stored_name]
@@ -323,25 +360,21 @@ class Follower:
         """Look for publications in a thread, `seconds` after the last time; return the thread."""
 
         def follow() -> None:
-            refused: list[int] = []
             last_problem = ""
+            pause = seconds
             while True:
                 problem = ""
-                sequences = []
                 try:
-                    sequences = self._publications.sequences()
-                    if sequences != refused:
-                        refused = []
-                        self.take()
-                except PublicationError as error:
-                    refused = sequences  # until there is another one
-                    problem = str(error)
-                except Exception as error:  # of the store: the next look may succeed
-                    problem = repr(error)
+                    if not self._publications.sequences():
+                        problem = f"there is no publication in {self._publications.folder} yet"
+                    self.take()
+                except Exception as error:  # of the store, too: a later look may succeed
+                    problem = str(error) if isinstance(error, PublicationError) else repr(error)
                 if problem and problem != last_problem:
                     print(f"follow: {problem}.", file=sys.stderr, flush=True)
-                last_problem = problem or last_problem
-                time.sleep(seconds)
+                last_problem = problem
+                pause = min(2 * pause, max(seconds, MAX_PAUSE)) if problem else seconds
+                time.sleep(pause)
 
         thread = threading.Thread(target=follow, name="follow", daemon=True)
         thread.start()
@@ -353,7 +386,7 @@ def follows(published: dict[str, Any], manifest: dict[str, Any]) -> bool:
 
     published: what it has: a publication, or the export of a checkpoint after one.
     """
-    if manifest["base"] is None or manifest["base"] != published.get("sequence"):
+    if manifest["base"] is None or manifest["base"] != published.get("id"):
         return False
     if not published.get("is_export"):
         return True

@@ -54,7 +54,7 @@ BREAKAGES = (
     Breakage(
         "servers-step-over-a-gap",
         "lightning_distrec/serving/follow.py",
-        r'manifest\["base"\] is None or manifest\["base"\] != published\.get\("sequence"\)',
+        r'manifest\["base"\] is None or manifest\["base"\] != published\.get\("id"\)',
         'manifest["base"] is None',
         "A server that missed a publication answers by rows of two steps, silently.",
         ("multiprocess/serving/test_publish_rows.py",),

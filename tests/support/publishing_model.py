@@ -20,6 +20,7 @@ from lightning_distrec import PublishRows
 from lightning_distrec.checkpoint.contents import read_contents
 from lightning_distrec.serving.answer import Server
 from lightning_distrec.serving.artifact import export_for_serving
+from lightning_distrec.serving.publishing.published_fit import published_of
 from tests.support.mapped_models import ManagedModel, MchModel, make_batch
 from tests.support.trainers import make_trainer
 
@@ -160,9 +161,7 @@ def export_step(folder: Path, name: str, kind: str = "tables", **options: Any) -
     export_for_serving."""
     make_module, batch = JOBS[kind]
     checkpoint = read_contents(folder / "checkpoints" / f"{name}.ckpt").checkpoint
-    published = {"step": checkpoint["global_step"]}
-    for key in ("job", "run", "sequence"):
-        published[key] = checkpoint["published_rows"][key]
+    published = published_of(checkpoint)
     target = folder / f"served-{name}-{options.get('bits')}"
     state = checkpoint["state_dict"]
     if not target.exists():

@@ -2,6 +2,7 @@
 `follow` for what they are."""
 
 import json
+import re
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from typing import Any
@@ -10,9 +11,13 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.serving.follow import (
     FORMAT,
     Publications,
+    all_files,
     manifest_crc32,
     manifest_name,
 )
+
+FOLDER = re.compile(r"rows-\d{8}-[0-9a-f]{16}")
+"""Name of a publication's folder: its number, and its id."""
 
 
 class PublicationWriter(Publications):
@@ -93,13 +98,17 @@ class PublicationWriter(Publications):
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         """Make a publication of what was written; until this returns there is none. Raises OSError:
-        another job has written one of this number."""
-        if self.exists(manifest_name(manifest["sequence"])):
+        another job has written one of this number, or has removed files."""
+        name = manifest_name(manifest["sequence"])
+        if self.exists(name):
             raise FileExistsError("another job has published there meanwhile")
+        for file in all_files(manifest):
+            if self.files.size(self.path(file["file"])) != file["num_bytes"]:
+                raise FileNotFoundError(f"{file['file']} is not as it was written")
         manifest = {"format": FORMAT, **manifest}
         manifest["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         manifest["crc32"] = manifest_crc32(manifest)
-        self._put(manifest_name(manifest["sequence"]), json.dumps(manifest, indent=1).encode())
+        self._put(name, json.dumps(manifest, indent=1).encode())
 
     def _put(self, name: str, content: bytes) -> None:
         """Write a file at once: it is there in full, or not."""
@@ -128,10 +137,8 @@ class PublicationWriter(Publications):
                 self.remove(folder)
 
     def remove_unfinished(self) -> None:
-        """Remove what writers left that have died, once no writer of the folder is left."""
+        """Remove the folders of writers that have died, once no writer is left."""
         folders = {self.manifest(sequence)["folder"] for sequence in self.sequences()}
-        if self.files.isdir(self.root):
-            for path in self.files.ls(self.root, detail=False):
-                name = path.rstrip("/").rpartition("/")[2]
-                if name.startswith("rows-") and name not in folders:
-                    self.remove(name)
+        for name in self.names():
+            if FOLDER.fullmatch(name) and name not in folders:
+                self.remove(name)

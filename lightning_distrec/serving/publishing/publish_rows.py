@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_distrec.errors import CheckpointError, ConfigError, require
 from lightning_distrec.serving.publishing.publications import PublicationWriter
-from lightning_distrec.serving.publishing.published_fit import STATE, PublishedFit
+from lightning_distrec.serving.publishing.published_fit import STATE, PublishedFit, num_writes
 
 
 class PublishRows(Callback):
@@ -67,7 +67,9 @@ class PublishRows(Callback):
         self._keep = keep
         self._vocabularies = dict(vocabularies or {})
         self._on_error = on_error
-        self._loaded: Any = None
+        self._loaded: dict[str, Any] = {}
+        """What a checkpoint has, until the fit goes on from it: by job."""
+        self._writes: Any = None
         self._fit: PublishedFit | None = None
         self._last_step = self._next_look = 0
         self._last_time = 0.0
@@ -76,7 +78,16 @@ class PublishRows(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ConfigError: the averages of WeightAveraging would be exported, not what is
         published."""
-        for callback in trainer.callbacks if stage == "fit" else ():  # type: ignore[attr-defined]
+        if stage != "fit":
+            return
+        self._loaded = {}
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # After those that write rows, as checkpoints are saved, which Lightning has moved to the
+        # end.
+        callbacks.remove(self)
+        is_last = [not isinstance(callback, Checkpoint) for callback in callbacks]
+        callbacks.insert(sum(is_last), self)
+        for callback in callbacks:
             if isinstance(callback, WeightAveraging):
                 raise ConfigError(
                     "PublishRows publishes the weights that train, and checkpoints have those that "
@@ -88,16 +99,20 @@ class PublishRows(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._loaded = None
-        if checkpoint.get(STATE):
-            self._loaded = {**checkpoint[STATE], "step": checkpoint["global_step"]}
+        for job, state in checkpoint.get(STATE, {}).items():
+            self._loaded[job] = {**state, "step": checkpoint["global_step"]}
+        # What is written from now on is not in the checkpoint.
+        self._writes = num_writes(trainer)
 
     @override
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._fit is not None:
-            checkpoint[STATE] = self._fit.state()
+        """Collective. Complete the publication in flight: the checkpoint is of a step after it."""
+        fit = self._fit
+        if fit is not None and fit.is_sharded:
+            self._report(fit.finish)
+            checkpoint.setdefault(STATE, {})[fit.job] = fit.state()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -106,12 +121,13 @@ class PublishRows(Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         loaded = self._loaded
-        self._loaded = None
+        self._loaded = {}
         job = None if self._fit is None else self._fit.job
+        was_written = self._writes is not None and num_writes(trainer) != self._writes
         self._fit = PublishedFit(
             trainer, self._writer, self._vocabularies, self._full_every, self._keep
         )
-        self._fit.begin(loaded, job)
+        self._fit.begin(loaded, job, was_written)
         self._begin_interval(trainer.global_step)
 
     @override
@@ -129,9 +145,16 @@ class PublishRows(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Collective. Publish the last steps, and wait until that is written."""
         if self._fit is not None:
-            if trainer.global_step > self._fit.last_step:
+            # What other callbacks have written at the end is published without a new step.
+            if trainer.global_step > self._fit.last_step or self._fit.has_changes():
                 self._publish(self._fit, trainer.global_step)
             self._report(self._fit.finish)
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self.teardown(trainer, pl_module, "fit")
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -174,5 +197,6 @@ class PublishRows(Callback):
         seconds = fit.ranks.all_gather(time.monotonic() - self._last_time)[0]
         share = seconds / self._every_seconds
         num_steps = step - self._last_step
-        self._next_look = step + max(1, int(num_steps * (1 / max(share, 1e-3) - 1)))
+        # At most twice as many: a first step may be faster than all others.
+        self._next_look = step + max(1, min(num_steps, int(num_steps * (1 / max(share, 0.1) - 1))))
         return bool(share >= 1)

@@ -9,10 +9,13 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from safetensors.torch import save
 from torch import Tensor
 
+from lightning_distrec._compat.torch import versions_of, without_torch_function
 from lightning_distrec.checkpoint.host_copies import gather_full
 from lightning_distrec.errors import CheckpointError, ConfigError, did_you_mean
 from lightning_distrec.serving.follow import PublicationError
@@ -85,6 +88,9 @@ class PublishedFit:
         """Of all fits that publish one after the other to a folder."""
         self._run: str = self.ranks.all_gather(secrets.token_hex(8))[0]
         self._sequence = 0
+        self._last_id: str | None = None
+        """Of the newest publication."""
+        self._dense_crc32 = 0
         self._start: dict[str, Any] | None = None
         self._needs_snapshot = True
         self._thread: threading.Thread | None = None
@@ -93,34 +99,46 @@ class PublishedFit:
         self._manifest: dict[str, Any] = {}
         self._begin_step = self._next_look = 0
 
-    def begin(self, loaded: Mapping[str, Any] | None, job: str | None) -> None:
+    def begin(self, loaded: Mapping[str, Any], job: str | None, was_written: bool) -> None:
         """Collective. Go on with the folder's publications. loaded: what the checkpoint has of
-        them, and its step. job: of an earlier fit of this callback.
+        them, by job, and its step. job: of an earlier fit of this callback. was_written: whether
+        something has written rows since then.
 
         Raises ConfigError on every rank: they are another job's, or the folder is not shared.
         """
         ranks = self.ranks
         job_fit = self._trainer.strategy.resuming.job  # type: ignore[attr-defined]
-        self.job = job or (job_fit.name if job_fit.has_name else self._run)
-        if loaded is not None:
-            self.job = loaded["job"]
-            self.last_step = loaded["step"]
-        probe = f"rows-{self._run}"
-        newest = ranks.all_gather(
-            ranks.all_or_none("PublishRows", lambda: 0 if ranks.rank else self._open(probe))
-        )[0]
+        self.job = job or self._run
+        if job_fit.has_name:  # which it keeps over restarts, also before its first checkpoint
+            folder = zlib.crc32(self._writer.folder.encode())
+            self.job = f"{job_fit.name}-{folder:08x}"
+        probe = f"probe-{self._run}"
+
+        def open_on_rank_0() -> dict[str, Any]:
+            return self._open(probe, loaded) if ranks.rank == 0 else {}
+
+        newest = ranks.all_gather(ranks.all_or_none("PublishRows", open_on_rank_0))[0]
         ranks.all_or_none("PublishRows", lambda: self._check_seen(probe))
         if ranks.rank == 0:
             self._writer.remove(probe)
-        self._sequence = max(newest, 0 if loaded is None else loaded["sequence"])
-        if loaded is not None:
-            self._needs_snapshot = not ranks.all_reduce_min(int(self._continue(loaded, newest)))
-            self._start = {"run": loaded["run"], "step": loaded["step"]}
+        self.job = newest["job"]
+        self._sequence = newest["sequence"]
+        if self.job in loaded:
+            state = loaded[self.job]
+            self.last_step = state["step"]
+            self._sequence = max(self._sequence, state["sequence"])
+            self._start = {"run": state["run"], "step": state["step"]}
+            is_known = self._continue(state, newest, was_written)
+            self._needs_snapshot = not ranks.all_reduce_min(int(is_known))
+            self._last_id = newest["id"]
 
-    def _open(self, probe: str) -> int:
-        """Return the number of the newest publication, 0 for none, and write a file."""
+    def _open(self, probe: str, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the job, the number and the id of the newest publication, and write a file."""
         writer = self._writer
-        manifest: dict[str, Any] = {"job": self.job, "sequence": 0}
+        jobs = {self.job, *loaded}
+        manifest: dict[str, Any] = {"job": self.job, "sequence": 0, "id": None}
+        if len(loaded) == 1:
+            manifest["job"] = next(iter(loaded))
         try:
             sequences = writer.sequences()
             if sequences:
@@ -131,13 +149,13 @@ class PublishedFit:
             raise ConfigError(
                 f"PublishRows: folder='{writer.folder}' cannot be used: {error}. Choose another."
             ) from error
-        if manifest["job"] != self.job:
+        if manifest["job"] not in jobs:
             raise ConfigError(
                 f"PublishRows: folder='{writer.folder}' has the publications of another job, "
                 f"{manifest['job']}, until step {manifest['step']}. Choose an empty folder, or go "
                 "on from a checkpoint of that job."
             )
-        return int(manifest["sequence"])
+        return {name: manifest[name] for name in ("job", "sequence", "id")}
 
     def _check_seen(self, probe: str) -> None:
         if not self._writer.exists(probe):
@@ -146,48 +164,75 @@ class PublishedFit:
                 "writes there. Choose a folder that all ranks share."
             )
 
-    def _continue(self, loaded: Mapping[str, Any], newest: int) -> bool:
+    def _continue(
+        self, state: Mapping[str, Any], newest: Mapping[str, Any], was_written: bool
+    ) -> bool:
         """Go on where a checkpoint was; return whether it is known what changed since the newest
         publication."""
-        later = range(loaded["sequence"] + 1, newest + 1)
-        if newest < loaded["sequence"] or not loaded["sequence"]:
+        if state["id"] is None or state["tables"].keys() != self._tables.keys():
             return False
-        if loaded["tables"].keys() != self._tables.keys():
-            return False
-        if not all(table.load(loaded["tables"][name]) for name, table in self._tables.items()):
-            return False
+        for name, table in self._tables.items():
+            if not table.load(state["tables"][name], was_written):
+                return False
+        last_id = newest["id"]
+        later: list[dict[str, Any]] = []
         try:
-            for sequence in later:
+            # From the newest one back to that of the checkpoint.
+            for sequence in reversed(self._writer.sequences()):
+                if last_id == state["id"]:
+                    break
                 manifest = self._writer.manifest(sequence)
-                if manifest["base"] is None:
+                if manifest["id"] != last_id or manifest["base"] is None:
                     return False
+                last_id = manifest["base"]
+                later = [manifest, *later]
+            for manifest in later:
                 for name, table in self._tables.items():
                     for file in manifest["tables"][self._keys[name][0]]["changed"]:
                         table.add_published(self._writer.rows(file))
         except (OSError, PublicationError):
             return False
-        return True
+        return bool(last_id == state["id"])
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, the same numbers on every rank, and of tables this rank's
-        part; empty once the tables are not sharded any more."""
-        if sharded_tables_of(self._trainer.lightning_module) is not self._changed.tables.shards:
-            return {}
-        in_full = self._changed.in_full()
-        sequence = 0 if self._needs_snapshot else self._sequence
+        """Collective, without a publication in flight. Return what a checkpoint keeps: the same on
+        every rank, and of tables this rank's part."""
+        in_full = self._tables_in_full()
+        last_id = None if self._needs_snapshot else self._last_id
         tables = {name: table.state(name in in_full) for name, table in self._tables.items()}
-        return {"job": self.job, "run": self._run, "sequence": sequence, "tables": tables}
+        return {"run": self._run, "sequence": self._sequence, "id": last_id, "tables": tables}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the tables still are those of the fit."""
+        tables = sharded_tables_of(self._trainer.lightning_module)
+        return tables is self._changed.tables.shards
+
+    def _tables_in_full(self) -> set[str]:
+        """Collective. Return the tables of which all rows may have changed."""
+        return set().union(*self.ranks.all_gather(set(self._changed.in_full())))
+
+    def has_changes(self) -> bool:
+        """Collective. Return whether anything may have changed since the last publication."""
+        in_full = self._tables_in_full()
+        rows = [table.changed_rows(name in in_full) for name, table in self._tables.items()]
+        is_changed = any(map(len, rows)) or _crc32(self._dense_weights()) != self._dense_crc32
+        return any(self.ranks.all_gather(is_changed))
 
     def publish(self, step: int) -> None:
         """Collective. Copy what is to be published, and write it in a thread; a snapshot is written
         at once."""
         ranks = self.ranks
-        sequence = self._sequence + 1
+        # A number is not used again: what has failed may still come into sight.
+        self._sequence += 1
+        sequence = self._sequence
         is_snapshot = self._needs_snapshot or sequence % self._full_every == 0
-        in_full = set().union(*ranks.all_gather(set(self._changed.in_full())))
-        folder = ranks.all_gather(f"rows-{sequence:08d}-{secrets.token_hex(4)}")[0]
+        in_full = self._tables_in_full()
+        own_id: str = ranks.all_gather(secrets.token_hex(8))[0]
+        folder = f"rows-{sequence:08d}-{own_id}"
         self._part = part = _Part(f"{folder}/{{}}.{ranks.rank}", self._writer)
         dense = self._dense_weights()
+        self._dense_crc32 = _crc32(dense)
         later: list[tuple[str, str, Any]] = []
         for name, table in self._tables.items():
             numbers = table.changed_rows(name in in_full)
@@ -201,7 +246,8 @@ class PublishedFit:
         self._changed.begin()
         self._manifest = {
             "sequence": sequence,
-            "base": None if self._needs_snapshot else self._sequence,
+            "id": own_id,
+            "base": None if self._needs_snapshot else self._last_id,
             "step": step,
             "job": self.job,
             "run": self._run,
@@ -269,14 +315,18 @@ class PublishedFit:
             if self.ranks.rank == 0:
                 _problem_of(lambda: self._writer.remove(self._manifest["folder"]))
             raise CheckpointError(
-                f"PublishRows: publication {self._sequence + 1} of step {self.last_step} cannot be "
+                f"PublishRows: publication {self._sequence} of step {self.last_step} cannot be "
                 f"written to {self._writer.folder}: {problem}. The earlier ones are unchanged."
             )
-        self._sequence += 1
+        self._last_id = self._manifest["id"]
         self._needs_snapshot = False
+        if self.ranks.rank == 0:
+            problem = _problem_of(lambda: self._writer.remove_older(self._keep))
+            if problem:
+                rank_zero_warn(f"PublishRows: old publications cannot be removed: {problem}.")
 
     def _complete(self, parts: list[dict[Any, Any]]) -> None:
-        """Write the manifest, and remove what is not to be kept."""
+        """Write the manifest."""
         tables: dict[str, Any] = {}
         for name, table in self._tables.items():
             key, *also = self._keys[name]
@@ -288,12 +338,13 @@ class PublishedFit:
                 tables[key][form] = [
                     part[name, form] for part in parts if part.get((name, form)) is not None
                 ]
-        self._writer.write_manifest({
-            **self._manifest,
-            "tables": tables,
-            "dense": parts[0]["dense"],
-        })
-        self._writer.remove_older(self._keep)
+        manifest = {**self._manifest, "tables": tables, "dense": parts[0]["dense"]}
+        try:
+            self._writer.write_manifest(manifest)
+        except Exception:
+            # It may be there, though what said so was lost.
+            if self._writer.manifest(manifest["sequence"])["id"] != manifest["id"]:
+                raise
 
     def release(self) -> None:
         """Stop following the tables, and wait 120 s at most for what is being written; it is then
@@ -333,6 +384,34 @@ class _Part:
     def _try(self, key: Any, write: Callable[[], Any]) -> None:
         problem = _problem_of(lambda: self.files.__setitem__(key, write()))
         self.problem = self.problem or problem
+
+
+def published_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the step of a checkpoint, and which publication it comes after, where it is of one
+    job's publications."""
+    published = {"step": checkpoint.get("global_step")}
+    jobs = checkpoint.get(STATE, {})
+    if len(jobs) == 1:
+        ((published["job"], state),) = jobs.items()
+        published |= {name: state[name] for name in ("run", "sequence", "id")}
+    return published
+
+
+def num_writes(trainer: Trainer) -> Any:
+    """Return how often rows of this rank's tables were written, but by FBGEMM."""
+    tables: Any = getattr(trainer.strategy, "run_tables", None)
+    if tables is None:
+        return None
+    weights = [shard for shards in tables.shards.parameters().values() for shard in shards]
+    with without_torch_function():
+        return versions_of(weights), dict(tables.shards.state.writes)
+
+
+def _crc32(tensors: Mapping[str, Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors.values():
+        checksum = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def _problem_of(action: Callable[[], Any]) -> str:

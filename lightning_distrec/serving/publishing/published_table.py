@@ -207,7 +207,6 @@ class PublishedTable:
         """Return what a checkpoint keeps: which rows changed since the last publication, and what
         the mapping had for each row then."""
         flags = ChunkedTensor((self.shape[0], 1), torch.uint8, [])
-        unpublished = torch.cat([self._pending, self._in_flight])
         for shard in self._shards if not self._is_replicated else ():
             if shard.column:
                 continue
@@ -215,7 +214,7 @@ class PublishedTable:
             chunk = torch.full((num_rows, 1), int(in_full), dtype=torch.uint8)
             if not in_full:
                 chunk[self._changed.ids_of(shard).cpu()] = 1
-            local = unpublished - shard.row
+            local = self._pending - shard.row
             chunk[local[(local >= 0) & (local < num_rows)]] = 1
             flags.chunks.append(Chunk((shard.row, 0), chunk))
         state = {}
@@ -226,10 +225,16 @@ class PublishedTable:
             state["ids"] = ChunkedTensor((self.shape[0], 1), torch.int64, chunks)
         return state
 
-    def load(self, state: Mapping[str, Any]) -> bool:
-        """Go on from a checkpoint's `state`; return whether it is of a table of this size."""
+    def load(self, state: Mapping[str, Any], was_written: bool) -> bool:
+        """Go on from a checkpoint's `state`; return whether it is of a table of this size.
+
+        was_written: whether rows were written since the checkpoint was loaded.
+        """
         lazy: Any
         pending = [NO_ROWS]
+        # A table that every rank had is compared with what was published, which is not known now.
+        if was_written or "changed" not in state:
+            pending.append(self.all_rows())
         for name, value in state.items():
             lazy = as_lazy(value)
             if tuple(lazy.shape) != (self.shape[0], 1):

@@ -57,7 +57,8 @@ def test_follows_to_the_digit(folder: Path) -> None:
     before = file.read_bytes()
     steps = []
     for published, manifest in one_by_one(folder / "published"):
-        assert server.apply(str(published)) == 1
+        # The export is of the step of publication 1.
+        assert server.apply(str(published)) == (manifest["sequence"] > 1)
         steps.append(server.published["step"])
         if manifest["step"] in exports:
             assert_serves_as(server, exports[manifest["step"]])
@@ -98,7 +99,9 @@ def test_keeps_what_it_has(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "published", published)
     server = export_step(folder, "step=6")
     (published / "manifest-00000004.json").unlink()
-    with pytest.raises(ValueError, match="publication 4|publication 5 does not go on from 3"):
+    with pytest.raises(
+        ValueError, match="publication 5 does not go on from what is served, of step 9"
+    ):
         server.apply(str(published))
     assert server.published["step"] == 9
     assert_serves_as(server, export_step(folder, "step=9"))
@@ -182,7 +185,7 @@ def test_a_rank_dies_in_a_publication(tmp_path: Path) -> None:
     )
     assert list(published.glob("rows-00000003-*"))
     server = export_step(tmp_path, "step=3")
-    assert server.apply(str(published)) == 2
+    assert server.apply(str(published)) == 1
     checkpoint = str(tmp_path / "checkpoints" / "step=6.ckpt")
     run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 9, None, "tables", "Adagrad", checkpoint)
     assert len(list(published.glob("rows-00000003-*"))) == 1
