@@ -100,9 +100,10 @@ def train_and_publish(
     optimizer: str = "Adagrad",
     resume_from: str | None = None,
     callbacks: tuple[Callback, ...] = (),
+    tables: dict[str, Any] | None = None,
 ) -> None:
     """Train on the ranks that call it, with `step=N.ckpt` beside the publications of every third
-    step. options: of PublishRows."""
+    step, and `end.ckpt`. options: of PublishRows. tables: other options of some tables."""
     make_module, batch = JOBS[kind]
     torch.manual_seed(7)
     module = make_module()
@@ -112,13 +113,14 @@ def train_and_publish(
     )
     publish = PublishRows(f"{folder}/published", **({"every_n_steps": EVERY} | (options or {})))
     trainer = make_trainer(
-        {"tables": TABLES if kind == "tables" else {}},
+        {"tables": TABLES | (tables or {}) if kind == "tables" else {}},
         max_steps=num_steps,
         callbacks=[publish, *callbacks, checkpoints],
         enable_checkpointing=True,
     )
     loader = DataLoader([batch(step) for step in range(40)], batch_size=None)
     trainer.fit(module, loader, ckpt_path=resume_from)
+    trainer.save_checkpoint(f"{folder}/checkpoints/end.ckpt")
 
 
 class DiesInPublication(Callback):
@@ -139,6 +141,36 @@ class DiesInPublication(Callback):
             return write(writer, name, tables)
 
         PublicationWriter.write_tables = write_or_die  # type: ignore[method-assign]
+
+
+class WritesRows(Callback):
+    """Halves rows after some steps, when training ends, and when it begins again."""
+
+    def _halve(self, module: pl.LightningModule) -> None:
+        with torch.no_grad():
+            module.bags.embedding_bags["by_row"].weight.mul_(0.5)
+            module.last.bias.add_(1)
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.global_step:
+            self._halve(module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step in (3, 5):
+            self._halve(module)
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._halve(module)
+
+
+class LosesRows(Callback):
+    """Removes the rows of the oldest publication after a step, as a clean-up by hand might."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 8 and trainer.is_global_zero:
+            (publish,) = [c for c in trainer.callbacks if isinstance(c, PublishRows)]
+            writer = publish._writer
+            shutil.rmtree(writer.path(writer.manifest(writer.sequences()[0])["folder"]))
 
 
 class FillsDisk(Callback):

@@ -13,11 +13,14 @@ import torch
 from lightning_distrec import PublishRows
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.serving.answer import Server
+from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.follow import manifest_crc32
 from tests.support.publishing_model import (
     JOBS,
     DiesInPublication,
     FillsDisk,
+    LosesRows,
+    WritesRows,
     export_step,
     one_by_one,
     train_and_publish,
@@ -156,23 +159,67 @@ def test_dense_updates_publish_all_rows(tmp_path: Path) -> None:
     assert_serves_as(server, export_step(tmp_path, "step=6"))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, num_ranks: int) -> None:
-    """Resumed at step 6, where 13 steps were published: what those changed is published again."""
-    for name in ("checkpoints", "published"):
-        shutil.copytree(folder / name, tmp_path / name)
+@pytest.fixture(scope="module")
+def between(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks published after steps 4, 8, 10 and 11, the end, with a checkpoint of step 6."""
+    folder = tmp_path_factory.mktemp("between")
+    run_on_warm_ranks(train_and_publish, 2, str(folder), 11, {"every_n_steps": 4})
+    return folder
+
+
+@pytest.mark.parametrize("form", ["ranks", "sharding", "writes", "emptied"])
+def test_goes_on_from_a_checkpoint(between: Path, tmp_path: Path, form: str) -> None:
+    """Resumed at step 6, where 11 steps were published: what those changed is published again."""
+    shutil.copytree(between / "checkpoints", tmp_path / "checkpoints")
+    shutil.copytree(between / "published", tmp_path / "published")
     server = export_step(tmp_path, "step=3")
-    server.apply(str(tmp_path / "published"))
-    checkpoint = tmp_path / "checkpoints" / "step=6.ckpt"
-    (tmp_path / "checkpoints" / "step=9.ckpt").unlink()
-    job = (None, "tables", "Adagrad", str(checkpoint))
-    run_on_warm_ranks(train_and_publish, num_ranks, str(tmp_path), 9, *job)
-    published = [path.name for path in (tmp_path / "published").glob("manifest-*")]
-    assert "manifest-00000006.json" in published
-    manifest = json.loads((tmp_path / "published" / "manifest-00000006.json").read_text())
-    assert not manifest["is_snapshot"]
-    assert server.apply(str(tmp_path / "published")) == 1
-    assert_serves_as(server, export_step(tmp_path, "step=9"))
+    published = str(tmp_path / "published")
+    assert server.apply(published) == 3
+    for name in ("step=9.ckpt", "end.ckpt"):
+        (tmp_path / "checkpoints" / name).unlink()
+    if form == "emptied":
+        shutil.rmtree(published)
+    callbacks = (WritesRows(),) if form == "writes" else ()
+    by_row = {"sharding_types": ["row_wise"]}
+    tables = {"small": by_row, "by_column": by_row} if form == "sharding" else None
+    checkpoint = str(tmp_path / "checkpoints" / "step=6.ckpt")
+    job = ({"every_n_steps": 4}, "tables", "Adagrad", checkpoint, callbacks, tables)
+    run_on_warm_ranks(train_and_publish, 3 if form == "ranks" else 2, str(tmp_path), 12, *job)
+    manifests = sorted((tmp_path / "published").glob("manifest-*"))
+    # The first of the resumed job, which has all rows where it cannot be known which changed.
+    manifest = json.loads(manifests[0 if form == "emptied" else 3].read_text())
+    assert manifest["step"] == 8
+    assert manifest["is_snapshot"] == (form == "emptied")
+    assert server.apply(published) >= 1
+    assert_serves_as(server, export_step(tmp_path, "end"))
+
+
+def test_publishes_what_callbacks_write(tmp_path: Path) -> None:
+    """A callback that comes after PublishRows in the list, and that writes after the last step."""
+    job = (None, "tables", "Adagrad", None, (WritesRows(),))
+    run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 6, *job)
+    server = export_step(tmp_path, "step=3")
+    assert server.apply(str(tmp_path / "published")) == 2
+    assert_serves_as(server, export_step(tmp_path, "end"))
+
+
+def test_a_folder_with_other_things(folder: Path, tmp_path: Path) -> None:
+    """Characters of patterns in its name, files of the user, and old publications that cannot be
+    removed."""
+    path = tmp_path / "layers=[64,32]"
+    (path / "published" / "rows-2024").mkdir(parents=True)
+    (path / "published" / "rows-2024.parquet").write_bytes(b"of the user")
+    job = ({"full_every": 1, "keep": 1}, "tables", "Adagrad", None, (LosesRows(),))
+    run_on_ranks(train_and_publish, 2, str(path), 12, *job)
+    assert (path / "published" / "rows-2024").is_dir()
+    assert (path / "published" / "rows-2024.parquet").is_file()
+    server = export_step(path, "step=3")
+    server.apply(str(path / "published"))
+    assert_serves_as(server, export_step(path, "step=12"))
+    untrained = tmp_path / "untrained"
+    export_for_serving(JOBS["tables"][0](), JOBS["tables"][1](0), untrained)
+    with pytest.raises(ValueError, match="gives ids rows of .*mapped.*: export a checkpoint"):
+        Server(untrained).apply(str(folder / "published"))
 
 
 def test_a_rank_dies_in_a_publication(tmp_path: Path) -> None:
