@@ -92,28 +92,11 @@ class LooksUpTwice(WeightsOfALayer):
 
 
 class FreezesTables(PositionWeighted):
-    """Freezes its tables, before the fit or after the first batch; the processor learns on."""
-
-    def __init__(self, optimizer: type, options: dict[str, Any], final: int) -> None:
-        super().__init__(optimizer, options)
-        self.after = final
-        self.freeze_tables(0)
-
-    def freeze_tables(self, num_batches: int) -> None:
-        if num_batches == self.after:
-            self.ebc._embedding_bag_collection.requires_grad_(False)
+    """Freezes its tables after two batches; the processor learns on."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.freeze_tables(len(self.losses))
-
-
-class CallsDiffer(WeightsOfALayer):
-    """On rank 1 the fourth step looks up other ids than those of its batch."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 3 and rank_and_num_ranks()[0] == 1:
-            batch = batch | {"ids": batch["ids"] % 5}
-        return super().training_step(batch, batch_idx)
+        if len(self.losses) == 2:
+            self.ebc._embedding_bag_collection.requires_grad_(False)
 
 
 class RanksDisagree(WeightsOfALayer):
@@ -125,19 +108,11 @@ class RanksDisagree(WeightsOfALayer):
 
 
 class FreezesProcessors(PositionWeighted):
-    """Freezes its feature processor before the fourth batch: on all ranks, or on rank 1 only."""
-
-    def __init__(self, optimizer: type, options: dict[str, Any], everywhere: bool) -> None:
-        super().__init__(optimizer, options)
-        self.everywhere = everywhere
-
-    def freeze_processors(self, num_batches: int) -> None:
-        if num_batches == 3:
-            self.ebc._feature_processors.requires_grad_(False)
+    """Freezes its feature processor before the fourth batch."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.everywhere or rank_and_num_ranks()[0] == 1:
-            self.freeze_processors(batch_idx)
+        if batch_idx == 3:
+            self.ebc._feature_processors.requires_grad_(False)
 
 
 class FreezesBeforeBackward(WeightsOfALayer):

@@ -27,10 +27,8 @@ from tests.multiprocess.sharding.test_traffic import (
     _batch,
 )
 from tests.support.advised_models import NUM_USERS, Advised
-from tests.support.movielens_folder import write_movielens_folder
 from tests.support.ranks import run_each_on_ranks
 
-ROOT = Path(__file__).resolve().parents[3]
 MEMORY = 64 * 2**20
 """Of a rank, so little that plans go by it."""
 
@@ -138,21 +136,10 @@ def _jobs(folder: Path) -> dict[str, Path]:
     }
     config = yaml.safe_load(jobs["lookups"].read_text()) | {"model": lookups}
     jobs["lookups"].write_text(yaml.safe_dump(config))
-    config = yaml.safe_load((ROOT / "recipes/movielens_dlrm/cpu.yaml").read_text())
-    write_movielens_folder(folder / "movielens")
-    config["data"]["init_args"]["data_dir"] = str(folder / "movielens")
-    config["trainer"] |= yaml.safe_load(jobs["users"].read_text())["trainer"] | {
-        "strategy": "torchrec_sharded"
-    }
-    config["trainer"]["logger"]["init_args"]["save_dir"] = str(folder / "recipe")
-    del config["trainer"]["accumulate_grad_batches"]
-    (folder / "recipe").mkdir()
-    jobs["recipe"] = folder / "recipe" / "job.yaml"
-    jobs["recipe"].write_text(yaml.safe_dump(config))
     return jobs
 
 
-NAMES = ("lookups", "users", "recipe")
+NAMES = ("lookups", "users")
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +169,7 @@ def test_the_plan_is_that_of_a_fit_of_the_same_yaml(
     assert _dry(file, capsys, "--save-plan", str(tmp_path / "plan.json"))["fits"]
     real, dry = load_plan(file.parent / "run" / "version_0"), load_plan(tmp_path / "plan.json")
     assert plan_text(real) == plan_text(dry)
-    assert len(real.tables) == {"lookups": 7, "users": 3, "recipe": 8}[name]
+    assert len(real.tables) == {"lookups": 7, "users": 3}[name]
 
 
 def test_a_plan_with_other_memory_is_another_so_that_the_comparison_can_fail(
@@ -211,7 +198,7 @@ def test_bytes_of_a_step_are_those_that_ranks_send(
 def test_a_plan_file_is_looked_at_in_place_of_a_plan(
     fitted: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = fitted["recipe"]
+    file = fitted["users"]
     real = str(file.parent / "run" / "version_0" / "plan.json")
     planned, followed = _dry(file, capsys), _dry(file, capsys, "--plan-file", real)
     assert followed["ranks"]["memory_bytes"] == planned["ranks"]["memory_bytes"]

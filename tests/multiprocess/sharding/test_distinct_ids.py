@@ -19,7 +19,6 @@ from tests.support.click_model import (
     rank_loader,
     seeded,
 )
-from tests.support.parameters import slow_except
 from tests.support.plain_loop import OPTIMIZERS
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
@@ -51,21 +50,14 @@ def case(cut: str, optimizer: str, num_ranks: int = 2, depth: int = 3) -> Case:
     return click_case(WithPlainRows, optimizer, join=None, **fields)
 
 
-QUICK = {
-    "row-wise": case("row_wise", "SGD"),
+CASES = {
     "table-wise, three ranks": case("table_wise", "Adagrad", 3),
     "columns": case("column_wise", "Adam"),
-    "row-wise, not prefetched": case("row_wise", "Adagrad", depth=1),
-}
-CASES = QUICK | {
-    "RowWiseAdagrad": case("row_wise", "RowWiseAdagrad"),
-    "RowWiseAdagrad, three ranks": case("table_wise", "RowWiseAdagrad", 3),
-    "row-wise, Adam, three ranks": case("row_wise", "Adam", 3),
-    "columns, Adagrad, three ranks": case("column_wise", "Adagrad", 3),
+    "row-wise, not prefetched": case("row_wise", "SGD", depth=1),
 }
 
 
-@pytest.mark.parametrize("name", slow_except(list(QUICK), CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_ids_that_are_sent_once_train_as_in_one_process(name: str) -> None:
     check(CASES[name])
 

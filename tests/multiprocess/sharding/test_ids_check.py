@@ -1,6 +1,5 @@
 """Ids outside of a table: told on every rank with feature, table, id and range, under every cut."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from torch import Tensor
 
 from tests.support.cases import Case, check_refused, click_case, run_case
 from tests.support.click_model import ClickModel, SequenceModel
-from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks
 
 
@@ -42,25 +40,22 @@ def case(cut: str, mode: str, bad_id: int = 99, kind: type = WithBadId) -> Case:
     return click_case(kind, sgd, bad_id=bad_id, strategy=strategy, steps=5)
 
 
-CASES = list(product(["table_wise", "row_wise", "column_wise"], [37, 10**12, -1]))
-QUICK = [("table_wise", 37), ("row_wise", 10**12), ("column_wise", -1)]
-
-
-@pytest.mark.parametrize(("cut", "bad_id"), slow_except(QUICK, CASES))
-def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "bad_id", "kind"),
+    [
+        ("table_wise", 37, WithBadId),
+        ("row_wise", 10**12, SequencesWithBadId),
+        ("column_wise", -1, WithBadId),
+    ],
+)
+def test_an_id_out_of_range_is_an_error_on_every_rank(cut: str, bad_id: int, kind: type) -> None:
     words = f"IdsError: feature 'c' of table 'ebc.narrow' has the id {bad_id}, but the table has "
-    check_refused(case(cut, "error", bad_id), f"{words}rows 0 to 36")
+    check_refused(case(cut, "error", bad_id, kind), f"{words}rows 0 to 36")
 
 
-def test_sequence_tables_are_checked_too() -> None:
-    words = "feature 'c' of table 'ebc.narrow' has the id 99"
-    check_refused(case("row_wise", "error", kind=SequencesWithBadId), words)
-
-
-@pytest.mark.parametrize("mode", slow_except(["warn"], ["warn", "ignore"]))
-def test_row_zero_is_looked_up_in_place_of_an_id_out_of_range(mode: str) -> None:
+def test_row_zero_is_looked_up_in_place_of_an_id_out_of_range() -> None:
     expected = run_case(case("table_wise", "error", 0))[0].state
-    for cut in ("table_wise", "row_wise"):
+    for cut, mode in (("table_wise", "ignore"), ("row_wise", "warn")):
         first, second = run_case(case(cut, mode))
         torch.testing.assert_close(first.state, expected, atol=1e-6, rtol=0.0)
         texts = [text for text in second.warnings if "has the id" in text]

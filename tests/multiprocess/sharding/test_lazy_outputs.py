@@ -14,41 +14,39 @@ from torch.utils.data import DataLoader
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from lightning_distrec.sharding.lookup.lazy_outputs import LazyJaggedTensor, LazyKeyedTensor
-from tests.support.cases import Case, case_of, check
+from tests.support.cases import Case, check
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.recognised_models import ROWS, STEPS, Bags, Sequences, draw, fit
 from tests.support.trainers import make_trainer
 
 USES: dict[str, Callable[[KeyedTensor], Tensor]] = {
-    "values": lambda kt: kt.values(),
-    "keys first": lambda kt: torch.cat([kt[key] for key in reversed(kt.keys())], 1),
-    "by name": lambda kt: kt["f@t"] * kt["f@u"][:, :8],
+    "whole": lambda kt: kt.values(),
+    "keys_first": lambda kt: torch.cat([kt[key] for key in reversed(kt.keys())], 1),
+    "by_name": lambda kt: kt["f@t"] * kt["f@u"][:, :8],
     "dict": lambda kt: torch.cat(list(kt.to_dict().values()), 1),
     "regroup": lambda kt: torch.cat(
         KeyedTensor.regroup([kt, kt], [kt.keys()[:1], kt.keys()[1:2]]), 1
     ),
-    "regroup as dict": lambda kt: torch.cat(
-        list(
-            KeyedTensor.regroup_as_dict(
-                [kt], [kt.keys()[:2], kt.keys()[2:]], ["left", "right"]
-            ).values()
-        ),
-        1,
+    "regroup_as_dict": lambda kt: torch.cat(
+        list(KeyedTensor.regroup_as_dict([kt], [kt.keys()[:2], kt.keys()[2:]], "ab").values()), 1
     ),
     "flattened": lambda kt: torch.cat(tree_flatten(kt)[0], 1),
     "rebuilt": lambda kt: tree_unflatten(*tree_flatten({"kt": kt}))["kt"].values(),
     "mapped": lambda kt: tree_map(lambda leaf: leaf * 2, [kt])[0].values(),
     "moved": lambda kt: kt.to(torch.device("cpu")).values(),
-    "made again": lambda kt: KeyedTensor(kt.keys(), kt.length_per_key(), kt.values()).values(),
-    "seen without gradient": lambda kt: _seen(kt).values(),
-    "columns seen without gradient": lambda kt: _columns_seen(kt)["f@t"] * kt["f@u"][:, :8],
+    "made_again": lambda kt: KeyedTensor(kt.keys(), kt.length_per_key(), kt.values()).values(),
     "said": lambda kt: (str(kt), repr(kt), kt.values())[2],
-    "detached too": lambda kt: kt.values() + kt.values().detach(),
-    "by position": lambda kt: kt.values()[:, kt.offset_per_key()[1] :],
+    "detached_too": lambda kt: kt.values() + kt.values().detach(),
+    "by_position": lambda kt: kt.values()[:, kt.offset_per_key()[1] :],
     "awaited": lambda kt: _awaited(kt).values(),
     "columns": lambda kt: kt.values().split(kt.length_per_key(), dim=1)[0],
+    "seen": lambda kt: _seen(kt, KeyedTensor.values).values(),
+    "columns_seen": lambda kt: _seen(kt, lambda kt: kt["f@t"])["f@t"] * kt["f@u"][:, :8],
 }
 """What user code does with bags; each returns what goes into a loss."""
+# Values and columns are made of each other: of columns where sharding types differ, or of values.
+for _name in ("seen", "columns_seen"):
+    USES[f"{_name}_unequal"] = USES[f"{_name}_equal"] = USES[_name]
 
 
 def _awaited(output: Any) -> Any:
@@ -57,30 +55,37 @@ def _awaited(output: Any) -> Any:
     return output.wait() if isinstance(output, (LazyKeyedTensor, LazyJaggedTensor)) else output
 
 
-def _seen(output: KeyedTensor) -> KeyedTensor:
+def _seen(output: KeyedTensor, part: Callable[[KeyedTensor], Tensor]) -> KeyedTensor:
     with torch.no_grad():
-        assert not (output.values() * 2).requires_grad
-    return output
-
-
-def _columns_seen(output: KeyedTensor) -> KeyedTensor:
-    with torch.no_grad():
-        assert not (output["f@t"] * 2).requires_grad
+        assert not (part(output) * 2).requires_grad
     return output
 
 
 class Uses(Bags):
-    """Uses its bags in one way."""
+    """Has bags for each use. is_sharded: counts what is sent ahead."""
 
-    def __init__(self, optimizer: str = "SGD", use: str = "values") -> None:
-        self.use = use
-        super().__init__(optimizer)
+    def __init__(self, is_sharded: bool = True) -> None:
+        self.is_sharded = is_sharded
+        super().__init__()
+
+    def build(self) -> None:
+        super().build()
+        bags = self.ebc
+        del self.ebc
+        self.uses = torch.nn.ModuleDict({name: copy.deepcopy(bags) for name in USES})
 
     def prepared(self, batch: Any, step: int) -> Any:
         return KeyedJaggedTensor(["f", "g"], batch["values"], lengths=batch["lengths"])
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return USES[self.use](self.ebc(batch))
+        return torch.cat([USES[name](bags(batch)) for name, bags in self.uses.items()], 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+    def keep(self) -> None:
+        if self.is_sharded:
+            super().keep()
 
 
 def features(step: int, rank: int) -> KeyedJaggedTensor:
@@ -92,48 +97,39 @@ def counts(trainer: Any) -> tuple[int, int]:
     return trainer.lightning_module.counts["training 0"]
 
 
-class OfOneProcess(Uses):
-    """The same without counts."""
-
-    def on_train_end(self) -> None:
-        """Nothing is sent ahead."""
-
-
-RESTS = {"by position": ("bags.t.",), "columns": ("bags.u.",)}
-"""Tables that a use leaves out."""
-
-
-def case(use: str, **sharding_types: str) -> Case:
-    tables = {name: {"sharding_types": [kind]} for name, kind in sharding_types.items()}
-    strategy = {"tables": tables, "prefetch": {"depth": 3}}
-    fields = {"batch": features, "steps": STEPS, "strategy": strategy, "limit": 2e-6}
-    fields |= {"rests": RESTS.get(use, ()), "plain": partial(OfOneProcess, use=use)}
-    return case_of(Uses, use=use, look=counts, **fields)
-
-
-CASES = {use: case(use) for use in USES}
-for unseen in ("seen without gradient", "columns seen without gradient"):
-    # Either is made of the other: values of columns where sharding types differ, or else columns of
-    # values.
-    CASES[f"{unseen}, unequal types"] = case(unseen, t="row_wise", u="table_wise")
-    CASES[f"{unseen}, equal types"] = case(unseen, t="row_wise", u="row_wise")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_whatever_user_code_does_with_bags_trains_as_unsharded(name: str) -> None:
-    for outcome in check(CASES[name]):
-        assert outcome.seen == (STEPS, STEPS - 1)
+def test_whatever_user_code_does_with_bags_trains_as_unsharded() -> None:
+    by_rows, by_tables = {"sharding_types": ["row_wise"]}, {"sharding_types": ["table_wise"]}
+    tables = {
+        "uses.*": by_tables,
+        "uses.*_equal.*": by_rows,
+        "uses.*_unequal.t": by_rows,
+        "uses.*_unequal.u": by_tables,
+    }
+    case = Case(
+        module=Uses,
+        plain=partial(Uses, is_sharded=False),
+        batch=features,
+        steps=STEPS,
+        strategy={"tables": tables, "prefetch": {"depth": 3}},
+        limit=2e-6,
+        rests=("by_position.embedding_bags.t.", "columns.embedding_bags.u."),
+        look=counts,
+    )
+    for outcome in check(case):
+        assert outcome.seen == (len(USES) * STEPS, len(USES) * (STEPS - 1))
 
 
 # -- looking at one lookup
 
 
-class Looks(Uses):
+class Looks(Bags):
     """Notes what its outputs are before and after they are touched."""
 
     def __init__(self, optimizer: str = "SGD") -> None:
         self.noted: list[dict[str, Any]] = []
         super().__init__(optimizer)
+
+    prepared = Uses.prepared
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         output = self.ebc(batch)
@@ -236,18 +232,12 @@ class TouchedLate(Bags):
         )
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.when == "next step" and self.retained:
-            self.seen.append(self.retained[-1].values().detach().clone())
         learning = self.ebc(batch[0])
         with torch.no_grad():
             self.retained.append(self.ebc(batch[1]))
         if self.when == "first":
             self.seen.append(self.retained[-1].values().clone())
         return learning.values()
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        if self.when == "before backward":
-            self.seen.append(self.retained[-1].values().clone())
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.when == "batch end":
@@ -269,7 +259,7 @@ def _touched(when: str) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
 
 
 def test_rows_are_those_of_their_lookup_whenever_they_are_touched() -> None:
-    times = ("first", "before backward", "batch end", "next step", "end", "never")
+    times = ("first", "batch end", "end", "never")
     for rank_result in run_each_on_ranks({when: (_touched, when) for when in times}, 2):
         losses, state, seen = rank_result["first"]
         assert len(seen) == STEPS
@@ -279,17 +269,15 @@ def test_rows_are_those_of_their_lookup_whenever_they_are_touched() -> None:
         for when in times[1:]:
             assert rank_result[when][0] == losses, when
             assert all(torch.equal(state[key], rank_result[when][1][key]) for key in state), when
-            number = {"never": 0, "next step": STEPS - 1}.get(when, STEPS)
-            assert len(rank_result[when][2]) == number
+            assert len(rank_result[when][2]) == (0 if when == "never" else STEPS)
             for first, other in zip(seen, rank_result[when][2], strict=False):
                 assert torch.equal(first, other), when
 
 
 class BackwardsOrder(Bags):
-    """Looks two batches of features up, and touches the second one's bags first, on one rank or on
-    both."""
+    """Looks two batches of features up, and on one rank touches the second one's bags first."""
 
-    on_ranks: tuple[int, ...] = ()
+    on_rank = -1
 
     def prepared(self, batch: Any, step: int) -> Any:
         return {
@@ -301,28 +289,22 @@ class BackwardsOrder(Bags):
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         bags, shifted_bags = self.ebc(batch["one"]), self.ebc(batch["other"])
-        if rank_and_num_ranks()[0] in self.on_ranks:
+        if rank_and_num_ranks()[0] == self.on_rank:
             second = shifted_bags.values()
             return bags.values() * second
         first = bags.values()
         return first * shifted_bags.values()
 
 
-def _ordered(on_ranks: tuple[int, ...], depth: int) -> tuple[list[float], dict[str, Tensor]]:
-    kind = type("Ordered", (BackwardsOrder,), {"on_ranks": on_ranks})
-    actual = fit(kind, depth, "Adam", {"sharding_types": ["table_wise"]})
+def _ordered(on_rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    kind = type("Ordered", (BackwardsOrder,), {"on_rank": on_rank})
+    actual = fit(kind, 3, "Adam", {"sharding_types": ["table_wise"]})
     return actual["losses"], actual["state"]
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_ranks_may_touch_rows_in_different_orders(depth: int) -> None:
-    orders = {"none": (), "both": (0, 1), "one": (1,)}
-    calls = {name: (_ordered, ranks, depth) for name, ranks in orders.items()}
-    for rank_result in run_each_on_ranks(calls, 2):
-        losses, state = rank_result["none"]
-        for name in ("both", "one"):
-            assert rank_result[name][0] == pytest.approx(losses, abs=1e-6), name
-            assert all(
-                torch.allclose(state[key], rank_result[name][1][key], rtol=0, atol=1e-5)
-                for key in state
-            ), name
+def test_ranks_may_touch_rows_in_different_orders() -> None:
+    for rank_result in run_each_on_ranks({"same": (_ordered, -1), "other": (_ordered, 1)}, 2):
+        losses, state = rank_result["same"]
+        assert rank_result["other"][0] == pytest.approx(losses, abs=1e-6)
+        for name, value in rank_result["other"][1].items():
+            assert torch.allclose(state[name], value, rtol=0, atol=1e-5), name

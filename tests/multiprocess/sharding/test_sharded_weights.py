@@ -21,16 +21,20 @@ from lightning_distrec.errors import ConfigError, ShardedWeightError, ShardingEr
 from tests.support.cases import Case, case_of, check, check_refused
 from tests.support.click_model import seeded
 from tests.support.embedding_models import TwoTower, loader, pairs, too_far, whole_state
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 STEPS = 3
+MIXED = {
+    "user_embedding": {"sharding_types": ["row_wise"]},
+    "item_embedding": {"sharding_types": ["column_wise"]},
+}
 Hook = Callable[[pl.LightningModule], Any]
 
 
-def _fit(model: pl.LightningModule, types: list[str] | None = None, **options: Any) -> pl.Trainer:
+def _fit(model: pl.LightningModule, **options: Any) -> pl.Trainer:
     rank, _ = rank_and_num_ranks()
-    trainer = make_trainer({"convert_embeddings": "all", "sharding_types": types} | options)
+    trainer = make_trainer({"convert_embeddings": "all"} | options)
     pl.seed_everything(7, verbose=False)
     trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
     return trainer
@@ -73,57 +77,44 @@ DRAWS = {
 
 
 class Draws(TwoTower):
-    """Draws its weights in a hook, as the sequence models of rectools do."""
+    """Draws its weights in hooks, as the sequence models of rectools do."""
 
-    def __init__(self, draw: str, hook: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__(num_items=71)  # unequal shards
-        self.draw, self.hook = draw, hook
-        self.drawn: Any = None
+        self.drawn: dict[str, Any] = {}
 
     def on_fit_start(self) -> None:
-        if self.hook == "on_fit_start":
-            self.draw_all()
+        self.draw("truncated", "kaiming", "noisy")
 
     def on_train_start(self) -> None:
-        if self.hook == "on_train_start":
-            self.draw_all()
+        self.draw("xavier", "own")
 
-    def draw_all(self) -> None:
-        for weight in self.parameters():
-            if weight.dim() > 1:
-                DRAWS[self.draw](weight)
-        state = whole_state(self) if self._trainer is not None else copy.deepcopy(self.state_dict())
-        self.drawn = state, torch.rand(2)
+    def draw(self, *names: str) -> None:
+        for name in names:
+            for weight in self.parameters():
+                if weight.dim() > 1:
+                    DRAWS[name](weight)
+            is_plain = self._trainer is None
+            state = copy.deepcopy(self.state_dict()) if is_plain else whole_state(self)
+            self.drawn[name] = state, torch.rand(2)
 
 
-def _drawn(draw: str, hook: str, types: list[str]) -> Any:
-    model = seeded(Draws, draw, hook)
-    _fit(model, types)
+def _drawn() -> Any:
+    model = seeded(Draws)
+    _fit(model, tables=MIXED)
     return model.drawn
 
 
-@pytest.mark.parametrize(
-    ("types", "num_ranks"),
-    [
-        (["row_wise"], 2),
-        (["column_wise"], 2),
-        pytest.param(["table_wise"], 3, marks=pytest.mark.slow),
-    ],
-)
-def test_weights_drawn_in_hooks_are_those_of_one_process(types: list[str], num_ranks: int) -> None:
-    hooks = dict(zip(DRAWS, ["on_fit_start", "on_train_start"] * 3, strict=False))
-    actual = run_each_on_ranks(
-        {draw: (_drawn, draw, hook, types) for draw, hook in hooks.items()}, num_ranks
-    )
+def test_weights_drawn_in_hooks_are_those_of_one_process() -> None:
+    actual = run_on_warm_ranks(_drawn, 2)
+    expected = seeded(Draws)
+    pl.seed_everything(7, verbose=False)
+    expected.on_fit_start()
+    expected.on_train_start()
     for draw in DRAWS:
-        expected = seeded(Draws, draw)
-        pl.seed_everything(7, verbose=False)
-        expected.draw_all()
-        state, _ = actual[0][draw]
-        assert too_far(state, expected.drawn[0], 0.0) == {}, draw
-        assert all(
-            torch.equal(rank_result[draw][1], expected.drawn[1]) for rank_result in actual
-        ), draw
+        state, numbers = expected.drawn[draw]
+        assert too_far(actual[0][draw][0], state, 0.0) == {}, draw
+        assert all(torch.equal(rank_result[draw][1], numbers) for rank_result in actual), draw
 
 
 # -- rows and sums of the weights, in the step and in hooks
@@ -147,6 +138,11 @@ class Looks(TwoTower):
         super().__init__()
         self.norms: list[Any] = []
         self.hook, self.optimizer = hook, optimizer
+
+    @property
+    def items(self) -> Tensor:
+        """Reads a weight where nn.Module replaces an AttributeError by its own."""
+        return self.item_embedding.weight[1:]
 
     def configure_optimizers(self) -> Any:
         if self.optimizer is not None:
@@ -195,9 +191,6 @@ LOADED: dict[str, Hook] = {
     "data": lambda model: setattr(model.item_embedding.weight, "data", ROWS.clone()),
     "all": _copy_all,
     "rows": _set_rows,
-    "another module": lambda model: setattr(
-        model, "item_embedding", nn.Embedding.from_pretrained(ROWS.clone())
-    ),
 }
 PARAMETER = "take the place of the weight of the sharded table 'item_embedding'"
 REPLACED: dict[str, tuple[Hook, str]] = {
@@ -240,7 +233,8 @@ class Normalized(TwoTower):
         self.max_norm = max_norm
 
     def on_train_batch_end(self, *_: Any) -> None:
-        for weight in (self.item_embedding.weight.data, self.user_tower[0].weight.data):
+        for module in (self.user_embedding, self.item_embedding, self.user_tower[0]):
+            weight = module.weight.data
             norms = weight.norm(dim=1, keepdim=True)
             if self.max_norm is None:
                 weight.copy_(nn.functional.normalize(weight))
@@ -248,28 +242,27 @@ class Normalized(TwoTower):
                 weight.mul_((self.max_norm / norms).clamp(max=1))
 
 
-def case(kind: type, *arguments: Any, cut: str = "row_wise", **values: Any) -> Case:
+def case(kind: type, *arguments: Any, **values: Any) -> Case:
     """Return a case of a two-tower model with both tables sharded."""
-    options = {"convert_embeddings": ["user_embedding", "item_embedding"], "sharding_types": [cut]}
+    options = {"convert_embeddings": ["user_embedding", "item_embedding"], "tables": MIXED}
     strategy = options | values.pop("strategy", {})
     fields = {"batch": pairs, "steps": STEPS, "limit": 1e-5, "strategy": strategy}
     return case_of(kind, *arguments, **fields | values)
 
 
-def normalized(cut: str, max_norm: float | None) -> Case:
-    names = ["item_embedding.weight", "user_tower.0.weight"]
+def normalized(max_norm: float | None) -> Case:
+    names = ["user_embedding.weight", "item_embedding.weight", "user_tower.0.weight"]
     trainer = {"callbacks": [NormalizeRows(names, max_norm)]}
-    return case(TwoTower, plain=partial(Normalized, max_norm), cut=cut, trainer=trainer)
+    return case(TwoTower, plain=partial(Normalized, max_norm), trainer=trainer)
 
 
-DENSE = {"embedding_update": "dense"}
-CUTS = ("row_wise", "column_wise")
+BY_ROWS = {"tables": {}, "sharding_types": ["row_wise"]}
 CASES = {
-    **{f"penalized, {cut}": case(Penalized, cut=cut, strategy=DENSE) for cut in CUTS},
-    **{f"norms, {cut}": case(Looks, cut=cut, same=norms_of, look=full_parameters) for cut in CUTS},
-    **{f"loaded by {way}": case(Loads, way) for way in LOADED},
-    **{f"normalized, {cut}": normalized(cut, None) for cut in CUTS},
-    **{f"norm below a maximum, {cut}": normalized(cut, 0.3) for cut in CUTS},
+    "penalized": case(Penalized, strategy={"embedding_update": "dense"}),
+    "norms": case(Looks, same=norms_of, look=full_parameters),
+    **{f"loaded by {way}": case(Loads, way, strategy=BY_ROWS) for way in LOADED},
+    "normalized": normalized(None),
+    "norm below a maximum": normalized(0.3),
 }
 
 
@@ -296,15 +289,6 @@ def test_parameters_in_the_place_of_shards_are_refused_on_every_rank(name: str) 
 
 
 # -- what is refused
-
-
-class Property(TwoTower):
-    """Reads the table's weight in a property, whose AttributeErrors nn.Module replaces by its
-    own."""
-
-    @property
-    def items(self) -> Tensor:
-        return self.item_embedding.weight[1:]
 
 
 REFUSED: dict[str, tuple[Hook, str]] = {
@@ -357,10 +341,6 @@ REFUSED: dict[str, tuple[Hook, str]] = {
 }
 
 
-class PropertyLooks(Looks, Property):
-    """Both."""
-
-
 def _refused(names: list[str]) -> dict[str, str]:
     message: dict[str, str] = {}
 
@@ -373,7 +353,7 @@ def _refused(names: list[str]) -> dict[str, str]:
 
     # by "all", one whose weight is read would stay on every rank
     pair = ["user_embedding", "item_embedding"]
-    _fit(seeded(PropertyLooks, try_each), ["row_wise"], convert_embeddings=pair)
+    _fit(seeded(Looks, try_each), sharding_types=["row_wise"], convert_embeddings=pair)
     return message
 
 
@@ -384,68 +364,44 @@ def test_other_reads_and_writes_are_refused_on_every_rank_by_name() -> None:
                 assert re.search(pattern, message[name], re.S), (name, message.get(name))
 
 
-def _wrong_calls() -> dict[str, str]:
-    rank, _ = rank_and_num_ranks()
-    strategy: Any = _fit(seeded(TwoTower)).strategy
-    message = {}
-    for case, call in {
-        "unknown": ("item_embeding.weight",),
-        "different": (["item_embedding", "user_embedding"][rank],),
-        "rows": ("item_embedding", (0, 71)),
-    }.items():
-        with pytest.raises(ConfigError) as refused:
-            strategy.full_parameter(*call)
-        message[case] = str(refused.value)
-    return message
-
-
-def _read_by_others(folder: str) -> dict[str, str]:
-    rank, _ = rank_and_num_ranks()
+def _wrong_calls(folder: str) -> dict[str, str]:
     model = seeded(TwoTower)
-    trainer = make_trainer({"convert_embeddings": "all"})
-    trainer.fit(model, loader([pairs(0, rank)]))
+    strategy: Any = _fit(model).strategy
     state, weights = model.state_dict(), dict(model.named_parameters())
     name = next(key for key, value in state.items() if isinstance(value, ShardedTensor))
     plain = torch.zeros(state[name].size())
+    different = ["item_embedding", "user_embedding"][rank_and_num_ranks()[0]]
     calls: dict[str, Callable[[], Any]] = {
-        "save_file": lambda: save_file(state, f"{folder}/state.safetensors"),
+        "unknown": lambda: strategy.full_parameter("item_embeding.weight"),
+        "different": lambda: strategy.full_parameter(different),
+        "rows": lambda: strategy.full_parameter("item_embedding", (0, 71)),
         "save_file of parameters": lambda: save_file(weights, f"{folder}/weights.safetensors"),
+        "save_file": lambda: save_file(state, f"{folder}/state.safetensors"),
         "equal": lambda: torch.equal(state[name], plain),
         "allclose": lambda: torch.allclose(plain, state[name]),
         "==": lambda: state[name] == plain,
     }
-    messages = {}
+    messages = {"name": name}
     for call, function in calls.items():
-        with pytest.raises((ShardingError, ShardedWeightError)) as raised:
+        with pytest.raises((ConfigError, ShardingError, ShardedWeightError)) as raised:
             function()
         messages[call] = str(raised.value)
-    return messages | {"name": name}
+    return messages
 
 
-def test_what_others_read_of_shards_is_refused_with_the_name_of_the_table(tmp_path: Any) -> None:
-    for messages in run_on_warm_ranks(_read_by_others, 2, str(tmp_path)):
-        name = messages.pop("name")
-        for call, message in messages.items():
-            assert "full_parameter('" in message, call
-            if call != "save_file of parameters":
-                assert (
-                    f"'{name}' in a state_dict is all ranks' shards of a table, and" in message
-                ), call
-                assert (
-                    f"trainer.strategy.full_parameter('{name}') returns them on every rank"
-                    in message
-                ), call
+def test_calls_that_need_more_than_shards_are_refused_with_the_name(tmp_path: Any) -> None:
+    for messages in run_on_warm_ranks(_wrong_calls, 2, str(tmp_path)):
+        unknown = "no parameter 'item_embeding.weight'; did you mean 'item_embedding.weight"
+        assert unknown in messages["unknown"]
+        assert "the ranks ask for different parameters" in messages["different"]
+        assert "rows=(0, 71) are not within the 70 rows" in messages["rows"]
+        assert "full_parameter('" in messages["save_file of parameters"]
+        name = messages["name"]
+        for call in ("save_file", "equal", "allclose", "=="):
+            assert f"'{name}' in a state_dict is all ranks' shards of a table" in messages[call]
+            way_out = f"trainer.strategy.full_parameter('{name}') returns them on every rank"
+            assert way_out in messages[call], call
     assert not list(tmp_path.iterdir())
-
-
-def test_full_parameter_refuses_what_is_not_there_on_every_rank() -> None:
-    for message in run_on_warm_ranks(_wrong_calls, 2):
-        assert re.search(
-            "no parameter 'item_embeding.weight'; did you mean 'item_embedding.weight",
-            message["unknown"],
-        )
-        assert re.search("the ranks ask for different parameters", message["different"])
-        assert re.search(r"rows=\(0, 71\) are not within the 70 rows", message["rows"])
 
 
 def test_normalize_rows_refuses_what_it_cannot_scale() -> None:

@@ -7,16 +7,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec.sharding.lookup import ids_exchange, sharded_lookup
 from tests.support.click_model import ClickModel, seeded, train_sharded
 from tests.support.ranks import run_on_warm_ranks
 
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
-    "SGD fused": (torch.optim.SGD, {"lr": 0.7}, "fused"),
     "Adagrad fused": (torch.optim.Adagrad, {"lr": 0.1}, "fused"),
-    "RowWiseAdagrad fused": (RowWiseAdagrad, {"lr": 0.1}, "fused"),
     "Adam dense": (torch.optim.Adam, {"lr": 0.01}, "dense"),
 }
 STEPS = 7
@@ -84,9 +81,7 @@ def _differences(cases: list[tuple[Any, ...]]) -> dict[str, str]:
 
 def test_the_short_path_leaves_the_same_bits() -> None:
     few = [
-        (ClickModel, "SGD fused", "table_wise", "sum", {}),
         (ReadsByKey, "Adagrad fused", "table_wise", "mean", {}),
-        (ReadsByKey, "RowWiseAdagrad fused", "row_wise", "mean", {}),
         (
             ClickModel,
             "Adam dense",

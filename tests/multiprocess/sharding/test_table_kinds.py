@@ -1,8 +1,6 @@
 """Tables of any kind, and whatever is said about single ones, train as in one process, or are
 refused by name."""
 
-import warnings
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +24,9 @@ from lightning_distrec import (
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.cases import Case, case_of, check, check_refused, click_case, run_case
-from tests.support.click_model import FEATURES, ClickModel, seeded, train_sharded
-from tests.support.embedding_models import TwoTower, loader, pairs, sequences
-from tests.support.parameters import slow_except
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
+from tests.support.click_model import FEATURES, ClickModel
+from tests.support.embedding_models import TwoTower, pairs, sequences
 from tests.support.tied_models import LightGCN, TiedSASRec
-from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.5})
 ADAM = (torch.optim.Adam, {"lr": 0.003, "eps": 1e-3})
@@ -141,14 +136,11 @@ class Keeps(ClickModel):
         return self.optimizer(groups, **self.options)
 
 
-NUMBERS: dict[str, Any] = {"int": int, "int64": np.int64, "int32": np.int32}
-
-
 class WithNumbers(TwoTower):
-    """Has a collection too. kind: the name of the type of its numbers of rows and columns."""
+    """Has a collection too; its numbers of rows and columns are numpy's."""
 
-    def __init__(self, kind: str) -> None:
-        number = NUMBERS[kind]
+    def __init__(self) -> None:
+        number = np.int64
         super().__init__(number(50), number(70), number(16))
         table = EmbeddingBagConfig(
             name="t", embedding_dim=number(8), num_embeddings=number(50), feature_names=["f"]
@@ -164,8 +156,8 @@ class WithNumbers(TwoTower):
         return torch.optim.Adagrad(self.parameters(), lr=0.05)
 
 
-def options_of(kind: str) -> dict[str, Any]:
-    number = NUMBERS[kind]
+def options_in_numbers() -> dict[str, Any]:
+    number = np.int64
     by_rows = {"sharding_types": ["row_wise"], "pooling_factor": number(1)}
     tables = {
         "item_embedding": TableOptions(min_partition=number(8)),
@@ -198,12 +190,19 @@ def tied(kind: type, batch: Any, cut: str, depth: int, **values: Any) -> Case:
     return case_of(kind, batch=batch, **fields | values)
 
 
-def left_whole(**strategy: Any) -> Case:
+def keeps_after_unshard(trainer: Any) -> None:
+    trainer.strategy.unshard()
+    model = trainer.lightning_module
+    kept = zip(model.ebc.embedding_bags.values(), model.kept["tables"], strict=True)
+    assert all(bag.weight is weight for bag, weight in kept)
+
+
+def left_whole() -> Case:
     """Return a case of a model whose item table stays whole, since its weight is read."""
     words = "'item_embedding' is not sharded, every rank has all of it: its weight is read in Tied"
     told = (words, "{'gathered_weight': True}")
     fields = {"batch": sequences, "steps": 4, "limit": 1e-5, "told": told}
-    return case_of(TiedSASRec, strategy={"convert_embeddings": "all"} | strategy, **fields)
+    return case_of(TiedSASRec, strategy={"convert_embeddings": "all"}, **fields)
 
 
 BY_ROWS = {"sharding_types": ["row_wise"]}
@@ -231,27 +230,19 @@ CASES = {
     "only odd dims": case_of(OnlyOdd, steps=4, rests=("mlp",)),
     "some kept whole": case_of(Mixed, strategy=KEPT, fits=2, limit=1e-5, look=cuts),
     "kept in a list": click_case(
-        Keeps, fits=2, strategy=BY_ROWS | {"embedding_update": "dense"}, limit=1e-5
+        Keeps,
+        fits=2,
+        strategy=BY_ROWS | {"embedding_update": "dense"},
+        limit=1e-5,
+        look=keeps_after_unshard,
     ),
     "gathered": tied(*SEQUENCES, "row_wise", 3),
-    "gathered, columns": tied(*SEQUENCES, "column_wise", 3),
-    "gathered, three ranks": tied(*SEQUENCES, "table_wise", 3, num_ranks=3),
-    "gathered graph": tied(*GRAPH, "row_wise", 1),
     "gathered graph, columns": tied(*GRAPH, "column_wise", 1),
-    "gathered graph, three ranks": tied(*GRAPH, "table_wise", 1, num_ranks=3),
     "read and left whole": left_whole(),
-    "nothing else to shard": left_whole(tables={"position_embedding": WHOLE}),
-    **{
-        f"numbers of {kind}": case_of(
-            WithNumbers, kind=kind, batch=pairs, strategy=options_of(kind), steps=3, limit=1e-5
-        )
-        for kind in NUMBERS
-    },
 }
-THREE_RANKS = [name for name in CASES if "three ranks" in name]
 
 
-@pytest.mark.parametrize("name", slow_except([n for n in CASES if n not in THREE_RANKS], CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_tables_train_as_in_one_process(name: str) -> None:
     outcomes = check(CASES[name])
     if name == "some kept whole":
@@ -266,27 +257,12 @@ def odd(name: str) -> Case:
     return case_of(OddDims, strategy={"tables": {name: BY_ROWS}}, steps=1)
 
 
-def mixed(**tables: Any) -> Case:
-    return case_of(Mixed, strategy={"convert_embeddings": "all", "tables": tables}, steps=1)
-
-
 REFUSED: dict[str, tuple[Case, str]] = {
     "odd": (
         odd("bags.ten"),
         "ShardingError: tables['bags.ten']: 'bags.ten' cannot be sharded: table 'ten' has",
     ),
     "beside an odd one": (odd("even"), "'mixed.even' cannot be sharded: table 'six' has"),
-    "odd rows": (odd("ro*"), "ShardingError: tables['ro*']: 'rows.ten' cannot be sharded"),
-    "unknown": (odd("seven"), "there is no table 'seven'"),
-    "kernel": (
-        mixed(**{"ebc.wide": {"compute_kernels": ["fused_uvm"]}}),
-        "on cpu rows are in the host's memory already; allow fused",
-    ),
-    "cache": (
-        mixed(t={"cache_load_factor": 0.2}),
-        "PlanError: table 'replicated.t': cache_load_factor=0.2 is for",
-    ),
-    "pattern": (mixed(**{"ebd.*": WHOLE}), "no table fits 'ebd.*'"),
     "sharded before": (
         case_of(Mixed, strategy=KEPT, fits=2, between=keep_own_rows_whole),
         "'own_rows' was sharded in an earlier run",
@@ -301,20 +277,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_table_cannot_be_is_refused_on_every_rank(name: str) -> None:
     check_refused(*REFUSED[name])
-
-
-def _raises_warnings() -> None:
-    model = seeded(TiedSASRec)
-    trainer = make_trainer({"convert_embeddings": ["item_embedding"]})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="the weight of table")
-        trainer.fit(model, loader([sequences(0, rank_and_num_ranks()[0])]))
-
-
-def test_a_named_table_whose_weight_is_read_is_named_before_the_step_that_raises() -> None:
-    message = "UserWarning: the weight of table 'item_embedding' is read in TiedSASRec"
-    with pytest.raises(RankFailed, match=message):
-        run_on_warm_ranks(_raises_warnings, 2)
 
 
 def test_a_collection_that_is_kept_whole_has_its_rows_from_configure_model() -> None:
@@ -333,22 +295,10 @@ def test_a_collection_that_is_kept_whole_has_its_rows_from_configure_model() -> 
     assert len(first.unique()) > 400
 
 
-def _keeps_after_unshard() -> bool:
-    model = seeded(Keeps, *SGD)
-    _, trainer = train_sharded(model, 1, BY_ROWS | {"embedding_update": "dense"})
-    trainer.strategy.unshard()  # type: ignore[attr-defined]
-    bags: Any = model.ebc.embedding_bags
-    kept = zip(bags.values(), model.kept["tables"], strict=True)
-    return all(bag.weight is weight for bag, weight in kept)
-
-
-def test_kept_weights_are_the_modules_again_after_unshard() -> None:
-    assert run_on_warm_ranks(_keeps_after_unshard, 2) == [True, True]
-
-
-def test_a_checkpoint_of_numbers_of_numpy_is_plain(tmp_path: Any) -> None:
-    folder = {"default_root_dir": str(tmp_path)}
-    outcome = run_case(replace(CASES["numbers of int64"], look=_save, trainer=folder))[0]
+def test_numbers_of_numpy_are_numbers_and_a_checkpoint_is_plain(tmp_path: Any) -> None:
+    fields = {"batch": pairs, "steps": 3, "limit": 1e-5, "look": _save}
+    fields |= {"strategy": options_in_numbers(), "trainer": {"default_root_dir": str(tmp_path)}}
+    outcome = check(case_of(WithNumbers, **fields))[0]
     saved = torch.load(tmp_path / "it.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(saved[name], value) for name, value in outcome.state.items())
     assert torch.equal(outcome.seen, saved["item_embedding.weight"][3:40])

@@ -169,7 +169,6 @@ def _fit(
     return actual | {"sent": callback.bytes_per_step, "across": across}
 
 
-SAME = {cut: {"": cut} for cut in ("table_wise", "row_wise", "column_wise")}
 MIXED = {
     "": "table_wise",
     "long": "row_wise",
@@ -183,57 +182,60 @@ ON_NODES = {
     "of_wide": "column_wise",
     "of_two": "row_wise",
 }
+ROUNDED = {"forward": "fp16", "backward": "bf16"}
 JOBS = {
-    2: {
-        **{cut: (_fit, cuts) for cut, cuts in SAME.items()},
-        "mixed": (_fit, MIXED),
-        "weighted": (_fit, MIXED, 1, True),
-        "rounded": (_fit, MIXED, 1, False, {"forward": "fp16", "backward": "bf16"}),
-        "ahead": (_fit, MIXED, 1, False, None, 3),
-    },
-    4: {
-        "mixed": (_fit, MIXED, 2),
-        "on_nodes": (_fit, ON_NODES, 2),
-        "on_nodes, rounded": (_fit, ON_NODES, 2, True, {"forward": "fp32", "backward": "fp16"}),
-    },
+    "mixed": (2, MIXED),
+    "weighted and rounded": (2, MIXED, 1, True, ROUNDED),
+    "ahead": (2, MIXED, 1, False, None, 3),
+    "on nodes": (4, ON_NODES, 2),
+    "on nodes, weighted and rounded": (
+        4,
+        ON_NODES,
+        2,
+        True,
+        {"forward": "fp32", "backward": "fp16"},
+    ),
 }
 
 
-WEIGHTED = ("weighted", "on_nodes, rounded")
-
-
 @pytest.fixture(scope="module")
-def actual() -> dict[tuple[int, str], list[dict[str, Any]]]:
-    """What each rank sent, by the number of ranks and the name of the job."""
-    ranks = {number: run_each_on_ranks(jobs, number) for number, jobs in JOBS.items()}
-    return {
-        (number, job): [entry[job] for entry in ranks[number]]
-        for number, jobs in JOBS.items()
-        for job in jobs
-    }
+def ranks_by_job() -> dict[str, list[dict[str, Any]]]:
+    """What each rank sent."""
+    results = {}
+    for number in (2, 4):
+        names = [name for name, job in JOBS.items() if job[0] == number]
+        of_ranks = run_each_on_ranks({name: (_fit, *JOBS[name][1:]) for name in names}, number)
+        results |= {name: [of_rank[name] for of_rank in of_ranks] for name in names}
+    return results
 
 
-@pytest.mark.parametrize(
-    ("ranks", "job"),
-    [(ranks, job) for ranks, jobs in JOBS.items() for job in jobs if job != "ahead"],
-)
-def test_estimated_bytes_are_those_that_ranks_send(actual: Any, ranks: int, job: str) -> None:
-    rank_results = actual[ranks, job]
-    traffic = rank_results[0]["plan"].traffic
-    assert traffic.layout.num_nodes == ranks // 2
-    for rank, local in enumerate(rank_results):
+@pytest.mark.parametrize("job", JOBS)
+def test_estimated_bytes_are_those_that_ranks_send(ranks_by_job: Any, job: str) -> None:
+    of_ranks, num_ranks = ranks_by_job[job], JOBS[job][0]
+    plan = of_ranks[0]["plan"]
+    traffic = plan.traffic
+    assert traffic.layout.num_nodes == num_ranks // 2
+    agreed = _agreed(of_ranks[0], "weighted" in job)
+    for rank, local in enumerate(of_ranks):
+        assert local["plan"].tables == plan.tables
         sent = local["sent"]
-        agreed = _agreed(rank_results[0], job in WEIGHTED) * (ranks - 1)
-        assert rank_results[0]["plan"].traffic.sent(IDS)[rank] + agreed == pytest.approx(
-            sent[IDS], abs=1e-6
-        )
+        ids = sent[IDS] - traffic.sent(IDS)[rank]
+        if job == "ahead":
+            assert 0 <= ids <= agreed
+        else:
+            assert ids == pytest.approx(agreed * (num_ranks - 1), abs=1e-6)
         assert traffic.sent(ROWS)[rank] == pytest.approx(sent[ROWS], abs=1e-6)
         assert traffic.sent(ROW_GRADIENTS)[rank] == pytest.approx(sent[ROW_GRADIENTS], abs=1e-6)
-        dense = 2 * DENSE_BYTES * (ranks - 1) / ranks
-        assert traffic.sent(REPLICATED_GRADIENTS)[rank] + dense == pytest.approx(
-            sent[DENSE_GRADIENTS], abs=1e-6
-        )
-    assert all(traffic.sent(kind).sum() > 0 for kind in (IDS, ROWS, ROW_GRADIENTS))
+        dense = 2 * DENSE_BYTES * (num_ranks - 1) / num_ranks
+        gradients = traffic.sent(REPLICATED_GRADIENTS)[rank] + dense
+        assert gradients == pytest.approx(sent[DENSE_GRADIENTS], abs=1e-6)
+    for kind in (IDS, ROWS, ROW_GRADIENTS):
+        assert traffic.sent(kind).sum() > 0
+        if num_ranks == 4:
+            # Of rings the counters know the mean of ranks only.
+            across = sum(local["across"][kind] for local in of_ranks)
+            ids = agreed * 2 * 4 if kind == IDS else 0
+            assert traffic.across_nodes(kind).sum() + ids == pytest.approx(across, abs=1e-6)
 
 
 def _agreed(local: dict[str, Any], weighted: bool) -> float:
@@ -249,43 +251,8 @@ def _agreed(local: dict[str, Any], weighted: bool) -> float:
     )
 
 
-def test_ids_that_travel_ahead_of_their_step_are_as_many(actual: Any) -> None:
-    rank_results = actual[2, "ahead"]
-    traffic = rank_results[0]["plan"].traffic
-    for rank, local in enumerate(rank_results):
-        assert 0 <= local["sent"][IDS] - traffic.sent(IDS)[rank] <= _agreed(rank_results[0], False)
-        assert local["sent"][ROWS] == traffic.sent(ROWS)[rank]
-
-
-@pytest.mark.parametrize("job", JOBS[4])
-def test_estimated_bytes_across_nodes_are_those_that_leave_nodes(actual: Any, job: str) -> None:
-    rank_results = actual[4, job]
-    for kind in (IDS, ROWS, ROW_GRADIENTS):
-        remaining = sum(
-            local["across"][kind] for local in rank_results
-        )  # of rings the counters know the mean of ranks only
-        message = _agreed(rank_results[0], job in WEIGHTED) * 2 * 4 if kind == IDS else 0
-        assert rank_results[0]["plan"].traffic.across_nodes(kind).sum() + message == pytest.approx(
-            remaining, abs=1e-6
-        )
-
-
-def test_every_cut_was_among_those_compared(actual: Any) -> None:
-    cuts = {cut for rank_results in actual.values() for cut in rank_results[0]["cuts"].values()}
-    assert cuts == {
-        *(
-            "table_wise",
-            "row_wise",
-            "column_wise",
-            "table_row_wise",
-            "table_column_wise",
-            "data_parallel",
-        ),
-    }
-
-
-def test_all_ranks_have_the_plan(actual: Any) -> None:
-    for rank_results in actual.values():
-        assert all(
-            local["plan"].tables == rank_results[0]["plan"].tables for local in rank_results[1:]
-        )
+def test_every_cut_was_among_those_compared(ranks_by_job: Any) -> None:
+    cuts = {cut for of_ranks in ranks_by_job.values() for cut in of_ranks[0]["cuts"].values()}
+    assert cuts == {"column_wise", "data_parallel"} | {
+        f"{table}{kind}" for table in ("", "table_") for kind in ("row_wise", "column_wise")
+    } | {"table_wise"}
