@@ -790,7 +790,7 @@ BREAKAGES = (
         r"2 \* (\w+) \* \(num_ranks - 1\) / num_ranks",
         r"\1 * (num_ranks - 1) / num_ranks",
         "Replicated tables look half as expensive as they are.",
-        ("unit/sharding/test_traffic.py",),
+        ("multiprocess/sharding/test_traffic.py",),
     ),
     Breakage(
         "memory-check",

@@ -5,10 +5,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-
-from tests.support.embedding_models import KeepsState
 
 STEPS = 3
 Action = Callable[["GradientProgram"], None]
@@ -166,7 +165,7 @@ class LAMB(torch.optim.Optimizer):
         return loss
 
 
-class GradientProgram(KeepsState):
+class GradientProgram(pl.LightningModule):
     """Trains two tables and a layer, and does to gradients what a seed draws. manual: by manual
     optimization."""
 
@@ -187,9 +186,11 @@ class GradientProgram(KeepsState):
             self.actions.insert(0, draw.choice(["zero not finite", "zero nan by where"]))
         self.logs: list[tuple[str, list[float]]] = []
 
-    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the loss of a batch, whose gradients are not finite for one row where the seed
-        says so."""
+    def loss(self, batch: Any) -> Tensor:
+        """Return the loss of a batch, or the mean of several, whose gradients are not finite for
+        one row where the seed says so."""
+        if isinstance(batch, list):
+            return torch.stack([self.loss(part) for part in batch]).mean()
         users, items = (
             self.layer(table(ids))
             for table, ids in zip((self.users, self.items), batch, strict=True)
@@ -279,20 +280,12 @@ def gradient_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, 23, (6,), generator=draw), torch.randint(0, 31, (6,), generator=draw)
 
 
-def run_in_one_process(model: GradientProgram, num_ranks: int) -> None:
-    """Train by a plain loop, by the mean of all ranks' losses."""
-    optimizer = model.configure_optimizers()
-    for step in range(STEPS):
+def as_list(batches: list[Any]) -> list[Any]:
+    """Return the batches of all ranks, of whose losses one process takes the mean."""
+    return batches
 
-        def compute(step: int = step) -> Tensor:
-            return torch.stack([
-                model.loss(gradient_batch(step, rank)) for rank in range(num_ranks)
-            ]).mean()
 
-        if not model.automatic_optimization:
-            model.run_manual_step(compute, lambda loss: loss.backward(), optimizer)
-            continue
-        optimizer.zero_grad()
-        compute().backward()
-        model.act()
-        optimizer.step()
+def logged(model: GradientProgram) -> Tensor:
+    """Return all numbers that a program has logged."""
+    values = [value for _, values in model.logs for value in values]
+    return torch.tensor(values).nan_to_num()

@@ -127,18 +127,6 @@ def _change(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Parts], 
     return changed
 
 
-def _add(name: str, added: Callable[[Any], Parts]) -> Callable[[Parts], Parts]:
-    def changed(parts: Parts) -> Parts:
-        # An nn.Embedding takes its ids alone.
-        return (
-            parts | added(parts[name])
-            if name in parts and ("keys" in parts or "offsets" in parts)
-            else parts
-        )
-
-    return changed
-
-
 def _set(position: int, value: int) -> Callable[[Tensor], Tensor]:
     def changed(tensor: Tensor) -> Tensor:
         tensor = tensor.clone()

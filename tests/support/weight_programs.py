@@ -109,7 +109,6 @@ class WeightProgram(pl.LightningModule):
         self.writes = draw.choice(
             ["", "decay", "clamp", "row"] if is_gathered else ["", "decay", "clamp"]
         )
-        self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         values, operations = [self.table.weight], ELEMENTWISE | MIXED
@@ -129,7 +128,6 @@ class WeightProgram(pl.LightningModule):
         )
         if self.looks_up:
             loss = loss + self.table(batch["ids"]).cos().mean()
-        self.losses.append(float(loss.detach()))
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -160,17 +158,8 @@ def program_batch(step: int, rank: int) -> dict[str, Tensor]:
     }
 
 
-def run_in_one_process(model: WeightProgram, num_ranks: int) -> list[list[float]]:
-    """Train by a plain loop; returns the losses, step by step and rank by rank."""
-    optimizer = model.configure_optimizers()
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        rank_losses = [
-            model.training_step(program_batch(step, rank), step) for rank in range(num_ranks)
-        ]
-        torch.stack(rank_losses).mean().backward()
-        losses.append([float(loss.detach()) for loss in rank_losses])
-        optimizer.step()
-        model.on_train_batch_end()
-    return losses
+class MixesBatch(WeightProgram):
+    """Multiplies its weight by a part of the batch."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return (self.table.weight * batch["noise"]).sum()

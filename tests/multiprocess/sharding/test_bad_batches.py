@@ -20,7 +20,6 @@ from tests.support.malformed_batches import (
     good,
     with_weights_of_the_tables_type,
 )
-from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -134,27 +133,19 @@ def _run_stage(stage: str, change: str, depth: int) -> tuple[str, int]:
     return "nothing was raised", len(model.losses)
 
 
-QUICK = [
+RUNS = [
     ("fit", "a length too large", 3),
     ("fit", "float ids", 3),
     ("fit", "other types", 1),
     ("fit", "other types", 3),
+    ("fit", "lengths of the right sum", 3),
     ("predict", "short weights", 3),
 ]
-REST = [
-    *(("fit", change, depth) for change in CHANGES for depth in (1, 2, 3)),
-    *((stage, change, 3) for stage in ("validate", "test", "predict") for change in CHANGES),
-]
 
 
-@pytest.mark.parametrize(
-    "runs", [QUICK, pytest.param(REST, marks=pytest.mark.slow)], ids=["quick", "rest"]
-)
-def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not(
-    runs: list[tuple[str, str, int]],
-) -> None:
-    first, second = run_each_on_ranks({str(run): (_run_stage, *run) for run in runs}, 2)
-    for stage, change, depth in runs:
+def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not() -> None:
+    first, second = run_each_on_ranks({str(run): (_run_stage, *run) for run in RUNS}, 2)
+    for stage, change, depth in RUNS:
         case = str((stage, change, depth))
         assert first[case] == second[case], case
         message, steps = first[case]
@@ -162,14 +153,10 @@ def test_a_bad_batch_of_one_rank_is_one_error_on_all_ranks_prefetched_or_not(
         assert steps == (3 if stage == "fit" else 0), case
 
 
-@pytest.mark.parametrize("num_ranks", slow_except([2], [1, 2]))
-def test_a_malformed_batch_gives_the_numbers_of_one_process_or_an_error_of_ours(
-    num_ranks: int,
-) -> None:
-    _check(0, 200, num_ranks)
+def test_a_malformed_batch_gives_the_numbers_of_one_process_or_an_error_of_ours() -> None:
+    _check(0, 20, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 4))
-def test_malformed_batches_on_three_ranks(seed: int) -> None:
-    _check(seed, 1000, 3)
+def test_malformed_batches_on_three_ranks() -> None:
+    _check(1, 1000, 3)

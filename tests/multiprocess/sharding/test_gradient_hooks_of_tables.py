@@ -8,14 +8,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_distrec.errors import ShardedWeightError
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS, make_trainer
+from tests.support.cases import Case, case_of, check, check_refused, run_case
+from tests.support.ranks import RankFailed
 
-IDS = torch.arange(64).reshape(8, 8)
-"""(num_steps, num_examples)."""
 REFUSAL = "the hooked gradient of the sharded table 'items' was read (norm)"
 
 
@@ -37,8 +33,6 @@ class Hooked(pl.LightningModule):
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
         self.items = nn.Embedding(64, 8)
-        with torch.no_grad():
-            self.items.weight.copy_(torch.arange(512.0).reshape(64, 8) / 512)
         self.hook = hook
 
     def on_train_start(self) -> None:
@@ -51,38 +45,27 @@ class Hooked(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def _fit(hook: Callable[[Tensor], Tensor | None], options: dict[str, Any]) -> Tensor | str:
-    rank, num_ranks = rank_and_num_ranks()
-    module = Hooked(hook)
-    trainer = make_trainer({"convert_embeddings": ["items"]} | options)
-    batches = list(IDS.chunk(num_ranks, 1)[rank])
-    try:
-        trainer.fit(module, DataLoader(batches, None))
-    except ShardedWeightError as error:
-        return str(error)
-    return trainer.strategy.full_parameter("items.weight")  # type: ignore[attr-defined]
+def ids(step: int, rank: int) -> Tensor:
+    return torch.arange(4) + 8 * step + 4 * rank
+
+
+def case(hook: Any, update: str, cut: str = "row_wise") -> Case:
+    strategy = {"embedding_update": update, "sharding_types": [cut]}
+    strategy["convert_embeddings"] = ["items"]
+    return case_of(Hooked, hook, batch=ids, join=torch.cat, steps=8, strategy=strategy)
 
 
 @pytest.mark.parametrize(("hook", "update"), [(_half, "dense"), (_half_in_place, "sparse")])
-def test_a_hook_that_computes_element_by_element_is_exact(
-    hook: Callable[[Tensor], Tensor | None], update: str
-) -> None:
-    plain = Hooked(hook)
-    trainer = pl.Trainer(strategy="auto", devices=1, **DEFAULTS)
-    trainer.fit(plain, DataLoader(list(IDS), None))
-    for weight in run_on_warm_ranks(_fit, 2, hook, {"embedding_update": update}):
-        torch.testing.assert_close(weight, plain.items.weight.detach())
+def test_a_hook_that_computes_element_by_element_is_exact(hook: Any, update: str) -> None:
+    check(case(hook, update))
 
 
 def test_a_hook_that_needs_other_ranks_rows_is_refused() -> None:
-    options = {"embedding_update": "sparse", "sharding_types": ["row_wise"]}
-    for message in run_on_warm_ranks(_fit, 2, _normalized, options):
-        assert REFUSAL in message
+    check_refused(case(_normalized, "sparse"), REFUSAL)
 
 
 @pytest.mark.slow  # ranks that failed start anew
 def test_so_it_is_where_a_rank_has_no_rows_and_calls_no_hook() -> None:
     # A norm over all ranks would wait for it.
-    options = {"embedding_update": "sparse", "sharding_types": ["table_wise"]}
     with pytest.raises(RankFailed, match=re.escape(REFUSAL)):
-        run_on_warm_ranks(_fit, 2, _normalized, options)
+        run_case(case(_normalized, "sparse", "table_wise"))

@@ -126,15 +126,50 @@ class Collections(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
+    def tables(self) -> list[Any]:
+        return [self.plain, self.pooled, self.bags.embedding_bags["a"]]
+
+    def draw(self, names: list[str], state_of: Callable[[Any], Any] = whole_state) -> None:
+        for name in names:
+            DRAWS[name](self)
+            self.drawn[name] = copy.deepcopy(state_of(self)), torch.rand(2)
+
     def on_fit_start(self) -> None:
         torch.manual_seed(3)
-        self.drawn = {name: (draw(self), whole_state(self))[1] for name, draw in DRAWS.items()}
+        self.draw(list(DRAWS)[::2])
         self.drawn["device"] = [self.bags.device, self.rows.device]
 
+    def on_train_start(self) -> None:
+        torch.manual_seed(4)
+        self.draw(list(DRAWS)[1::2])
 
-def _drawn_as_bert(module: nn.Module) -> None:
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        nn.init.normal_(module.weight, std=0.02)
+
+def _xavier(weight: nn.Parameter) -> None:
+    nn.init.xavier_normal_(weight.data)
+
+
+def _kaiming(weight: nn.Parameter) -> None:
+    nn.init.kaiming_uniform_(weight)
+
+
+def _truncated(weight: nn.Parameter) -> None:
+    nn.init.trunc_normal_(weight, std=0.9)
+
+
+def _own(weight: nn.Parameter) -> None:
+    weight.data.uniform_(-1 / weight.shape[0] ** 0.5, 1 / weight.shape[1] ** 0.5).mul_(2).clamp_(
+        max=0.1
+    )
+
+
+def _noisy(weight: nn.Parameter) -> None:
+    weight.data.add_(torch.randn_like(weight), alpha=0.1)
+    with torch.no_grad():
+        weight += 0.1 * torch.randn(weight.shape)
+
+
+def _normal(weight: nn.Parameter) -> None:
+    nn.init.normal_(weight, std=0.02)
 
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
@@ -142,24 +177,30 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda model: (model.plain.reset_parameters(), model.pooled.reset_parameters()),
     "halves": lambda model: (model.first.reset_parameters(), model.second.reset_parameters()),
     "one table": lambda model: model.bags.embedding_bags["b"].reset_parameters(),
-    "applied": lambda model: model.apply(_drawn_as_bert),
+    **{
+        init.__name__: lambda model, init=init: [init(module.weight) for module in model.tables()]
+        for init in (_normal, _xavier, _kaiming, _truncated, _own, _noisy)
+    },
 }
 
 
 def _draw_again() -> Result:
     model = seeded(Collections)
-    on_one_rank = {"sharding_types": ["table_wise"]}
-    _fit(model, steps=1, tables={"first": on_one_rank, "second": on_one_rank})
+    of_all, by_columns = {"sharding_types": ["table_wise"]}, {"sharding_types": ["column_wise"]}
+    _fit(model, steps=1, tables={"first": of_all, "second": of_all, "pooled": by_columns})
     return model.drawn
 
 
 def test_tables_that_hooks_draw_again_are_those_of_one_process() -> None:
     actual = run_on_warm_ranks(_draw_again, 2)
     model = seeded(Collections)
-    torch.manual_seed(3)
-    for name, draw in DRAWS.items():
-        draw(model)
-        assert too_far(actual[0][name], model.state_dict(), 0.0) == {}, name
+    for seed, names in ((3, list(DRAWS)[::2]), (4, list(DRAWS)[1::2])):
+        torch.manual_seed(seed)
+        model.draw(names, nn.Module.state_dict)
+    for name in DRAWS:
+        state, numbers = model.drawn[name]
+        assert too_far(actual[0][name][0], state, 0.0) == {}, name
+        assert all(torch.equal(drawn[name][1], numbers) for drawn in actual), name
     assert actual[1]["device"] == [torch.device("cpu")] * 2
 
 

@@ -9,11 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
-from torchrec import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torch import Tensor
 
-from lightning_distrec.sharding.weights.shard_access import without_guard
 from tests.support.cases import Case, check
 from tests.support.click_model import (
     ClickModel,
@@ -81,41 +78,6 @@ def test_tables_built_on_meta_start_alike_on_any_ranks_and_sharding_types_and_ro
     )
     other = run_on_warm_ranks(_untrained, 2, CUTS[0], 6)[0]
     assert not any(torch.equal(other[key], runs[0][key]) for key in tables)
-
-
-class ConstantTables(ClickModel):
-    """Its config names an init function."""
-
-    def _build(self) -> None:
-        config = EmbeddingBagConfig(
-            name="t",
-            embedding_dim=56,
-            num_embeddings=61,
-            feature_names=["a"],
-            init_fn=lambda w: nn.init.constant_(w, 0.25),
-        )
-        self.ebc = EmbeddingBagCollection(tables=[config])
-
-
-def _constant() -> tuple[bool, Tensor]:
-    model = ConstantTables(torch.optim.SGD, {"lr": 0.0}, meta=True)
-    was_meta: list[bool] = []
-    build = model.configure_model
-
-    def configure() -> None:
-        build()
-        with without_guard():
-            was_meta.append(all(p.is_meta for p in model.ebc.parameters()))
-
-    model.configure_model = configure  # type: ignore[method-assign]
-    state = train_sharded(model, 1)[0].final_state
-    return was_meta[0], state.get("ebc.embedding_bags.t.weight")
-
-
-def test_tables_in_configure_model_take_no_memory_and_get_their_own_init_function() -> None:
-    was_meta, rows = run_on_warm_ranks(_constant, 2)[0]
-    assert was_meta
-    assert torch.equal(rows, torch.full((61, 56), 0.25))
 
 
 def _refit_with_another_optimizer() -> dict[str, Any]:

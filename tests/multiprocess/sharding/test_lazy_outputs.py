@@ -133,28 +133,19 @@ class Looks(Bags):
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         output = self.ebc(batch)
-        noted: dict[str, Any] = {
+        self.noted.append({
             "is": isinstance(output, KeyedTensor),
             "keys": output.keys(),
             "widths": output.length_per_key(),
             "untouched": type(output) is LazyKeyedTensor,
-        }
-        noted["shape"] = tuple(output.values().shape)
-        noted["touched"] = type(output)
-        noted["attributes"] = sorted(vars(output)) == sorted(
-            vars(KeyedTensor(["a"], [1], torch.ones(1, 1)))
-        )
-        noted["said"] = str(output)
-        noted["copied"] = bool(
-            torch.equal(copy.deepcopy(_detached(output)).values(), output.values())
-        )
-        noted["gradient"] = output.values().requires_grad
-        self.noted.append(noted)
+            "shape": tuple(output.values().shape),
+            "touched": type(output),
+            "attributes": sorted(vars(output))
+            == sorted(vars(KeyedTensor(["a"], [1], torch.ones(1, 1)))),
+            "said": str(output),
+            "gradient": output.values().requires_grad,
+        })
         return output.values()
-
-
-def _detached(output: KeyedTensor) -> KeyedTensor:
-    return KeyedTensor(output.keys(), output.length_per_key(), output.values().detach())
 
 
 class LooksAtRows(Sequences):
@@ -166,22 +157,21 @@ class LooksAtRows(Sequences):
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         rows = self.ec(batch[0])
-        noted: dict[str, Any] = {
-            "is": isinstance(rows, dict)
-            and all(isinstance(item, JaggedTensor) for item in rows.values()),
-            "keys": list(rows),
-            "untouched": all(type(item) is LazyJaggedTensor for item in rows.values()),
-        }
+        untouched = all(type(item) is LazyJaggedTensor for item in rows.values())
         lengths = _awaited(rows["f"]).lengths()
-        noted["lengths"] = torch.equal(lengths.long(), batch[0]["f"].lengths())
-        noted["offsets"] = torch.equal(rows["g"].offsets().long(), batch[0]["g"].offsets())
-        noted["touched"] = {type(item) for item in rows.values()}
-        noted["weights"] = rows["f"].weights_or_none()
-        noted["dense"] = [tuple(bag.shape[1:]) for bag in rows["f"].to_dense()]
-        noted["said"] = str(rows["g"])
-        noted["leaves"] = len(tree_flatten(rows)[0])
-        noted["padded"] = tuple(rows["g"].to_padded_dense(3).shape)
-        self.noted.append(noted)
+        self.noted.append({
+            "are": [isinstance(item, JaggedTensor) for item in rows.values()],
+            "keys": list(rows),
+            "untouched": untouched,
+            "lengths": torch.equal(lengths.long(), batch[0]["f"].lengths()),
+            "offsets": torch.equal(rows["g"].offsets().long(), batch[0]["g"].offsets()),
+            "touched": {type(item) for item in rows.values()},
+            "weights": rows["f"].weights_or_none(),
+            "dense": [tuple(bag.shape[1:]) for bag in rows["f"].to_dense()],
+            "said": str(rows["g"]),
+            "leaves": len(tree_flatten(rows)[0]),
+            "padded": tuple(rows["g"].to_padded_dense(3).shape),
+        })
         return torch.cat([rows["f"].values().sum(0), rows["g"].values().sum(0)]).unsqueeze(0)
 
 

@@ -1,18 +1,15 @@
 """Weights of ids that learn, in feature processors or layers of the user, get the gradients of one
 process."""
 
-import os
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_distrec import TorchRecShardedStrategy
-from tests.support.cases import Case, check, check_refused, click_case, run_in_one_process
+from tests.support.cases import Case, check, check_refused, click_case
 from tests.support.click_model import (
     ClickModel,
     join_batches,
@@ -25,10 +22,9 @@ from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, global_batches, limi
 from tests.support.ranks import (
     rank_and_num_ranks,
     run_each_on_ranks,
-    run_on_ranks,
     run_on_warm_ranks,
 )
-from tests.support.trainers import DEFAULTS, make_trainer
+from tests.support.trainers import make_trainer
 from tests.support.weighted_models import (
     Evaluated,
     FreezesBeforeBackward,
@@ -78,38 +74,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_weights_that_learn_get_the_gradients_of_one_process(name: str) -> None:
     check(CASES[name])
-
-
-def _fit_on_nodes(cut: str, update: str) -> dict[str, Tensor]:
-    """Train on a rank of two nodes, as torchrun would tell it."""
-    rank, num_ranks = rank_and_num_ranks()
-    number, local = divmod(rank, 2)
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="none",
-        LOCAL_RANK=str(local),
-        LOCAL_WORLD_SIZE="2",
-        GROUP_RANK=str(number),
-    )
-    os.environ.update(GROUP_WORLD_SIZE="2", WORLD_SIZE=str(num_ranks))
-    model = seeded(WeightsOfALayer, *OPTIMIZERS["SGD"])
-    options = ALL | {
-        "sharding_types": [cut],
-        "embedding_update": update,
-        "tables": {"*": {"min_partition": 4}},
-    }
-    strategy = TorchRecShardedStrategy(**options)
-    trainer = pl.Trainer(strategy=strategy, devices=2, num_nodes=2, **DEFAULTS)
-    trainer.fit(model, rank_loader(STEPS, rank))
-    return model.final_state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", ["table_row_wise", "table_column_wise"])
-def test_weights_learn_on_two_nodes(cut: str) -> None:
-    expected = run_in_one_process(case(WeightsOfALayer, num_ranks=4)).state
-    for update in ("fused", "sparse"):
-        state = run_on_ranks(_fit_on_nodes, 4, cut, update)[0]
-        assert max(largest_difference(state, expected).values()) <= limit_of("SGD")
 
 
 REFUSED = {

@@ -36,9 +36,6 @@ class Nested(TwoTower):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.keys = list(self.state_dict())
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(*batch)
-
 
 def _save(trainer: Any) -> list[str]:
     trainer.save_checkpoint(f"{trainer.default_root_dir}/it.ckpt", weights_only=True)

@@ -79,24 +79,13 @@ def _whole_batch(step: int, rank: int) -> Tensor:
     return order[8 * rank : 8 * rank + 8]
 
 
-def left_whole(*arguments: Any, **values: Any) -> Case:
-    """Return a case of embeddings that stay whole; which, and why, is told."""
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_stays_whole_is_reported_once_by_rank_zero_and_trains_exactly(sharded: bool) -> None:
     words = [reason for _, reason in WHOLE.values()]
-    words += [f"'{name}' is not sharded" for name in WHOLE]
-    fields = {"batch": _whole_batch, "steps": 3, "told": tuple(words)}
-    return case_of(LeftWhole, *arguments, **fields | values)
-
-
-CONVERTED = {"convert_embeddings": "all"}
-CASES = {
-    "one is sharded": left_whole(strategy=CONVERTED, updates={"item": "fused"}),
-    "nothing to shard": left_whole(tuple(WHOLE), False, strategy=CONVERTED, updates={}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_stays_whole_is_reported_once_by_rank_zero_and_trains_exactly(name: str) -> None:
-    first, second = check(CASES[name])
+    told = (*words, *(f"'{name}' is not sharded" for name in WHOLE))
+    fields = {"batch": _whole_batch, "steps": 3, "strategy": {"convert_embeddings": "all"}}
+    fields |= {"told": told, "updates": {"item": "fused"} if sharded else {}}
+    first, second = check(case_of(LeftWhole, tuple(WHOLE), sharded, **fields))
     lines = [line for line in first.warnings if "every rank has all of it" in line]
     assert len(lines) == len(WHOLE), lines
     assert not [line for line in second.warnings if "every rank has all of it" in line]
@@ -131,8 +120,6 @@ def _some_ids(step: int, rank: int) -> Tensor:
 
 
 REFUSED = {
-    "maximum": (refused(["item", "maximum"], *WHOLE), "'maximum' cannot be sharded: "),
-    "unknown path": (refused(["item", "itm"]), "'itm'; did you mean 'item'"),
     "watched bags": (
         refused("all", kind=WatchedBags),
         "table 'collection.bags' has gradient hooks",

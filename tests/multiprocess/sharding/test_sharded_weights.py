@@ -1,7 +1,6 @@
 """What a module may do with the weights of sharded tables gives what one process gives, or raises
 by name."""
 
-import copy
 import io
 import re
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from lightning_distrec import NormalizeRows
 from lightning_distrec.errors import ConfigError, ShardedWeightError, ShardingError
 from tests.support.cases import Case, case_of, check, check_refused
 from tests.support.click_model import seeded
-from tests.support.embedding_models import TwoTower, loader, pairs, too_far, whole_state
+from tests.support.embedding_models import TwoTower, loader, pairs
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -38,83 +37,6 @@ def _fit(model: pl.LightningModule, **options: Any) -> pl.Trainer:
     pl.seed_everything(7, verbose=False)
     trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
     return trainer
-
-
-# -- weights drawn in hooks
-
-
-def _xavier(weight: nn.Parameter) -> None:
-    nn.init.xavier_normal_(weight.data)
-
-
-def _kaiming(weight: nn.Parameter) -> None:
-    nn.init.kaiming_uniform_(weight)
-
-
-def _truncated(weight: nn.Parameter) -> None:
-    nn.init.trunc_normal_(weight, std=0.9)
-
-
-def _own(weight: nn.Parameter) -> None:
-    weight.data.uniform_(-1 / weight.shape[0] ** 0.5, 1 / weight.shape[1] ** 0.5).mul_(2).clamp_(
-        max=0.1
-    )
-
-
-def _noisy(weight: nn.Parameter) -> None:
-    weight.data.add_(torch.randn_like(weight), alpha=0.1)
-    with torch.no_grad():
-        weight += 0.1 * torch.randn(weight.shape)
-
-
-DRAWS = {
-    "truncated": _truncated,
-    "xavier": _xavier,
-    "kaiming": _kaiming,
-    "own": _own,
-    "noisy": _noisy,
-}
-
-
-class Draws(TwoTower):
-    """Draws its weights in hooks, as the sequence models of rectools do."""
-
-    def __init__(self) -> None:
-        super().__init__(num_items=71)  # unequal shards
-        self.drawn: dict[str, Any] = {}
-
-    def on_fit_start(self) -> None:
-        self.draw("truncated", "kaiming", "noisy")
-
-    def on_train_start(self) -> None:
-        self.draw("xavier", "own")
-
-    def draw(self, *names: str) -> None:
-        for name in names:
-            for weight in self.parameters():
-                if weight.dim() > 1:
-                    DRAWS[name](weight)
-            is_plain = self._trainer is None
-            state = copy.deepcopy(self.state_dict()) if is_plain else whole_state(self)
-            self.drawn[name] = state, torch.rand(2)
-
-
-def _drawn() -> Any:
-    model = seeded(Draws)
-    _fit(model, tables=MIXED)
-    return model.drawn
-
-
-def test_weights_drawn_in_hooks_are_those_of_one_process() -> None:
-    actual = run_on_warm_ranks(_drawn, 2)
-    expected = seeded(Draws)
-    pl.seed_everything(7, verbose=False)
-    expected.on_fit_start()
-    expected.on_train_start()
-    for draw in DRAWS:
-        state, numbers = expected.drawn[draw]
-        assert too_far(actual[0][draw][0], state, 0.0) == {}, draw
-        assert all(torch.equal(rank_result[draw][1], numbers) for rank_result in actual), draw
 
 
 # -- rows and sums of the weights, in the step and in hooks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_distrec.advice.parameter_sizes import Job, MeasuredStep, measure_step
 from lightning_distrec.advice.strategy_advice import Advice, advise, as_json, print_advice
-from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithTable, batches
+from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithTable
 
 BOTH = "torchrec_sharded with dense: fsdp"
 
@@ -83,14 +83,6 @@ def test_layers_other_than_tables_are_sharded_where_they_do_not_fit() -> None:
     assert advice.needs["torchrec_sharded"].total > 20 * 10**6 >= advice.needs[BOTH].total
 
 
-def test_tables_that_are_less_than_half_of_the_module_do_not_decide() -> None:
-    module = WithTable()
-    module.wide = nn.Linear(2000, 2000)
-    advice = advise_on(module)
-    assert advice.strategy == "ddp_tuned"
-    assert advice.needs["torchrec_sharded"].total < advice.needs["ddp_tuned"].total
-
-
 class Unheard(torch.optim.Optimizer):
     """An optimizer of the user's own."""
 
@@ -150,14 +142,6 @@ def test_the_module_is_left_as_it_was() -> None:
     assert bags.bags is None, "configure_model was called on the module itself"
 
 
-def test_a_module_on_the_meta_device_has_the_same_needs() -> None:
-    with torch.device("meta"):
-        copied = WithTable()
-    assert advise_on(copied).needs == advise_on(WithTable()).needs
-    step = measure_step(copied, batches(0, 1)[0], "32-true")
-    assert step.problem == "the module is on the meta device"
-
-
 def test_refusals_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     module = WithTable("SGD")
     module.users.sparse = True
@@ -178,15 +162,6 @@ def test_a_gradient_that_is_kept_because_of_clipping_counts() -> None:
     clipped = advise_on(WithBags("RowWiseAdagrad"), trainer={"gradient_clip_val": 1.0})
     difference = clipped.needs["torchrec_sharded"].total - fused.needs["torchrec_sharded"].total
     assert difference == (120_000 * 16 + 110_000 * 8) * 4 / 4
-
-
-def test_half_precision_halves_what_is_kept_and_tables_stay_as_they_are() -> None:
-    half = advise_on(WithTable(), trainer={"precision": "bf16-true"}).needs
-    whole = advise_on(WithTable()).needs
-    assert half["ddp_tuned"].total == whole["ddp_tuned"].total / 2
-    tables = 120_000 * 16 * 4 * 4 / 4
-    layers = whole["torchrec_sharded"].total - tables
-    assert half["torchrec_sharded"].total - tables == layers / 2
 
 
 class TwoLayers(Advised):
@@ -259,14 +234,6 @@ def test_what_does_not_fit_is_marked(
     assert as_values["module_bytes"]["tables"]["parameters"] == 0
 
 
-def test_one_rank_needs_no_sockets(capsys: pytest.CaptureFixture[str]) -> None:
-    advice = advise_on(Wide(), num_ranks=1)
-    print_advice(advice, Console(width=160))
-    assert "Processes: " not in capsys.readouterr().out
-    assert "use at least 2" in advice.needs["pipeline_parallel"].refused
-    assert advice.needs["fsdp_tuned"].total == advice.needs["ddp_tuned"].total
-
-
 def test_stages_are_advised_where_only_they_fit() -> None:
     stages = advise_on(Chained()).needs["pipeline_parallel"]
     # The first stage of four has one block and the layer before; the last one the layer after.
@@ -274,13 +241,6 @@ def test_stages_are_advised_where_only_they_fit() -> None:
     advice = advise_on(Chained(), memory_bytes=int(1.3 * stages.total))
     assert advice.strategy == "pipeline_parallel", advice.reason
     assert "; the fullest stage needs " in advice.reason
-
-
-def test_why_there_are_no_stages() -> None:
-    refused = advise_on(WithBags()).needs["pipeline_parallel"].refused
-    assert "has no chain of blocks" in refused
-    refused = advise_on(Wide(), num_ranks=5).needs["pipeline_parallel"].refused
-    assert "cannot be split into 5 stages" in refused
 
 
 def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:

@@ -19,10 +19,6 @@ def test_ids_that_were_not_counted_are_spread_evenly(number: int, rows: int) -> 
     )
 
 
-def test_each_feature_is_counted_alone() -> None:
-    assert estimate_batch_ids([2_500, 2_500], 1, None).distinct_share == pytest.approx(2 / 5_000)
-
-
 @pytest.mark.parametrize(
     ("number", "share", "once"),
     [

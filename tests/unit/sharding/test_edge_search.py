@@ -14,8 +14,8 @@ def _below(limit: int) -> EdgeSearch:
     )
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 511, 512, 513, 700, 1024, 99_999])
-@pytest.mark.parametrize("start", [1, 512, 600])
+@pytest.mark.parametrize("limit", [1, 511, 512, 700, 99_999])
+@pytest.mark.parametrize("start", [1, 512])
 def test_the_largest_number_is_found_to_within_a_hundredth(limit: int, start: int) -> None:
     edge = _below(limit).largest(start, 2**20)
     assert edge.possible is not None
@@ -33,9 +33,9 @@ def test_where_nothing_is_too_much_or_all_is_the_search_ends() -> None:
     assert (none.possible, none.impossible, none.reason) == (None, 1, "1 is too much")
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 31, 33, 64, 100])
-@pytest.mark.parametrize("start", [1, 4, 40, 64, 100])
-@pytest.mark.parametrize("least", [1, 3, 30])
+@pytest.mark.parametrize("limit", [1, 5, 33, 64, 100])
+@pytest.mark.parametrize("start", [1, 40])
+@pytest.mark.parametrize("least", [1, 30])
 def test_the_smallest_number_is_found_exactly(limit: int, start: int, least: int) -> None:
     search = EdgeSearch(
         lambda n: "" if n >= limit else f"{n}",

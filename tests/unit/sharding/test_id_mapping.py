@@ -46,14 +46,9 @@ def _run(spec: MappingSpec, num_ranks: int, steps: int = 15) -> tuple[list[Tenso
     return rows, evicted
 
 
-@pytest.mark.parametrize("policy", ["none", "lru", "lfu"])
-@pytest.mark.parametrize(("min_sights", "num_reserved"), [(1, 0), (3, 2)])
-def test_rows_do_not_depend_on_the_number_of_ranks(
-    policy: Any, min_sights: int, num_reserved: int
-) -> None:
-    spec = MappingSpec(
-        96, BUCKETS, max_probe=9, policy=policy, min_sights=min_sights, num_reserved=num_reserved
-    )
+@pytest.mark.parametrize("policy", ["none", "lfu"])
+def test_rows_do_not_depend_on_the_number_of_ranks(policy: Any) -> None:
+    spec = MappingSpec(96, BUCKETS, max_probe=9, policy=policy, min_sights=3, num_reserved=2)
     rows, evicted = _run(spec, 1)
     for num_ranks in (2, 3):
         torch.testing.assert_close(_run(spec, num_ranks), (rows, evicted))
@@ -113,44 +108,6 @@ def test_rows_that_a_checkpoint_frees_are_given_again() -> None:
     assert load_into(mapping, "ids", torch.full((8, 1), -1)) == ""
     learn(mapping, torch.arange(100, 107))
     assert sorted(mapping.find(torch.arange(100, 107)).tolist()) == list(range(7))
-
-
-def test_a_row_belongs_to_one_id_and_those_that_wait_for_the_optimizer_stay() -> None:
-    mapping = IdMapping(MappingSpec(8, 1, policy="lru", num_reserved=1), 0, 1, CPU)
-    first, second = torch.arange(100, 107), torch.arange(200, 204)
-    assert learn(mapping, first).numel() == 0
-    own_values = mapping.find(first)
-    assert sorted(own_values.tolist()) == list(range(7))
-    assert learn(mapping, second).numel() == 0
-    assert mapping.find(second).tolist() == [7] * 4, "the reserved row"
-    assert torch.equal(mapping.find(first), own_values)
-    mapping.optimizer_stepped()
-    learn(mapping, first[:2])
-    evicted = learn(mapping, second)
-    assert sorted(evicted.tolist()) == sorted(mapping.find(second).tolist())
-    assert torch.equal(mapping.find(first[:2]), own_values[:2])
-    assert not set(evicted.tolist()) & set(own_values[:2].tolist())
-    counts = mapping.counts
-    assert (counts.looked_up, counts.shared, counts.evicted) == (17, 4, 4)
-
-
-def test_the_least_recently_and_the_least_frequently_used_rows_go_first() -> None:
-    for policy, loser in (("lru", 1), ("lfu", 2)):
-        mapping = IdMapping(MappingSpec(4, 1, policy=policy, num_reserved=1), 0, 1, CPU)  # type: ignore[arg-type]
-        for ids in ([1, 1, 1], [2], [3, 3], [2, 3]):
-            if ids != [2, 3] or policy == "lru":
-                learn(mapping, torch.tensor(ids))
-            mapping.optimizer_stepped()
-        row = mapping.find(torch.tensor([loser]))
-        assert torch.equal(learn(mapping, torch.tensor([9])), row)
-        assert torch.equal(mapping.find(torch.tensor([9])), row)
-
-
-def test_an_id_gets_a_row_after_some_sights() -> None:
-    mapping = IdMapping(MappingSpec(64, 1, min_sights=3, num_reserved=1), 0, 1, CPU)
-    for expected in (True, True, False, False):
-        learn(mapping, torch.tensor([12345]))
-        assert (mapping.find(torch.tensor([12345])).item() == 63) == expected
 
 
 def test_buckets_depend_on_the_rows_alone_and_rows_fill_them() -> None:

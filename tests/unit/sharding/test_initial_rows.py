@@ -82,14 +82,3 @@ def test_an_error_of_a_thread_is_raised() -> None:
 class _Gain:
     def __mul__(self, other: Any) -> Any:
         raise ValueError("gain must be positive")
-
-
-def test_a_line_tells_how_many_rows_are_drawn_where_it_takes_long(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    _drawn(nn.init.normal_)
-    assert caplog.text == ""
-    monkeypatch.setattr(initial_weights, "PROGRESS_SECONDS", 0.0)
-    with caplog.at_level("INFO"):
-        _drawn(nn.init.normal_)
-    assert "torchrec_sharded: table 'users': rank 0 has drawn 6% of its rows in 0 s." in caplog.text

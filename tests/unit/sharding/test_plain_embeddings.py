@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.planning.table_options import TableOptions, options_by_table
 from lightning_distrec.sharding.tables import FoundTables, find_tables
 
 
@@ -71,24 +70,14 @@ def test_auto_takes_tables_of_min_rows_and_reports_nothing_of_smaller_ones() -> 
     assert _found(root, "auto").tables == []
 
 
-def test_none_takes_none_and_reports_nothing() -> None:
-    actual = _found(_root(item=nn.Embedding(9, 8), odd=nn.Embedding(9, 6)), "none")
-    assert actual == FoundTables([], {})
-
-
 WHOLE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "max_norm": (lambda: nn.Embedding(9, 8, max_norm=1.0), r"max_norm=1\.0"),
     "frequency": (lambda: nn.EmbeddingBag(9, 8, scale_grad_by_freq=True), "scale_grad_by_freq"),
-    "max": (lambda: nn.EmbeddingBag(9, 8, mode="max"), "mode='max'"),
     "dim": (lambda: nn.Embedding(9, 10), "embedding_dim=10.*multiples of 4"),
     "subclass": (lambda: MyBag(9, 8), "MyBag is a subclass.*its own forward"),
     "more": (Offset, "it has a 'bias' besides its weight"),
     "double": (lambda: nn.Embedding(9, 8).double(), r"torch\.float64"),
     "weight_norm": (lambda: nn.utils.weight_norm(nn.Embedding(9, 8)), "weight"),
-    "parametrized": (
-        lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(9, 8)),
-        "is a subclass|computed",
-    ),
 }
 
 
@@ -138,27 +127,3 @@ def test_an_unknown_way_to_convert_is_reported(selected: str) -> None:
         ConfigError, match="convert_embeddings='.*': must be 'auto', 'all', 'none', or a list"
     ):
         TorchRecShardedStrategy(convert_embeddings=selected)  # type: ignore[arg-type]
-
-
-def test_min_rows_must_be_above_zero() -> None:
-    with pytest.raises(ConfigError, match="min_rows=0"):
-        Conversion("auto", 0)
-
-
-def test_options_of_a_table_are_given_by_its_path() -> None:
-    tables = _found(_root(tower=_root(item=nn.Embedding(9, 8)), tags=nn.EmbeddingBag(9, 8))).tables
-    options = options_by_table(
-        tables, TableOptions(), {"tower.item": {"sharding_types": ["row_wise"]}}
-    )
-    assert options["tower.item"].sharding_types == ["row_wise"]
-    assert options["tags"].sharding_types is None
-    with pytest.raises(ConfigError, match=r"no table 'tower\.itm'; did you mean 'tower\.item'"):
-        options_by_table(tables, TableOptions(), {"tower.itm": {}})
-
-
-def test_finding_tables_changes_nothing_in_the_module() -> None:
-    item = nn.Embedding(9, 8, padding_idx=0)
-    weight, previous = item.weight, item.weight.detach().clone()
-    _found(_root(item=item))
-    assert item.weight is weight
-    assert torch.equal(item.weight, previous)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
-from torchrec.distributed.types import CacheParams
 
 from lightning_distrec import atomic_files as on_disk
 from lightning_distrec.errors import ConfigError, PlanError
@@ -28,7 +26,7 @@ from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text, save_plan
 from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan
-from lightning_distrec.sharding.planning.table_options import PlanningOptions, TableOptions
+from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharders import SHARDING_TYPES
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
@@ -171,7 +169,7 @@ CHANGES = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(
     edits=st.lists(
         st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=6), CHANGES),
@@ -210,16 +208,7 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     file = tmp_path / "new" / "plan.json"
     save_plan(file, written)
     initial = file.read_text()
-    assert initial.splitlines()[5:9] == [
-        ' "tables": {',
-        '  "ebc.users": {"rows": 60, "dim": 16, "data_type": "FP32", "sharding_type": "row_wise", '
-        '"compute_kernel": '
-        '"fused", "shards": [',
-        '   {"rank": 0, "offsets": [0, 0], "sizes": [30, 16]},',
-        '   {"rank": 1, "offsets": [30, 0], "sizes": [30, 16]}',
-    ]
-    save_plan(file, written)
-    assert file.read_text() == initial
+    assert '\n   {"rank": 1, "offsets": [30, 0], "sizes": [30, 16]}\n' in initial
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -231,125 +220,38 @@ def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
     assert file.read_text() == initial
 
 
-def test_a_cache_load_factor_is_kept() -> None:
-    layout = NodeLayout.from_node_sizes(2)
-    plan = make(tables_of({"users": (60, 16)}), layout, "row_wise")
-    users = replace(
-        plan.tables["ebc.users"], compute_kernel="fused_uvm_caching", cache_load_factor=0.25
-    )
-    plan = ShardingPlan(layout=layout, device="cuda", tables={"ebc.users": users})
-    assert json.loads(plan_text(plan))["tables"]["ebc.users"]["cache_load_factor"] == 0.25
-    on_gpus = plan.for_torchrec([torch.device("cuda", 0)] * 2)["ebc.users"]
-    assert on_gpus.cache_params == CacheParams(load_factor=0.25)
-    assert [str(s.placement) for s in on_gpus.sharding_spec.shards] == [
-        "rank:0/cuda:0",
-        "rank:1/cuda:0",
-    ]
+def shard(rank: int, row: int, column: int, rows: int, columns: int) -> dict[str, Any]:
+    return {"rank": rank, "offsets": [row, column], "sizes": [rows, columns]}
 
 
-USERS, FILMS, DAYS, HOURS = (
-    ("tables", f"ebc.{name}") for name in ("users", "films", "days", "hours")
-)
+USERS, FILMS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "films", "hours"))
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (
-            ("version",),
-            2,
-            "version: 2, and this version of lightning_distrec reads 1. Install the version that",
-        ),
-        (("version",), "1", "it has no integer version"),
+        (("version",), 2, "version: 2, and this version of lightning_distrec reads 1. Install"),
         (("num_ranks",), None, "num_ranks is missing"),
-        (
-            ("num_ranks",),
-            0,
-            "num_ranks: 0 is not a whole number of at least 1 and at most 1,048,576",
-        ),
-        (
-            ("num_ranks",),
-            2**40,
-            "num_ranks: 1099511627776 is not a whole number of at least 1 and at most 1,048,576",
-        ),
-        (
-            ("ranks_per_node",),
-            2**40,
-            "ranks_per_node: 1099511627776 is not a whole number of at least 1 and at most 1,048",
-        ),
-        (
-            ("ranks_per_node",),
-            3,
-            "ranks_per_node: 2 ranks cannot be divided into nodes of 3 ranks each",
-        ),
+        (("num_ranks",), 2**40, "1099511627776 is not a whole number of at least 1 and at most"),
+        (("ranks_per_node",), 3, "2 ranks cannot be divided into nodes of 3 ranks each"),
         (("device",), "cude", "device: 'cude' is not known; did you mean 'cuda'"),
-        (("device",), 1, "device: 1 is not known. Use one of cpu, cuda"),
-        (("tables",), [], "tables: an object is needed"),
-        (
-            ("rank",),
-            1,
-            "'rank' is not known; did you mean 'num_ranks'.*There are version, num_ranks",
-        ),
-        (USERS, [1], r"tables\['ebc.users'\]: an object with rows, dim"),
+        (("rank",), 1, "'rank' is not known; did you mean 'num_ranks'.*There are version, num"),
         ((*USERS, "rows"), 61, r"tables\['ebc.users'\].shards: rows 60 to 60 are in no shard"),
-        (
-            (*USERS, "rows"),
-            59,
-            r"shards\[1\]: exceeds the table: rows 30 to 59, and the last one is 58",
-        ),
-        ((*USERS, "data_type"), "FP33", "data_type: 'FP33' is not known; did you mean 'FP32'"),
-        (
-            (*USERS, "sharding_type"),
-            "row_wice",
-            "sharding_type: 'row_wice' is not known; did you mean 'row_wise'",
-        ),
-        (
-            (*USERS, "sharding_type"),
-            "table_wise",
-            "shards: table_wise does not shard rows, and these shards do",
-        ),
-        (
-            (*FILMS, "sharding_type"),
-            "row_wise",
-            "shards: row_wise does not shard columns, and these shards do",
-        ),
-        (
-            (*USERS, "compute_kernel"),
-            "fused_uv",
-            "compute_kernel: 'fused_uv' is not known; did you mean 'fused_uvm'",
-        ),
-        (
-            (*USERS, "compute_kernel"),
-            "dense",
-            "dense with row_wise: data_parallel tables have the kernel dense",
-        ),
-        ((*USERS, "cache_load_factor"), 1.5, "cache_load_factor: 1.5 is no share of the rows"),
-        ((*USERS, "shards"), {}, r"shards: \{\} is not a list"),
+        ((*USERS, "rows"), 59, r"shards\[1\]: exceeds the table: rows 30 to 59"),
+        ((*USERS, "sharding_type"), "table_wise", "shards: table_wise does not shard rows, and"),
+        ((*USERS, "compute_kernel"), "dense", "dense with row_wise: data_parallel tables have"),
         ((*USERS, "shards", 0, "rank"), 2, r"shards\[0\]: is on rank 2, and the last one is 1"),
+        ((*USERS, "shards", 0, "sizes"), [31, 16], "rows 30 to 30 are in shards that overlap"),
+        ((*HOURS, "shards", 0, "rank"), 1, "each of 2 ranks must hold all of the table once"),
         (
-            (*USERS, "shards", 0, "rank"),
-            1,
-            "row_wise gives each of the ranks 0 to 1 one block of rows",
-        ),
-        ((*USERS, "shards", 0, "offsets"), [0], r"offsets: \[0\] is not two numbers"),
-        ((*USERS, "shards", 0, "sizes"), [29, 16], "shards: rows 29 to 29 are in no shard"),
-        (
-            (*USERS, "shards", 0, "sizes"),
-            [31, 16],
-            "shards: rows 30 to 30 are in shards that overlap",
-        ),
-        ((*USERS, "shards", 1, "sizes"), [30, 8], "columns 0 to 7 are in shards that overlap"),
-        ((*FILMS, "shards", 0, "sizes"), [37, 3], "columns 3 to 3 are in no shard"),
-        ((*DAYS, "shards"), [], "columns 0 to 7 are in no shard"),
-        (
-            (*HOURS, "shards", 0, "sizes"),
-            [23, 4],
-            "data_parallel: each of 2 ranks must hold all of the table once",
+            (*USERS, "shards"),
+            [shard(0, 0, 0, 20, 16), shard(1, 20, 0, 40, 16)],
+            "one block of rows, .*: 30 of 60 rows, the last has fewer",
         ),
         (
-            (*HOURS, "shards", 0, "rank"),
-            1,
-            "data_parallel: each of 2 ranks must hold all of the table once",
+            (*FILMS, "shards"),
+            [shard(0, 0, 0, 37, 2), shard(0, 0, 2, 37, 6)],
+            "a shard has 2 columns, and FBGEMM's rows come in multiples of 4",
         ),
     ],
 )
@@ -369,59 +271,13 @@ def test_what_is_wrong_in_a_file_is_reported_with_its_place(
     assert f"{tmp_path / 'plan.json'} is not a valid plan: " in str(raised.value)
 
 
-def test_blocks_of_rows_that_torchrec_does_not_cut_and_columns_that_fbgemm_cannot_hold_are_reported(
-    tmp_path: Path, mixed: dict[str, Any]
-) -> None:
-    uneven = json.loads(json.dumps(mixed))
-    uneven["tables"]["ebc.users"]["shards"] = [
-        {"rank": 0, "offsets": [0, 0], "sizes": [20, 16]},
-        {"rank": 1, "offsets": [20, 0], "sizes": [40, 16]},
-    ]
-    with pytest.raises(
-        PlanError,
-        match="row_wise gives each of the ranks 0 to 1 one block of rows, .*: 30 of 60 rows, the last has fewer",
-    ):
-        loaded(uneven, tmp_path)
-    narrow = json.loads(json.dumps(mixed))
-    narrow["tables"]["ebc.films"]["shards"] = [
-        {"rank": 0, "offsets": [0, 0], "sizes": [37, 2]},
-        {"rank": 0, "offsets": [0, 2], "sizes": [37, 6]},
-    ]
-    with pytest.raises(
-        PlanError, match="a shard has 2 columns, and FBGEMM's rows come in multiples of 4"
-    ):
-        loaded(narrow, tmp_path)
-    two_nodes = {
-        **mixed,
-        "ranks_per_node": 1,
-        "tables": {"ebc.films": dict(mixed["tables"]["ebc.films"])},
-    }
-    two_nodes["tables"]["ebc.films"]["sharding_type"] = "table_column_wise"
-    two_nodes["tables"]["ebc.films"]["shards"] = [
-        {"rank": 0, "offsets": [0, 0], "sizes": [37, 4]},
-        {"rank": 1, "offsets": [0, 4], "sizes": [37, 4]},
-    ]
-    with pytest.raises(
-        PlanError, match="table_column_wise keeps a table on one node, and the shards are on 2"
-    ):
-        loaded(two_nodes, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
-    [
-        ("{", "is not a plan: Expecting"),
-        ('{"version": 1, "version": 1}', "is not a plan: 'version' is in it twice"),
-        ("[" * 100_000, "is not a plan: "),
-        ('{"version": 1' + "0" * 5000 + "}", "is not a plan: Exceeds the limit"),
-        ("[]", "it has no integer version"),
-        ("\udcff", "is not a plan: "),
-    ],
+    [("{", "Expecting"), ('{"version": 1, "version": 1}', "twice"), ("[" * 100_000, "")],
 )
 def test_what_is_no_json_is_reported(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "plan.json").write_text(text, errors="surrogateescape")
-    with pytest.raises(PlanError, match=message):
-        load_plan(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=f"is not a plan: .*{message}"):
+        loaded(text, tmp_path)
 
 
 def test_a_folder_stands_for_the_plan_in_it_and_what_is_not_there_is_reported(
@@ -468,20 +324,15 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("sharding_type", "change", "options", "message"),
+    ("sharding_type", "change", "constraints", "message"),
     [
         (
             "row_wise",
             {},
             {"types": ["table_wise"]},
-            r"is row_wise, and sharding_types=\['table_wise'\] does not",
+            r"and sharding_types=\['table_wise'\] does not",
         ),
-        (
-            "data_parallel",
-            {},
-            {},
-            "is data_parallel, so that the user's own optimizer must update it",
-        ),
+        ("data_parallel", {}, {}, "so that the user's own optimizer must update it"),
         (
             "column_wise",
             {},
@@ -489,22 +340,10 @@ def test_a_file_of_another_module_is_reported_by_all_differences(tmp_path: Path)
             "cannot be sharded column_wise: RowWiseAdagrad keeps one number for each row",
         ),
         (
-            "table_row_wise",
-            {},
-            {"layout": NodeLayout.from_node_sizes(1, 1)},
-            "cannot have these shards on 1 rank per node: table_row_wise gives each of the ranks",
-        ),
-        (
             "row_wise",
             {"compute_kernel": "fused_uvm"},
             {"retained": True},
             "the kernel fused_uvm, with which the user's own",
-        ),
-        (
-            "row_wise",
-            {"compute_kernel": "fused_uvm_caching"},
-            {},
-            "and the ranks have no GPU; use fused",
         ),
     ],
 )
@@ -512,19 +351,16 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
     tmp_path: Path,
     sharding_type: str,
     change: dict[str, Any],
-    options: dict[str, Any],
+    constraints: dict[str, Any],
     message: str,
 ) -> None:
     tables = tables_of({"users": (60, 16)})
     content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), sharding_type)))
     content["tables"]["ebc.users"] |= change
-    inputs = dict(options)
-    layout = inputs.pop("layout", NodeLayout.from_node_sizes(2))
-    constraints = constraints_of(tables, *inputs.pop("types", []), **inputs)
+    others = dict(constraints)
+    types = others.pop("types", [])
     with pytest.raises(PlanError, match=message):
-        fit(content, tmp_path, tables, constraints=constraints, layout=layout)
-    if "compute_kernel" in change and not inputs:
-        fit(content, tmp_path, tables, constraints=constraints, layout=layout, device="cuda")
+        fit(content, tmp_path, tables, constraints=constraints_of(tables, *types, **others))
 
 
 def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> None:
@@ -563,39 +399,7 @@ def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_le
     )
 
 
-class Remote(DummyLogger):
-    """A logger without a folder of logs, as those are that send them away."""
-
-    def __init__(self, folder: str | None, version: int | str) -> None:
-        super().__init__()
-        self.folder, self._version = folder, version
-
-    @property
-    def save_dir(self) -> str | None:
-        return self.folder
-
-    @property
-    def name(self) -> str:
-        return "clicks"
-
-    @property
-    def version(self) -> int | str:
-        return self._version
-
-
 def test_a_plan_goes_beside_logs_or_checkpoints_and_nowhere_else(tmp_path: Path) -> None:
     assert folder_of(CSVLogger(tmp_path, name="a", version=3)) == tmp_path / "a" / "version_3"
-    assert folder_of(Remote(str(tmp_path), 3)) == tmp_path / "clicks" / "version_3"
-    assert folder_of(Remote(str(tmp_path), "ab12")) == tmp_path / "clicks" / "ab12"
-    assert folder_of(Remote(None, 3)) is None
     assert folder_of(DummyLogger()) is None
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("value", ["", 3])
-def test_a_plan_file_is_a_path(value: Any) -> None:
-    with pytest.raises(
-        ConfigError,
-        match="plan_file=('': a path as a string is needed, or None|3: must be a text, or options)",
-    ):
-        PlanningOptions(plan_file=value)

@@ -2,12 +2,8 @@
 nothing fits."""
 
 import itertools
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +17,6 @@ from lightning_distrec._compat.torchrec_modules import silence_torchrec
 from lightning_distrec.errors import InfeasiblePlanError, PlanError
 from lightning_distrec.sharding.planning.constraints import torchrec_constraint
 from lightning_distrec.sharding.planning.partial_plan import MemoryBudget
-from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.sharding_plan import (
     EXCHANGE_PARTS,
     NOT_ESTIMATED,
@@ -42,9 +37,7 @@ from tests.support.planned_tables import (
 
 
 def planned(tables: TableSet, seed: int = 0) -> ShardingPlan:
-    return Planner(tables.tables, tables.constraints, tables.topology, tables.batch_size).make_plan(
-        seed
-    )
+    return tables.planner().make_plan(seed)
 
 
 def places(made: ShardingPlan) -> dict[str, tuple[str, str, list[int]]]:
@@ -80,9 +73,7 @@ def test_options_have_the_shards_and_lookups_of_torchrecs_enumerator(device: str
     distrec = {}
     for table, options in zip(
         tables.tables,
-        Planner(
-            tables.tables, tables.constraints, tables.topology, tables.batch_size
-        ).estimated_options(),
+        tables.planner().estimated_options(),
         strict=True,
     ):
         for c in options:
@@ -106,22 +97,7 @@ def _lookups(perf: Perf) -> float:
     return float(perf.fwd_compute + perf.bwd_compute + perf.prefetch_compute)
 
 
-def test_a_cpu_looks_up_narrow_rows_in_the_time_of_their_bytes() -> None:
-    whole = {i: TableOptions(sharding_types=["table_wise"], pooling_factor=60.0) for i in range(3)}
-    tables = table_set(
-        [(20_000, 16), (20_000, 32), (20_000, 128)], 2, 2, 1.0, device="cpu", options=whole
-    )
-    options = Planner(
-        tables.tables, tables.constraints, tables.topology, tables.batch_size
-    ).estimated_options()
-    narrow, wider, wide = (
-        entry[0].milliseconds_by_part[0, TIME_PARTS.index("forward compute")] for entry in options
-    )
-    assert narrow == pytest.approx(wider / 2, rel=0.15)
-    assert narrow == pytest.approx(wide / 8, rel=0.15)
-
-
-@pytest.mark.parametrize(("num_ranks", "on_node"), [(4, 4), (4, 2), (6, 2), (3, 3)])
+@pytest.mark.parametrize(("num_ranks", "on_node"), [(6, 2), (3, 3)])
 def test_exchanges_take_the_time_of_the_bytes_that_leave_a_rank_or_a_node(
     num_ranks: int, on_node: int
 ) -> None:
@@ -169,51 +145,15 @@ def test_the_critical_path_is_no_longer_than_that_of_torchrecs_planner(seed: int
 
 @pytest.mark.parametrize("kind", slow_except(KINDS[:1], KINDS))
 def test_a_plan_keeps_to_the_memory_and_costs_what_its_shards_cost(kind: str) -> None:
-    tables = draw_tables(kind, 20, 8, 4, 9 if kind != "tiny" else 0.5, 3)  # type: ignore[arg-type]
+    tables = draw_tables(kind, 10, 4, 2, 9 if kind != "tiny" else 0.5, 3)  # type: ignore[arg-type]
     made = planned(tables)
     cost = made.cost
     assert (cost.device_bytes <= cost.device_bytes_usable).all()
     assert (cost.host_bytes <= cost.host_bytes_usable).all()
-    repeated = (
-        Planner(tables.tables, tables.constraints, tables.topology, tables.batch_size)
-        .estimate(made)
-        .cost
-    )
+    repeated = tables.planner().estimate(made).cost
     np.testing.assert_allclose(repeated.milliseconds, cost.milliseconds)
     np.testing.assert_array_equal(repeated.device_bytes, cost.device_bytes)
     np.testing.assert_array_equal(repeated.host_bytes, cost.host_bytes)
-
-
-def test_row_and_column_blocks_cover_every_table_once() -> None:
-    tables = draw_tables("zipf", 20, 8, 4, 8, 1)
-    made = planned(tables)
-    for table in tables.tables:
-        cells = [(*shard.offsets, *shard.sizes) for shard in made.tables[table.full_name].shards]
-        assert sum(rows * columns for _, _, rows, columns in cells) == table.parameter.numel()
-        for (r, c, h, w), (r2, c2, h2, w2) in itertools.combinations(cells, 2):
-            assert r + h <= r2 or r2 + h2 <= r or c + w <= c2 or c2 + w2 <= c
-
-
-@pytest.mark.slow
-def test_equal_input_gives_the_same_plan_in_processes_that_hash_otherwise() -> None:
-    program = (
-        "from tests.support.planned_tables import draw_tables\n"
-        "from tests.unit.sharding.test_planner import places, planned\n"
-        "print(places(planned(draw_tables('zipf', 6, 4, 2, 12, 5))))\n"
-    )
-    message = [
-        subprocess.run(
-            [sys.executable, "-c", program],
-            env=os.environ | {"PYTHONHASHSEED": str(seed)},
-            cwd=Path(__file__).parents[3],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in (1, 2)
-    ]
-    assert message[0] == message[1]
-    assert "table_wise" in message[0] or "row_wise" in message[0]
 
 
 def test_what_the_update_keeps_counts_as_memory() -> None:
@@ -221,13 +161,11 @@ def test_what_the_update_keeps_counts_as_memory() -> None:
     tables = table_set(sizes, 2, 2, 1.02, device="cpu")
     assert sorted(ranks for _, _, ranks in places(planned(tables)).values()) == [[0], [1]]
     retained = {"sharding_types": ("table_wise",), "bytes_per_element": 12.0}
-    heavy = {
-        name: replace(table_values, **retained) for name, table_values in tables.constraints.items()
-    }
+    heavy = {name: replace(c, **retained) for name, c in tables.constraints.items()}
     with pytest.raises(
         PlanError, match=r"table 'ebc.t0' fits on no rank: even table_wise \(fused\) a rank needs"
     ):
-        Planner(tables.tables, heavy, tables.topology, tables.batch_size).make_plan()
+        replace(tables, constraints=heavy).planner().make_plan()
 
 
 def test_a_table_that_fits_nowhere_is_named_with_the_bytes_that_are_missing() -> None:
@@ -247,15 +185,6 @@ def test_a_table_that_fits_nowhere_is_named_with_the_bytes_that_are_missing() ->
     assert "no plan can exist" in str(error.value)
 
 
-def test_tables_that_are_too_large_together_are_proven_to_be() -> None:
-    tables = table_set([(100_000, 64)] * 9, 2, 2, 0.1, device="cpu")  # 9 x 25.6 MB, and 2 x 100 MB
-    with pytest.raises(
-        PlanError,
-        match=r"table 'ebc.t0' is the largest of tables that need at least .* too few.*no plan can exist",
-    ):
-        planned(tables)
-
-
 def test_of_tables_that_would_fit_together_but_on_no_rank_the_first_that_does_not_fit_is_named() -> (
     None
 ):
@@ -268,7 +197,7 @@ def test_of_tables_that_would_fit_together_but_on_no_rank_the_first_that_does_no
         planned(tables)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_plans_fit_and_proofs_that_none_exists_are_right(data: st.DataObject) -> None:
     num_ranks, on_node = data.draw(st.sampled_from([(2, 2), (3, 3), (4, 2)]))
@@ -281,22 +210,12 @@ def test_plans_fit_and_proofs_that_none_exists_are_right(data: st.DataObject) ->
         for i in range(len(megabytes))
     }
     sizes = [(mb * 4001, 64) for mb in megabytes]
-    tables = table_set(
-        sizes,
-        num_ranks,
-        on_node,
-        data.draw(st.integers(4, 20)) / 1000,
-        device="cpu",
-        options=options,
-    )
-    options_of_tables = Planner(
-        tables.tables, tables.constraints, tables.topology, 8
-    ).estimated_options()
-    fits = _fits_somehow(
-        options_of_tables, Planner(tables.tables, tables.constraints, tables.topology, 8).budget
-    )
+    memory_gb = data.draw(st.integers(4, 20)) / 1000
+    tables = table_set(sizes, num_ranks, on_node, memory_gb, device="cpu", options=options)
+    planner = replace(tables, batch_size=8).planner()
+    fits = _fits_somehow(planner.estimated_options(), planner.budget)
     try:
-        made = Planner(tables.tables, tables.constraints, tables.topology, 8).make_plan()
+        made = replace(tables, batch_size=8).planner().make_plan()
     except InfeasiblePlanError as error:
         made, reason = None, str(error)
     if made is not None:

@@ -13,21 +13,16 @@ import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     IterableDataset,
     Sampler,
-    WeightedRandomSampler,
 )
-from torchrec import EmbeddingBagCollection, JaggedTensor, KeyedJaggedTensor
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.prefetch.loaders import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.sharding.plain_embeddings import Conversion
-from lightning_distrec.sharding.planning.id_counts import MIN_FACTOR, IdCount, IdCounts
-from lightning_distrec.sharding.planning.table_options import PlanningOptions
+from lightning_distrec.sharding.planning.id_counts import IdCount, IdCounts
 from lightning_distrec.sharding.tables import find_tables
-from tests.support.click_model import bag_configs
 
 Pair = namedtuple("Pair", ["item", "label"])
 
@@ -86,20 +81,6 @@ def test_jagged_tensors_count_under_their_names_and_features_of_unequal_batch_si
     assert actual == {"d": IdCount(7, 2, 7), "a": IdCount(3, 2, 3), "b": IdCount(3, 1, 3)}
 
 
-def test_a_table_gets_a_factor_for_each_feature_over_all_batches_of_all_ranks() -> None:
-    root = nn.Module()
-    root.ebc = EmbeddingBagCollection(tables=bag_configs())
-    wide, narrow, shared = find_tables(root).tables
-    counts = counted(keyed(a=[2, 2], b=[1, 0], c=[0, 0]))
-    assert counts.factors(wide) == (2.0, 0.5)
-    counts.add(counted(keyed(a=[5], b=[4], d=[1])))
-    assert counts.factors(wide) == (9 / 3, 5 / 3)
-    assert counts.factors(narrow) == (MIN_FACTOR,)
-    assert counts.factors(shared) == (5 / 3, 1.0)
-    assert counted(keyed(b=[1])).factors(wide) is None, "a is not known"
-    assert counted(keyed(a=[], b=[])).factors(wide) is None, "nobody has an example"
-
-
 def test_a_plain_embedding_takes_the_shape_of_the_tensor_that_is_called_as_it_is() -> None:
     root = nn.Module()
     root.tower = nn.Module()
@@ -111,13 +92,6 @@ def test_a_plain_embedding_takes_the_shape_of_the_tensor_that_is_called_as_it_is
     ) == (1.0,)
     assert counted({"item": torch.zeros(4, 6)}).factors(table) is None, "not ids"
     assert counted({"items": torch.zeros(4, 6).long()}, torch.tensor(3)).factors(table) is None
-
-
-def test_a_number_of_batches_below_zero_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="planning.estimate_pooling=-1: a number of batches is needed, 0 for none"
-    ):
-        PlanningOptions(estimate_pooling=-1)
 
 
 class DrawsSamples:
@@ -179,11 +153,6 @@ LOADERS: dict[str, Any] = {
     "a generator of its own": lambda: shuffled(generator=torch.Generator().manual_seed(5)),
     "workers": lambda: shuffled(num_workers=1, persistent_workers=True),
     "a sampler that changes itself": lambda: DataLoader(DrawsSamples(), 4, sampler=Rotates(20)),  # type: ignore[arg-type]
-    "a batch sampler": lambda: DataLoader(
-        DrawsSamples(),  # type: ignore[arg-type]
-        batch_sampler=BatchSampler(WeightedRandomSampler([0.1] * 20, 20), 4, drop_last=True),
-    ),
-    "no batches": lambda: DataLoader(DrawsSamples(), batch_size=None, shuffle=True),  # type: ignore[arg-type]
     "a collate_fn that draws": lambda: shuffled(collate_fn=partial(Noisy().collate, 0.5)),
 }
 
@@ -206,35 +175,6 @@ def test_a_loader_gives_what_it_would_have_given_without_the_look(make: Any) -> 
     assert len(looked_at) == 2
     assert looked_at[0].shape == expected[0][0].shape
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_a_look_that_is_broken_off_leaves_no_trace_either() -> None:
-    dataset = DrawsSamples()
-    initial = (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate())
-    batches = first_batches(DataLoader(dataset, 4), 3)  # type: ignore[arg-type]
-    next(batches)
-    assert dataset.numpy.bit_generator.state != initial[0]
-    batches.close()
-    assert (dataset.numpy.bit_generator.state, dataset.inner["python"].getstate()) == initial
-
-
-def test_the_first_batches_are_those_that_training_gets_where_nothing_is_drawn() -> None:
-    loader = DataLoader(torch.arange(10).float(), 4)  # type: ignore[arg-type]
-    batches = list(loader)
-    for count, expected in ((2, batches[:2]), (9, batches), (0, [])):
-        torch.testing.assert_close(list(first_batches(loader, count)), expected)
-
-
-def test_random_numbers_are_put_back_when_looking_fails() -> None:
-    all_seeded()
-    initial = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-    with pytest.raises(ZeroDivisionError), unchanged(include_cuda=False):
-        print(random.random(), np.random.rand(), torch.rand(1), 1 / 0)
-    assert (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-    ) == initial
 
 
 class Stream(IterableDataset):

@@ -106,15 +106,6 @@ def test_sums_are_those_of_an_embedding_in_double_precision_and_the_host_does_no
 
 
 @pytest.mark.host_cuda
-def test_features_that_are_not_in_the_order_of_their_tables_are_summed_by_torch() -> None:
-    features = [2, 0, 1]
-    actual, found = gradients(features, "cuda")
-    assert set(found.operations()) == {"aten::_coalesce"}
-    for first, other in zip(actual, gradients(features)[0], strict=True):
-        assert torch.equal(first.to_dense(), other.to_dense())
-
-
-@pytest.mark.host_cuda
 @pytest.mark.parametrize("used", [{"a"}, {"a", "b", "empty"}])
 def test_tables_that_no_loss_has_used_get_no_gradient_for_one_wait(used: set[str]) -> None:
     kernel, shards = kernel_and_shards(FEATURES, "cuda")

@@ -1,7 +1,6 @@
 """Finding tables."""
 
 import pytest
-import torch
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -9,11 +8,9 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
-from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.meta_tables import tables_on_meta
-from lightning_distrec.sharding.tables import find_tables, output_names
+from lightning_distrec.sharding.tables import find_tables
 from tests.support.click_model import bag_configs
 
 
@@ -55,16 +52,6 @@ def test_a_subclass_is_left_alone_with_the_reason() -> None:
     assert actual.left_alone == {"custom": "Mine is a subclass and may compute something else"}
 
 
-def test_output_names_are_those_of_the_unsharded_collection() -> None:
-    root = nn.Module()
-    root.ebc = EmbeddingBagCollection(tables=bag_configs())
-    assert (
-        output_names(find_tables(root).tables)
-        == root.ebc._embedding_names
-        == ["a", "b@wide", "c", "b@shared", "d"]
-    )
-
-
 def test_a_collection_with_a_dim_that_is_no_multiple_of_four_is_left_alone_with_the_next_that_is() -> (
     None
 ):
@@ -100,16 +87,6 @@ def test_a_weight_of_a_sharded_table_and_of_a_collection_that_is_left_alone_is_r
     assert find_tables(root).left_alone.keys() == {"first", "second"}, "both stay, with one weight"
 
 
-def test_only_tables_that_can_be_sharded_are_built_on_meta() -> None:
-    with tables_on_meta():
-        assert bags().embedding_bags["t"].weight.is_meta
-        assert not bags(embedding_dim=10).embedding_bags["t"].weight.is_meta
-        with torch.device("meta"):
-            assert bags(embedding_dim=10).embedding_bags["t"].weight.is_meta, (
-                "a dry run takes no memory"
-            )
-
-
 @pytest.mark.parametrize(
     ("setting", "value", "advice"),
     [
@@ -123,19 +100,4 @@ def test_settings_of_a_table_that_training_cannot_follow_are_refused(
     root = nn.Module()
     root.ebc = bags(**{setting: value})
     with pytest.raises(ShardingError, match=f"table 'ebc.t' has {setting}={value}.*{advice}"):
-        find_tables(root)
-
-
-def test_a_data_type_that_cannot_be_trained_is_reported() -> None:
-    root = nn.Module()
-    root.ebc = bags(data_type=DataType.BF16)
-    with pytest.raises(ShardingError, match="table 'ebc.t': data_type=BF16.*Use FP32 or FP16"):
-        find_tables(root)
-
-
-def test_two_tables_that_share_a_weight_are_reported() -> None:
-    root = nn.Module()
-    root.first, root.second = bags(), bags()
-    root.second.embedding_bags["t"].weight = root.first.embedding_bags["t"].weight
-    with pytest.raises(ShardingError, match="tables 'first.t' and 'second.t' share one weight"):
         find_tables(root)

@@ -12,7 +12,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import EnumerableShardingSpec
 
-from lightning_distrec.host_memory import cgroup_limits, free_in_cgroups, host_memory_bytes
+from lightning_distrec.host_memory import cgroup_limits, free_in_cgroups
 from lightning_distrec.sharding.planning.bandwidths import AssumedBandwidths, bandwidth_request
 from lightning_distrec.sharding.planning.constraints import TableConstraints
 from lightning_distrec.sharding.planning.planner import Planner
@@ -76,15 +76,6 @@ def test_unequal_nodes_are_what_they_are() -> None:
     )
 
 
-def test_ranks_dealt_out_in_turns_are_not_as_torchrec_takes_them_to_be() -> None:
-    places = NodeLayout.gathered([(0, 2), (1, 2), (0, 2), (1, 2)])
-    assert (places.ranks_by_node, places.alike, places.ranks_on_same_node(0)) == (
-        (2, 2),
-        False,
-        [2],
-    )
-
-
 def test_where_all_say_the_same_node_how_many_are_on_each_tells_them_apart() -> None:
     assert NodeLayout.gathered([(0, 2), (0, 2), (0, 1)]) == NodeLayout.from_node_sizes(2, 1)
 
@@ -99,35 +90,6 @@ def test_torchrec_counts_bytes_per_millisecond() -> None:
     assert INTRA_NODE_BANDWIDTH * 1000 == 600 * 2**30
 
 
-@pytest.mark.parametrize(
-    ("device", "bandwidth", "part"),
-    [
-        (CPU, "host_memory", "fwd_compute"),
-        (GPU, "device_memory", "fwd_compute"),
-        (CPU, "cross_node", "fwd_comms"),
-    ],
-)
-def test_a_bandwidth_twice_as_high_halves_what_it_is_for(
-    device: torch.device, bandwidth: str, part: str
-) -> None:
-    places = NodeLayout.from_node_sizes(1, 1)
-    times = [
-        getattr(
-            options(topology(places, device, **{bandwidth: inputs}), "table_wise").shards[0].perf,
-            part,
-        )
-        for inputs in ("1GB/s", "2GB/s")
-    ]
-    assert times[0] == pytest.approx(2 * times[1])
-
-
-def test_on_unequal_nodes_everything_travels_at_the_speed_between_them() -> None:
-    described = topology(NodeLayout.from_node_sizes(3, 1), intra_node="100GB/s", cross_node="1GB/s")
-    shard = options(described, "table_wise").shards[0]
-    assert shard.perf is not None
-    assert shard.perf.fwd_comms == pytest.approx(4 * BATCH * DIM * 4 / 1e9 * 1000)
-
-
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_unequal_memory_is_reported_and_row_wise_shards_stay_equal(device: torch.device) -> None:
     memory = (10**6, 3 * 10**6)
@@ -138,11 +100,6 @@ def test_unequal_memory_is_reported_and_row_wise_shards_stay_equal(device: torch
         [500, DIM],
         [500, DIM],
     ]
-
-
-def test_beside_a_gpu_there_is_the_hosts_memory() -> None:
-    described = topology(NodeLayout.from_node_sizes(2), GPU)
-    assert [(d.storage.hbm, d.storage.ddr) for d in described.devices] == [(10**9, 10**10)] * 2
 
 
 def test_shards_lie_on_the_device_that_their_rank_has() -> None:
@@ -198,7 +155,3 @@ def test_a_cgroup_that_cannot_be_seen_leaves_the_containers_limit(tmp_path: Path
     write(tmp_path, "memory.max", "8000")
     for membership in ("0::/../elsewhere\n", "", "nonsense", "0::/gone/too\n"):
         assert cgroup_limits(membership, tmp_path) == [8000]
-
-
-def test_this_machine_has_some_memory() -> None:
-    assert 2**20 < host_memory_bytes() < 2**60

@@ -1,6 +1,5 @@
-"""What ranks send for tables, against sums that are written out rank by rank."""
-
-import time
+"""What ranks send for tables, summed over ranks and nodes as in the whole matrix. What it is, on
+real ranks: tests/multiprocess/sharding/test_traffic.py."""
 
 import numpy as np
 import pytest
@@ -8,10 +7,8 @@ import pytest
 from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.planning.traffic import (
     IDS,
-    REPLICATED_GRADIENTS,
     ROW_GRADIENTS,
     ROWS,
-    TRAFFIC_KINDS,
     Traffic,
     estimate_traffic,
 )
@@ -20,8 +17,6 @@ from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.support.planned import planned, planned_at_random
 
 BATCH = 10
-SIZES = 3 * 8
-"""Numbers of lengths and of ids, and the batch's size, as int64."""
 
 
 def one(
@@ -34,54 +29,6 @@ def one(
     )
 
 
-def test_ids_go_to_the_rank_of_a_whole_table_and_bags_come_back() -> None:
-    traffic = one("table_wise", NodeLayout.equal(3, 3), ranks=[1])
-    ids = 2 * BATCH * 4 + (2 + 3) * BATCH * 4  # lengths, and ids
-    assert traffic.sent(IDS).tolist() == [2 * SIZES + ids, 2 * SIZES, 2 * SIZES + ids]
-    assert traffic.sent(ROWS).tolist() == [0, 2 * (2 * BATCH * 8 * 4), 0]
-    assert traffic.sent(ROW_GRADIENTS).tolist() == [2 * BATCH * 8 * 4, 0, 2 * BATCH * 8 * 4]
-
-
-def test_single_rows_come_back_for_every_id() -> None:
-    traffic = one("table_wise", NodeLayout.equal(2, 2), ranks=[0], pooled=False)
-    assert traffic.sent(ROWS).tolist() == [(2 + 3) * BATCH * 8 * 4, 0]
-
-
-def test_weights_travel_with_ids() -> None:
-    plain, weighted = (
-        one("table_wise", NodeLayout.equal(2, 2), ranks=[0], weighted=w) for w in (False, True)
-    )
-    assert (weighted.sent(IDS) - plain.sent(IDS)).tolist() == [8, 8 + (2 + 3) * BATCH * 4]
-
-
-def test_ids_of_a_table_cut_by_rows_follow_the_sizes_of_the_blocks() -> None:
-    traffic = one("row_wise", NodeLayout.equal(3, 3), num_rows=10)  # blocks of 4, 4 and 2 rows
-    lengths, ids = 2 * BATCH * 4, (2 + 3) * BATCH * 4
-    target = [SIZES + lengths + ids * share for share in (0.4, 0.4, 0.2)]
-    assert traffic.sent(IDS) == pytest.approx([
-        target[1] + target[2],
-        target[0] + target[2],
-        target[0] + target[1],
-    ])
-    assert traffic.sent(ROWS).tolist() == [2 * 2 * BATCH * 8 * 4] * 3
-
-
-def test_two_level_cuts_add_up_on_a_node_and_cross_nodes_once() -> None:
-    traffic = one("table_row_wise", NodeLayout.equal(4, 2), ranks=[2, 3])
-    bags = 2 * BATCH * 8 * 4  # of one rank's examples
-    # sums for both nodes, halved in a ring
-    assert traffic.within_node(ROWS).tolist() == [0, 0, 2 * bags, 2 * bags]
-    assert traffic.across_nodes(ROWS).tolist() == [0, 0, bags, bags]
-    assert traffic.across_nodes(ROW_GRADIENTS).tolist() == [bags, bags, 0, 0]
-
-
-def test_whole_tables_on_all_ranks_send_their_gradients_only() -> None:
-    traffic = one("data_parallel", NodeLayout.equal(4, 2), update="dense")
-    assert all(not traffic.sent(kind).any() for kind in (IDS, ROWS, ROW_GRADIENTS))
-    assert traffic.sent(REPLICATED_GRADIENTS).tolist() == [2 * 3 / 4 * 24 * 8 * 4] * 4
-    assert traffic.across_nodes().tolist() == [0, 288 * 4, 0, 288 * 4]
-
-
 def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None:
     layout = NodeLayout.equal(2, 2)
     frozen, learns = (
@@ -91,26 +38,6 @@ def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None
     assert not estimate_traffic([frozen], layout, BATCH).sent(ROW_GRADIENTS).any()
     pair = estimate_traffic([frozen, learns], layout, BATCH)
     assert pair.sent(ROW_GRADIENTS).tolist() == pair.sent(ROWS)[::-1].tolist()
-
-
-def test_rounded_rows_and_gradients_are_half_as_many_bytes() -> None:
-    layout = NodeLayout.equal(4, 2)
-    for sharding_type in ("table_wise", "row_wise", "table_row_wise"):
-        exact, rounded = (
-            one(sharding_type, layout, comms) for comms in (None, QuantizedComms(forward="bf16"))
-        )
-        assert (2 * rounded.sent(ROWS)).tolist() == exact.sent(ROWS).tolist()
-        assert rounded.sent(ROW_GRADIENTS).tolist() == exact.sent(ROW_GRADIENTS).tolist()
-        assert rounded.sent(IDS).tolist() == exact.sent(IDS).tolist()
-
-
-def test_one_rank_sends_nothing() -> None:
-    layout = NodeLayout.equal(1, 1)
-    traffic = estimate_traffic(
-        [planned(sharding_type=c, layout=layout) for c in ("table_wise", "row_wise")], layout, BATCH
-    )
-    assert traffic.sent().tolist() == [0]
-    assert traffic.between_nodes().tolist() == [[0]]
 
 
 def _matrix(traffic: Traffic, kind: str | None = None) -> np.ndarray:
@@ -138,12 +65,10 @@ def _matrix(traffic: Traffic, kind: str | None = None) -> np.ndarray:
     "layout",
     [
         NodeLayout.equal(12, 4),
-        NodeLayout.equal(6, 3),
         NodeLayout.equal(8, 8),
-        NodeLayout.equal(4, 1),
     ],
 )
-@pytest.mark.parametrize("kind", [*TRAFFIC_KINDS, None])
+@pytest.mark.parametrize("kind", [IDS, ROWS, None])
 def test_sums_over_ranks_and_nodes_are_those_of_the_whole_matrix(
     layout: NodeLayout, kind: str | None
 ) -> None:
@@ -181,16 +106,6 @@ def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(
             assert traffic.between_nodes()[a, b] == pytest.approx(
                 matrix[node == a][:, node == b].sum()
             )
-
-
-@pytest.mark.slow
-def test_thousands_of_ranks_take_no_time_per_pair() -> None:
-    facts = planned_at_random(1000, NodeLayout.equal(4096, 8), seed=0)
-    begin = time.process_time()
-    traffic = facts.traffic
-    assert traffic.sent().shape == traffic.across_nodes().shape == (4096,)
-    assert traffic.between_nodes().shape == (512, 512)
-    assert time.process_time() - begin < 5
 
 
 def test_a_cut_whose_exchanges_are_not_known_is_refused() -> None:

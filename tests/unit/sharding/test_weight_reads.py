@@ -37,24 +37,6 @@ class Features(nn.Module):
         return rows @ self.numbered[len(self.item)].weight.T + self.mask.weight.expand(9, 8)
 
 
-class Chosen(Features):
-    """Reads the weight of an embedding that is known when it runs."""
-
-    def chosen(self) -> Tensor:
-        return self.named[self.item].weight
-
-
-class Aliased(Features):
-    """Reads weights by way of local variables."""
-
-    def by_variables(self, ids: Tensor) -> Tensor:
-        first = self.looked_up
-        total = first.weight[ids].sum()
-        for table in self.numbered:
-            total = total + table.weight.shape[0]
-        return total + sum(table.weight.T.sum() for table in self.named.values())
-
-
 def scores(rows: Tensor, model: nn.Module) -> Tensor:
     """Read a weight outside of the class."""
     return rows @ model.helped.weight.T
@@ -98,16 +80,6 @@ def test_weights_that_are_read_are_found_by_name_by_place_and_in_properties() ->
     }
     expected |= {"codes": "Codes.similar", "named.user": "Features.user_weight"}
     assert _reads(Features()) == expected
-    assert _reads(Chosen()) == expected | {
-        "named.item": "Chosen.chosen",
-        "named.user": "Chosen.chosen",
-    }
-
-
-def test_weights_that_are_read_through_variables_are_found() -> None:
-    reads = _reads(Aliased())
-    assert reads["looked_up"] == "Aliased.by_variables"
-    assert reads["named.item"] == "Aliased.by_variables"
 
 
 def test_weights_that_are_read_under_other_names_and_in_functions_are_found() -> None:
