@@ -619,7 +619,7 @@ BREAKAGES = (
         r"func\(full, \*args\[1:\], \*\*kwargs\)",
         "func(full[: len(full) // 2], *args[1:], **kwargs)",
         "torch.nn.init in hooks draws a part of the table's numbers.",
-        ("multiprocess/sharding/test_sharded_weights.py",),
+        ("multiprocess/sharding/test_guarded_weights.py",),
     ),
     Breakage(
         "gathered-gradients",

@@ -189,7 +189,7 @@ class GradientProgram(pl.LightningModule):
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of a batch, or the mean of several, whose gradients are not finite for
         one row where the seed says so."""
-        if isinstance(batch, list):
+        if not isinstance(batch[0], Tensor):
             return torch.stack([self.loss(part) for part in batch]).mean()
         users, items = (
             self.layer(table(ids))

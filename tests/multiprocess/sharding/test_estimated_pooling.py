@@ -1,10 +1,8 @@
 """Ids per example, counted before training on two ranks: they are the plain means, and training
 does not notice."""
 
-import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
@@ -15,49 +13,26 @@ from torchrec import KeyedJaggedTensor
 from lightning_distrec.errors import DataError
 from lightning_distrec.strategies.tables import plan_of_run
 from lightning_distrec.strategies.tables import set_up as set_up_tables
-from tests.support.click_model import FEATURES, ClickModel, seeded
+from tests.support.click_model import FEATURES, ClickModel, make_batch, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 LOOK = 3
 BATCHES = (5, 2)
 """How many each rank has; the second has fewer than are looked at."""
-SIZE = 4
+SIZE = 8
 TABLES = {"ebc.wide": ["a", "b"], "ebc.narrow": ["c"], "ebc.shared": ["b", "d"]}
 
 
-class Examples:
-    """Bags of 0 to 4 ids, and a little noise on the label that is drawn when an example is
-    taken."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.noise = rank, np.random.default_rng(rank)
-
-    def __len__(self) -> int:
-        return SIZE * BATCHES[self.rank]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        draw = np.random.default_rng([index, self.rank])
-        bags = [
-            draw.integers(0, 11, size=draw.integers(0, 5 - k)).tolist()
-            for k in range(len(FEATURES))
-        ]
-        noise = self.noise.random() + random.random() + np.random.rand() + float(torch.rand(1))
-        return {"bags": bags, "label": 0.1 * noise, "item": draw.integers(0, 11, size=6).tolist()}
-
-
-def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
-    bags = [example["bags"][k] for k in range(len(FEATURES)) for example in examples]
-    features = KeyedJaggedTensor(
-        keys=FEATURES,
-        values=torch.tensor([i for bag in bags for i in bag], dtype=torch.long),
-        lengths=torch.tensor([len(bag) for bag in bags]),
-    )
-    label = torch.tensor([example["label"] for example in examples])
-    return {
-        "label": label,
-        "inputs": [features, {"item": torch.tensor([example["item"] for example in examples])}],
-    }
+def batches_of(rank: int) -> list[dict[str, Any]]:
+    """Return the batches of a rank, which hold the features, and ids of a plain embedding."""
+    batches = []
+    for number in range(BATCHES[rank]):
+        batch = make_batch(100 * rank + number)
+        features = KeyedJaggedTensor(FEATURES, batch["ids"], lengths=batch["lengths"])
+        items = batch["lengths"][:SIZE].unsqueeze(1).repeat(1, 6)
+        batches.append({"label": batch["label"], "inputs": [features, {"item": items}]})
+    return batches
 
 
 class Data(LightningDataModule):
@@ -72,7 +47,7 @@ class Data(LightningDataModule):
         if self.fails:
             self.fails = False
             raise OSError("the share is not mounted yet")
-        return DataLoader(Examples(self.rank), SIZE, collate_fn=collate, **self.options)  # type: ignore[arg-type]
+        return DataLoader(batches_of(self.rank), batch_size=None, **self.options)  # type: ignore[arg-type]
 
 
 class TakesFeatures(ClickModel):
@@ -85,10 +60,8 @@ class TakesFeatures(ClickModel):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         features, remaining = batch["inputs"]
-        return self.mlp(self.ebc(features).values()).squeeze(-1) + self.item(remaining["item"]).sum((
-            1,
-            2,
-        ))
+        rows = self.item(remaining["item"]).sum((1, 2))
+        return self.mlp(self.ebc(features).values()).squeeze(-1) + rows
 
 
 class Declares(TakesFeatures):
@@ -117,8 +90,6 @@ def fit(
         return constraints
 
     set_up_tables.with_counted_ids, plan_of_run.rank_zero_info = noted, message.append  # type: ignore[assignment]
-    random.seed(2)
-    np.random.seed(2)
     trained = seeded(model)
     options = {
         "convert_embeddings": "all",
@@ -137,28 +108,14 @@ def fit(
     return trained.losses, actual, message
 
 
-def batches_of(rank: int) -> list[dict[str, Any]]:
-    """Return the batches of a rank that are looked at."""
-    examples = Examples(rank)
-    batches = [
-        [examples[SIZE * i + k] for k in range(SIZE)] for i in range(min(LOOK, BATCHES[rank]))
-    ]
-    return [collate(batch) for batch in batches]
-
-
-def plain_means(names: list[str]) -> tuple[float, ...]:
-    """Return ids per example over the first batches of both ranks."""
-    bags = [
-        batch["inputs"][0][name].lengths()
-        for name in names
-        for rank in (0, 1)
-        for batch in batches_of(rank)
-    ]
-    each_values = len(bags) // len(names)
-    return tuple(
-        float(torch.cat(bags[i * each_values : (i + 1) * each_values]).float().mean())
-        for i in range(len(names))
-    )
+def plain_means(names: list[str], ranks: tuple[int, ...] = (0, 1)) -> tuple[float, ...]:
+    """Return ids per example over the first batches of these ranks."""
+    looked_at = [batch for rank in ranks for batch in batches_of(rank)[:LOOK]]
+    means = []
+    for name in names:
+        bags = [batch["inputs"][0][name].lengths() for batch in looked_at]
+        means.append(float(torch.cat(bags).float().mean()))
+    return tuple(means)
 
 
 class Stream(IterableDataset):
@@ -227,10 +184,9 @@ def test_training_gives_the_same_losses_bit_for_bit(runs: list[dict[str, Any]]) 
 def test_what_could_not_be_looked_at_is_reported_and_the_other_ranks_batches_count(
     runs: list[dict[str, Any]],
 ) -> None:
-    bags = torch.cat([batch["inputs"][0]["c"].lengths() for batch in batches_of(0)])
     for run in runs:
         for name in ("fails", "empty"):
-            assert run[name][1]["ebc.narrow"] == pytest.approx((float(bags.float().mean()),))
+            assert run[name][1]["ebc.narrow"] == pytest.approx(plain_means(["c"], (0,)))
         assert "batch" in run["empty"][2][-1], "training says that a rank has nothing to train on"
     (message,) = runs[0]["fails"][2]
     assert "counted in 3 batches of 2 ranks" in message

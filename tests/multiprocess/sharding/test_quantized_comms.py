@@ -6,7 +6,7 @@ from contextlib import redirect_stdout
 import pytest
 import torch
 
-from lightning_distrec import QuantizedComms, TorchRecShardedStrategy
+from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError
 from tests.support.click_model import ClickModel, largest_difference, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
@@ -61,8 +61,3 @@ def test_rounded_rows_and_gradients_are_told_and_train_nearly_the_same_weights()
 def test_unknown_types_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         TorchRecShardedStrategy(quantized_comms=options)
-
-
-def test_the_default_is_exact():
-    assert QuantizedComms().is_exact
-    assert QuantizedComms().registry() is None

@@ -35,7 +35,6 @@ from tests.support.click_model import (
     join_batches,
     largest_difference,
     make_batch,
-    rank_loader,
     seeded,
 )
 from tests.support.parameters import slow_except
@@ -198,12 +197,10 @@ def test_groups_that_average_rows_train_as_copies_that_train_apart(name: str) ->
 
 def in_groups(*types: str, interval: int = 1, size: int = 2) -> dict[str, Any]:
     """Return the strategy's options for three tables of these sharding types, in groups."""
-    tables: dict[str, Any] = {}
-    for table, kind in zip(("wide", "narrow", "shared"), types, strict=True):
-        tables[table] = {
-            "sharding_types": [kind],
-            **({"min_partition": 4} if kind == "column_wise" else {}),
-        }
+    tables = {
+        table: {"sharding_types": [kind], "min_partition": 4}
+        for table, kind in zip(("wide", "narrow", "shared"), types, strict=True)
+    }
     return {"tables": tables, "sharding_groups": {"size": size, "sync_interval": interval}}
 
 
@@ -253,29 +250,6 @@ def count_bytes() -> tuple[float, float]:
 def test_the_plan_estimates_what_groups_send_to_each_other() -> None:
     for sent, estimated in run_on_warm_ranks(count_bytes, 4):
         assert estimated == pytest.approx(sent, rel=0.25)
-
-
-def fit_again() -> list[float]:
-    """Fit one module in groups, without them, in others, and evaluate it; return the scores."""
-    rank = rank_and_num_ranks()[0]
-    model = seeded(EvaluatedModel, *OPTIMIZERS["SGD"])
-    for size in (2, None, 1):
-        trainer = make_trainer({"sharding_groups": {"size": size}})
-        trainer.fit(model, rank_loader(STEPS, rank))
-    scores = []
-    for size in (1, 2, None):
-        trainer = make_trainer({"sharding_groups": {"size": size}})
-        (metrics,) = trainer.test(model, rank_loader(1, rank, STEPS), verbose=False)
-        scores.append(metrics["val_loss"])
-    return scores
-
-
-@pytest.mark.slow
-def test_a_module_goes_from_groups_to_one_and_to_others() -> None:
-    case = click_case(EvaluatedModel, steps=STEPS, val_steps=1, num_ranks=4, fits=3)
-    expected = run_in_one_process(case).metrics["val_loss"]
-    for scores in run_on_warm_ranks(fit_again, 4):
-        assert scores == pytest.approx([expected] * 3, abs=1e-5)
 
 
 def strategy_of_rank(rank: int) -> dict[str, Any]:

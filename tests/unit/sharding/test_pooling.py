@@ -4,7 +4,6 @@ trace."""
 import random
 from collections import namedtuple
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,16 +133,6 @@ class Rotates(Sampler[int]):
         return iter(self.order)
 
 
-class Noisy:
-    """Collates with noise of its own."""
-
-    def __init__(self) -> None:
-        self.noise = np.random.default_rng(8)
-
-    def collate(self, scale: float, samples: list[Tensor]) -> Tensor:
-        return torch.stack(samples) + self.noise.random() * scale
-
-
 def shuffled(**options: Any) -> DataLoader[Any]:
     return DataLoader(DrawsSamples(), 4, shuffle=True, **options)  # type: ignore[arg-type]
 
@@ -153,7 +142,6 @@ LOADERS: dict[str, Any] = {
     "a generator of its own": lambda: shuffled(generator=torch.Generator().manual_seed(5)),
     "workers": lambda: shuffled(num_workers=1, persistent_workers=True),
     "a sampler that changes itself": lambda: DataLoader(DrawsSamples(), 4, sampler=Rotates(20)),  # type: ignore[arg-type]
-    "a collate_fn that draws": lambda: shuffled(collate_fn=partial(Noisy().collate, 0.5)),
 }
 
 

@@ -2,7 +2,6 @@
 planning makes of it."""
 
 import io
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +62,10 @@ def two_of_one_name() -> list[Table]:
     return find_tables(root).tables
 
 
-def demand(
-    kernels: tuple[str, ...] = ("fused",), factors: tuple[float, ...] | None = None, **message: Any
-) -> TableConstraints:
+def demand(kernel: str, **options: Any) -> TableConstraints:
     """Return a demand of a table that may be cut in any of two ways."""
-    options = TableOptions(**message)
-    return TableConstraints(
-        ("table_wise", "row_wise"), False, options, compute_kernels=kernels, pooling_factors=factors
-    )
+    types = ("table_wise", "row_wise")
+    return TableConstraints(types, False, TableOptions(**options), compute_kernels=(kernel,))
 
 
 def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherever_they_stand() -> (
@@ -200,34 +195,25 @@ def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:
     assert replicated_collections(tables, {"rows.*": {"replicated": True}}) == {"rows"}
 
 
-def test_a_table_is_planned_with_the_kernel_and_the_cache_that_were_asked_for() -> None:
-    tables = tables_named("a", "b")
+def test_tables_are_planned_with_the_kernels_and_the_caches_that_were_asked_for() -> None:
+    tables = two_of_one_name()
     constraints = {
-        "ebc.a": demand(("fused_uvm_caching",), cache_load_factor=0.25),
-        "ebc.b": demand(("fused",), factors=(3.0,)),
+        "first.t": demand("fused_uvm_caching", cache_load_factor=0.25),
+        "second.t": demand("fused"),
     }
-    made = Planner(
-        tables, constraints, topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30), 16
-    ).make_plan()
-    plan = made.for_torchrec([torch.device("cuda", 0), torch.device("cuda", 1)])
-    assert (plan["ebc.a"].compute_kernel, plan["ebc.a"].cache_params.load_factor) == (
-        "fused_uvm_caching",
-        0.25,
-    )
-    assert [made.tables[name].cache_load_factor for name in ("ebc.a", "ebc.b")] == [0.25, None]
+    topology = topology_of(NodeLayout.from_node_sizes(2), "cuda", 1 << 30)
+    plan = Planner(tables, constraints, topology, 16).make_plan()
+    assert [table.cache_load_factor for table in plan.tables.values()] == [0.25, None]
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    first, second = plan.for_torchrec(devices).values()
+    assert (first.compute_kernel, second.compute_kernel) == ("fused_uvm_caching", "fused")
     # What the kernel is made with.
-    assert add_params_from_parameter_sharding(None, plan["ebc.a"])["cache_load_factor"] == 0.25
-    assert (plan["ebc.b"].compute_kernel, plan["ebc.b"].cache_params) == ("fused", None)
+    assert add_params_from_parameter_sharding(None, first)["cache_load_factor"] == 0.25
+    assert second.cache_params is None
     console = Console(file=io.StringIO(), width=150)
-    with_state = replace(
-        made.tables["ebc.a"], name="ebc.c", update_bytes_per_element=4.0, cache_load_factor=None
-    )
-    print_plan(replace(made, tables=made.tables | {"ebc.c": with_state}), console=console)
+    print_plan(plan, console=console)
     shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert (
-        "In host memory (UVM): ebc.a (rows, 25% cached on the GPU), ebc.c (rows and optimizer "
-        "state)" in shown
-    )
+    assert "In host memory (UVM): first.t (rows, 25% cached on the GPU)" in shown
 
 
 class Shipped(nn.Module):

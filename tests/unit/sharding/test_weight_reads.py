@@ -1,7 +1,5 @@
 """Which embeddings' weights a module reads, as far as its source shows."""
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from lightning_distrec.strategies.tables.weight_reads import weight_reads
@@ -37,36 +35,6 @@ class Features(nn.Module):
         return rows @ self.numbered[len(self.item)].weight.T + self.mask.weight.expand(9, 8)
 
 
-def scores(rows: Tensor, model: nn.Module) -> Tensor:
-    """Read a weight outside of the class."""
-    return rows @ model.helped.weight.T
-
-
-class Renamed(nn.Module):
-    """Reads weights by other names than `self`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.named, self.helped, self.nested, self.by_lambda, self.unread = (
-            nn.Embedding(9, 8) for _ in range(5)
-        )
-
-    def forward(s, ids: Tensor) -> Tensor:  # noqa: N805
-        return s.unread(ids) @ s.named.weight.T
-
-    def by_functions(self, ids: Tensor) -> Tensor:
-        model = self
-
-        def read(part: Any) -> Tensor:
-            return part.nested.weight.T
-
-        transposed = lambda model: model.by_lambda.weight.T  # noqa: E731
-        return scores(self.unread(ids), self) @ read(model) + transposed(self)
-
-    def of_batch(self, unread: Any, batch: Any) -> Tensor:
-        return batch.unread.weight * batch.weight
-
-
 def _reads(model: nn.Module) -> dict[str, str]:
     actual = weight_reads(model)
     return {name: actual[id(child)] for name, child in model.named_modules() if id(child) in actual}
@@ -80,11 +48,3 @@ def test_weights_that_are_read_are_found_by_name_by_place_and_in_properties() ->
     }
     expected |= {"codes": "Codes.similar", "named.user": "Features.user_weight"}
     assert _reads(Features()) == expected
-
-
-def test_weights_that_are_read_under_other_names_and_in_functions_are_found() -> None:
-    expected = {
-        "named": "Renamed.forward",
-        **dict.fromkeys(["helped", "nested", "by_lambda"], "Renamed.by_functions"),
-    }
-    assert _reads(Renamed()) == expected
