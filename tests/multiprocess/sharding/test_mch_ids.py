@@ -26,7 +26,14 @@ from tests.support.mapped_models import (
     mch,
     remainders,
 )
-from tests.support.mapped_runs import BATCH_PARTS, ByHand, refusal, step_plainly, train, train_by_hand
+from tests.support.mapped_runs import (
+    BATCH_PARTS,
+    ByHand,
+    refusal,
+    step_plainly,
+    train,
+    train_by_hand,
+)
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -208,7 +215,9 @@ def _saves_differences(folder: str, options: dict[str, Any]) -> None:
         callbacks=[incremental_runs.FullToo(folder)],
         default_root_dir=folder,
     )
-    trainer.fit(seeded(MchModel, **options), loader(0, 2 * STEPS, rank, num_ranks, BATCH_PARTS, kinds=1000))
+    trainer.fit(
+        seeded(MchModel, **options), loader(0, 2 * STEPS, rank, num_ranks, BATCH_PARTS, kinds=1000)
+    )
 
 
 def test_differences_hold_the_rows_of_ids_that_a_step_does_not_look_up(tmp_path: Path) -> None:
