@@ -1,6 +1,7 @@
 """Tables of any kind, and whatever is said about single ones, train as in one process, or are
 refused by name."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,14 @@ from lightning_distrec import (
     PrefetchOptions,
     TableOptions,
 )
-from lightning_distrec.errors import ConfigError
+from lightning_distrec.errors import ConfigError, ShardedWeightError
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.cases import Case, case_of, check, check_refused, click_case, run_case
-from tests.support.click_model import FEATURES, ClickModel
-from tests.support.embedding_models import TwoTower, pairs, sequences
+from tests.support.click_model import FEATURES, ClickModel, seeded
+from tests.support.embedding_models import TwoTower, loader, pairs, sequences
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.tied_models import LightGCN, TiedSASRec
+from tests.support.trainers import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 0.5})
 ADAM = (torch.optim.Adam, {"lr": 0.003, "eps": 1e-3})
@@ -254,16 +257,27 @@ REFUSED: dict[str, tuple[Case, str]] = {
         case_of(Mixed, strategy=KEPT, fits=2, between=keep_own_rows_whole),
         "'own_rows' was sharded in an earlier run",
     ),
-    "read": (
-        case_of(TiedSASRec, batch=sequences, strategy={"convert_embeddings": ["item_embedding"]}),
-        "Error: the weight of the sharded table 'item_embedding' was read",
-    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_table_cannot_be_is_refused_on_every_rank(name: str) -> None:
     check_refused(*REFUSED[name])
+
+
+def _fit_a_named_table() -> list[str]:
+    trainer = make_trainer({"convert_embeddings": ["item_embedding"]})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ShardedWeightError):
+            trainer.fit(seeded(TiedSASRec), loader([sequences(0, rank_and_num_ranks()[0])]))
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_named_table_whose_weight_is_read_is_named_before_the_step_that_raises() -> None:
+    messages, _ = run_on_warm_ranks(_fit_a_named_table, 2)
+    words = "the weight of table 'item_embedding' is read in TiedSASRec"
+    assert any(words in message for message in messages), messages
 
 
 def test_a_collection_that_is_kept_whole_has_its_rows_from_configure_model() -> None:

@@ -50,33 +50,15 @@ def options(described: Topology, cut: str) -> ShardingOption:
     return next(o for o in actual if o.sharding_type == cut and o.compute_kernel == "fused")
 
 
-def test_nodes_are_distinguished_by_their_numbers() -> None:
-    places = NodeLayout.gathered([(0, 2), (0, 2), (1, 2), (1, 2)])
-    assert places == NodeLayout.from_node_sizes(2, 2)
-    assert (places.num_ranks, places.num_nodes, places.ranks_on_node, places.alike) == (
-        4,
-        2,
-        2,
-        True,
-    )
-
-
-def test_unequal_nodes_are_what_they_are() -> None:
-    places = NodeLayout.gathered([(3, 3), (3, 3), (3, 3), (5, 1)])
-    assert places.ranks_by_node == (3, 1)
-    assert (places.num_nodes, places.ranks_on_node, places.alike) == (2, 3, False)
-    assert (
-        places.ranks_on_same_node(0),
-        places.ranks_on_other_nodes(0),
-        places.ranks_on_same_node(3),
-    ) == (
-        [1, 2],
-        [3],
-        [],
-    )
-
-
-def test_where_all_say_the_same_node_how_many_are_on_each_tells_them_apart() -> None:
+def test_nodes_are_those_that_ranks_name() -> None:
+    alike = NodeLayout.gathered([(0, 2), (0, 2), (1, 2), (1, 2)])
+    assert alike == NodeLayout.from_node_sizes(2, 2)
+    assert alike.alike
+    unequal = NodeLayout.gathered([(3, 3), (3, 3), (3, 3), (5, 1)])
+    assert (unequal.num_nodes, unequal.ranks_by_node) == (2, (3, 1))
+    assert not unequal.alike
+    assert (unequal.ranks_on_same_node(0), unequal.ranks_on_other_nodes(0)) == ([1, 2], [3])
+    # Where all name the same node, how many are on each tells nodes apart.
     assert NodeLayout.gathered([(0, 2), (0, 2), (0, 1)]) == NodeLayout.from_node_sizes(2, 1)
 
 
