@@ -196,6 +196,18 @@ REFUSED: dict[str, tuple[type[ManagedModel], dict[str, Any], dict[str, Any], str
         {"users": {**WITH_BUCKETS, "sharding_types": ["table_wise"]}},
         "can only be row_wise",
     ),
+    "read": (
+        DynamicModel,
+        {},
+        {"users": {**WITH_BUCKETS, "gathered_weight": True}},
+        "have no fixed ids",
+    ),
+    "kernel": (
+        DynamicModel,
+        {},
+        {"users": {**WITH_BUCKETS, "compute_kernels": ["fused_uvm"]}},
+        "it needs fused",
+    ),
     "ranks": (
         DynamicModel,
         {},

@@ -13,7 +13,7 @@ import torch
 from lightning_distrec.errors import DistRecError
 from tests.benchmarks.life_memory import COPIES, MIB, WHOLE, Life, measure
 from tests.support.click_model import EvaluatedModel, rank_loader, seeded
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 
@@ -41,7 +41,7 @@ def _one_life() -> dict[str, Any]:
 
 
 def test_full_tables_are_freed_and_a_host_without_memory_for_them_refuses_them() -> None:
-    (seen,) = run_on_ranks(_one_life, 1)
+    (seen,) = run_on_warm_ranks(_one_life, 1)
     assert seen["tables"] == [False] * 3, "freed with the state that has them"
     assert seen["collections"] == [0, 1], "a run looks for left shards where there are some"
     assert all("which has 0 free" in refusal for refusal in seen["refusals"])

@@ -10,8 +10,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat.torchrec_modules import MCH_IDS, MCH_ROWS, MCH_SEGMENTS
 from lightning_distrec.chunks import ChunkedTensor
+from lightning_distrec.errors import IdsError
 from lightning_distrec.sharding.mapping.mch_mapping import MchMapping
-from lightning_distrec.sharding.mapping.spec import MchSpec, spec_of
+from lightning_distrec.sharding.mapping.spec import ANY_ID, MchSpec, spec_of
 from tests.support.host_cuda.following import followed_device
 from tests.support.mapped_models import BUCKETS, ROWS, learn, mch
 
@@ -82,6 +83,14 @@ def test_a_state_loads_in_parts_and_one_of_other_buckets_is_refused() -> None:
     lying[MCH_ROWS] = state[MCH_IDS]
     assert "in their own order" in _mapping().load(lying)
     assert full[MCH_SEGMENTS][: BUCKETS + 2].tolist() == [0, 4, 8, 12, 16, 20, 24, -1]
+
+
+def test_a_hash_function_must_stay_in_its_range() -> None:
+    mapping = _mapping(input_hash_func=lambda ids, size: ids % (size + 1), input_hash_size=10)
+    assert mapping.spec.limit == ANY_ID
+    assert mapping.sent(torch.tensor([3, 11, 14])).tolist() == [3, 0, 3]
+    with pytest.raises(IdsError, match="not in the range from 0 to input_hash_size - 1 = 9"):
+        mapping.sent(torch.tensor([10]))
 
 
 def _num_torchrec_waits(policy: str) -> int:

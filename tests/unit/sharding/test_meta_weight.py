@@ -255,6 +255,8 @@ def test_what_is_built_whole_without_the_memory_for_it_is_refused() -> None:
     with meta_tables():
         with pytest.raises(ShardingError, match=message + "max_norm=1.0 changes rows when they"):
             nn.Embedding(10**11, 8, max_norm=1.0)
+        with pytest.raises(ShardingError, match=message + "it is given a device"):
+            nn.Embedding(10**11, 8, device="cpu")
         config = EmbeddingBagConfig(
             name="t", num_embeddings=10**11, embedding_dim=6, feature_names=["f"]
         )

@@ -230,17 +230,20 @@ USERS, FILMS, HOURS = (("tables", f"ebc.{name}") for name in ("users", "films", 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("version",), 2, "version: 2, and this version of lightning_distrec reads 1. Install"),
+        (("version",), 2, "lightning_distrec reads 1. Install the version that wrote it"),
+        (("version",), "1", "it has no integer version"),
         (("num_ranks",), None, "num_ranks is missing"),
         (("num_ranks",), 2**40, "1099511627776 is not a whole number of at least 1 and at most"),
         (("ranks_per_node",), 3, "2 ranks cannot be divided into nodes of 3 ranks each"),
         (("device",), "cude", "device: 'cude' is not known; did you mean 'cuda'"),
+        (("tables",), [], "tables: an object is needed, from full names"),
         (("rank",), 1, "'rank' is not known; did you mean 'num_ranks'.*There are version, num"),
         ((*USERS, "rows"), 61, r"tables\['ebc.users'\].shards: rows 60 to 60 are in no shard"),
         ((*USERS, "rows"), 59, r"shards\[1\]: exceeds the table: rows 30 to 59"),
         ((*USERS, "sharding_type"), "table_wise", "shards: table_wise does not shard rows, and"),
         ((*USERS, "compute_kernel"), "dense", "dense with row_wise: data_parallel tables have"),
         ((*USERS, "shards", 0, "rank"), 2, r"shards\[0\]: is on rank 2, and the last one is 1"),
+        ((*USERS, "shards", 0, "offsets"), [0], r"offsets: \[0\] is not two numbers, of rows"),
         ((*USERS, "shards", 0, "sizes"), [31, 16], "rows 30 to 30 are in shards that overlap"),
         ((*HOURS, "shards", 0, "rank"), 1, "each of 2 ranks must hold all of the table once"),
         (
@@ -361,6 +364,19 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
     types = others.pop("types", [])
     with pytest.raises(PlanError, match=message):
         fit(content, tmp_path, tables, constraints=constraints_of(tables, *types, **others))
+
+
+def test_tables_that_are_cut_within_a_node_need_its_ranks(
+    tmp_path: Path, mixed: dict[str, Any]
+) -> None:
+    tables = tables_of({"users": (60, 16)})
+    content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "table_row_wise")))
+    with pytest.raises(PlanError, match="cannot have these shards on 1 rank per node: table_row"):
+        fit(content, tmp_path, tables, layout=NodeLayout.from_node_sizes(1, 1))
+    films = mixed["tables"]["ebc.films"] | {"sharding_type": "table_column_wise"}
+    films["shards"] = [shard(rank, 0, 4 * rank, 37, 4) for rank in (0, 1)]
+    with pytest.raises(PlanError, match="keeps a table on one node, and the shards are on 2"):
+        loaded(mixed | {"ranks_per_node": 1, "tables": {"ebc.films": films}}, tmp_path)
 
 
 def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> None:

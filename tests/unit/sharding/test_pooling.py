@@ -18,9 +18,11 @@ from torch.utils.data import (
 )
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
+from lightning_distrec.errors import ConfigError
 from lightning_distrec.prefetch.loaders import first_batches, loaders_in, peek_obstacle, unchanged
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.planning.id_counts import IdCount, IdCounts
+from lightning_distrec.sharding.planning.table_options import PlanningOptions
 from lightning_distrec.sharding.tables import find_tables
 
 Pair = namedtuple("Pair", ["item", "label"])
@@ -186,3 +188,12 @@ def test_loaders_are_found_in_what_a_trainer_takes_and_streams_are_left_alone() 
     assert peek_obstacle(iter([])) == (
         "a list_iterator is no DataLoader, and may not start twice with the same batches"
     )
+
+
+def test_options_of_planning_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="planning.estimate_pooling=-1: a number of batches is"):
+        PlanningOptions(estimate_pooling=-1)
+    with pytest.raises(ConfigError, match="plan_file='': a path as a string is needed, or None"):
+        PlanningOptions(plan_file="")
+    with pytest.raises(ConfigError, match="min_rows=0"):
+        Conversion("auto", 0)

@@ -8,6 +8,7 @@ from torchrec import (
     EmbeddingCollection,
     EmbeddingConfig,
 )
+from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.tables import find_tables
@@ -100,4 +101,11 @@ def test_settings_of_a_table_that_training_cannot_follow_are_refused(
     root = nn.Module()
     root.ebc = bags(**{setting: value})
     with pytest.raises(ShardingError, match=f"table 'ebc.t' has {setting}={value}.*{advice}"):
+        find_tables(root)
+
+
+def test_a_data_type_that_cannot_be_trained_is_reported() -> None:
+    root = nn.Module()
+    root.ebc = bags(data_type=DataType.BF16)
+    with pytest.raises(ShardingError, match="table 'ebc.t': data_type=BF16.*Use FP32 or FP16"):
         find_tables(root)
