@@ -28,7 +28,7 @@ from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
-ENDS = {2: [0, 3, 12], 3: [0, 1, 5, 12]}
+ENDS = {2: [0, 3, 12], 3: [0, 1, 5, 12], 4: [0, 1, 3, 6, 12]}
 
 
 def share(num_ranks: int, step: int, rank: int) -> dict[str, Tensor]:
@@ -199,7 +199,7 @@ CASES = {
     "unequal, ids ignored": unequal(ClickModel, "Adam", strategy={"check_ids": "ignore"}),
     "unequal, sparse": unequal(SequenceModel, "Adagrad", strategy=CUTS["sparse"]),
     "unequal candidates": unequal(LooksUpCandidates, "SGD"),
-    "unequal sums": unequal(SumOfLosses, "SGD", strategy={"loss_reduction": "sum"}),
+    "unequal sums": unequal(SumOfLosses, "SGD", 4, strategy={"loss_reduction": "sum"}),
     "means of ranks": unequal(
         ClickModel, "SGD", 2, strategy={"loss_reduction": "rank_mean"}, join=None, loss_limit=1e-5
     ),

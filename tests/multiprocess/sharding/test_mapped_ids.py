@@ -10,9 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_distrec import DynamicIds, TableOptions
-from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.errors import CheckpointError, ConfigError, ShardingError
+from lightning_distrec.serving import answer
+from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.mapping import id_mapping
 from lightning_distrec.sharding.mapping.spec import specs_of
 from tests.support.adapted_models import Adapted, MapsByHand, Subclassed
@@ -24,10 +27,13 @@ from tests.support.mapped_models import (
     DynamicModel,
     ManagedModel,
     ManagedSequences,
+    MchModel,
     Padded,
     hash_zch,
+    joined,
     learn,
     loader,
+    make_batch,
 )
 from tests.support.mapped_runs import (
     BATCH_PARTS,
@@ -180,6 +186,40 @@ def test_options_that_a_table_with_dynamic_ids_cannot_have_are_refused() -> None
     ):
         with pytest.raises(ConfigError, match=message):
             TableOptions(**options)  # type: ignore[arg-type]
+
+
+def _served(kind: type[ManagedModel], strategy: dict[str, Any], folder: str) -> list[Tensor]:
+    """Return the answers of the sharded module, of the ordinary one that it becomes, and of a
+    server, to new ids too."""
+    rank, num_ranks = rank_and_num_ranks()
+    model, batch = seeded(kind), joined([make_batch(100 * step, kinds=90) for step in range(3)])
+    trainer = make_trainer(strategy)
+    trainer.fit(model, loader(0, STEPS, rank, num_ranks, BATCH_PARTS))
+    trainer.save_checkpoint(f"{folder}/trained.ckpt")
+    (sharded,) = trainer.predict(model, DataLoader([batch], batch_size=None))  # type: ignore[misc]
+    trainer.strategy.unshard()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        ordinary = model.eval()(batch)
+    if strategy:
+        with pytest.raises(ShardingError, match="new ids would get no rows"):
+            make_trainer(strategy).fit(model, loader(0, 1, rank, num_ranks, BATCH_PARTS))
+    if rank:
+        return [sharded, ordinary]
+    state = torch.load(f"{folder}/trained.ckpt", weights_only=True)["state_dict"]
+    export_for_serving(seeded(kind), batch, Path(folder, "served"), state=state)
+    server = answer.Server(Path(folder, "served"))
+    (served,) = answer.leaves(server.answer({key: batch[key] for key in server.about["inputs"]}))
+    return [sharded, ordinary, served]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "strategy"), [(DynamicModel, DYNAMIC), (MchModel, {})])
+def test_ids_find_their_rows_after_unshard_and_in_exports(
+    kind: type[ManagedModel], strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    for sharded, *others in run_on_warm_ranks(_served, 2, kind, strategy, str(tmp_path)):
+        for other in others:
+            torch.testing.assert_close(other, sharded)
 
 
 WITH_BUCKETS = {"ids": "dynamic", "buckets": 6}

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import Communication, NormalizeRows, TorchRecShardedStrategy
+from lightning_distrec.callbacks.table_callbacks import scale_rows
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.cases import (
@@ -121,6 +122,11 @@ AVERAGED = {
     "Adam": case(optimizer="Adam", interval=3),
     "RowWiseAdagrad": case(optimizer="RowWiseAdagrad", interval=3, strategy=BY_ROWS),
     "used in part": case(UsedInPart, "Adam", 3, strategy={}, join=None),
+    "norm below a maximum": case(
+        optimizer="Adagrad",
+        interval=3,
+        trainer={"callbacks": [NormalizeRows([WIDE], max_norm=0.4)]},
+    ),
 }
 
 
@@ -156,6 +162,9 @@ def train_apart(case: Case, synchronized: Container[int], scored: int = 0) -> tu
             first.grad = other.grad = (first.grad + other.grad) / 2
         for optimizer in optimizers:
             optimizer.step()
+        if "callbacks" in case.trainer:
+            for model in models:
+                scale_rows(model.ebc.embedding_bags["wide"].weight.detach(), 0.4)
         if step + 1 in synchronized:
             average(models, optimizers)
         if step + 1 == scored:
