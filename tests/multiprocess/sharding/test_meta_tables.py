@@ -32,7 +32,6 @@ class Late(TwoTower):
     def __init__(self, in_constructor: bool = False) -> None:
         super().__init__()
         self.user_embedding = self.item_embedding = None
-        self.places: dict[str, bool] = {}
         if in_constructor:
             self.init_tables()
 

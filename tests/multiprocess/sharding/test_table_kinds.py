@@ -269,7 +269,7 @@ def _fit_a_named_table() -> list[str]:
     trainer = make_trainer({"convert_embeddings": ["item_embedding"]})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with pytest.raises(ShardedWeightError):
+        with pytest.raises(ShardedWeightError, match="gathered_weight"):
             trainer.fit(seeded(TiedSASRec), loader([sequences(0, rank_and_num_ranks()[0])]))
     return [str(warning.message) for warning in caught]
 
