@@ -102,7 +102,8 @@ class ByHand:
     """The rows of one table's ids. Those that another id had start anew."""
 
     def __init__(self, config: Any, weight: Tensor) -> None:
-        self.name, self.weight, self.states = config.name, weight, list[Tensor]()
+        self.name, self.weight = config.name, weight
+        self.states: list[Tensor] = []
         torch.manual_seed(zlib.crc32(f"mc._embedding_module.{config.name}".encode()))
         rows = torch.empty(config.num_embeddings, config.embedding_dim)
         self.first_rows = config.init_fn(rows)

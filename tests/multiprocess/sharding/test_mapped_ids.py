@@ -108,12 +108,14 @@ class HashedByHand(ByHand):
         super().__init__(config, weight)
         spec = specs[config.name]
         self.mapping = id_mapping.IdMapping(spec, 0, spec.num_buckets, torch.device("cpu"))
-        self.optimizer_stepped = self.mapping.optimizer_stepped  # type: ignore[method-assign]
 
     def find_rows(self, ids: Tensor) -> Tensor:
         evicted = learn(self.mapping, ids)
         self.start_anew(evicted, self.mapping.ids.view(-1)[evicted])
         return self.mapping.find(ids)
+
+    def optimizer_stepped(self) -> None:
+        self.mapping.optimizer_stepped()
 
 
 EVICTING: dict[str, tuple[type[ManagedModel], dict[str, Any]]] = {
