@@ -172,6 +172,7 @@ BAD: dict[str, Callable[[Parts], Parts]] = {
         "lengths", lambda entry: torch.cat([entry[:-2], entry.new_tensor([2**63 - 1, 2**63 - 1])])
     ),
     "one length less": _change("lengths", lambda entry: entry[:-1]),
+    "no lengths": _change("lengths", lambda entry: entry[:0]),
     "int32 lengths": _change("lengths", lambda entry: entry.int()),
     "lengths of two dimensions": _change("lengths", lambda entry: entry.view(len(KEYS), -1)),
     "weights too few": _change("weights", lambda entry: entry[:-1]),
@@ -185,6 +186,9 @@ BAD: dict[str, Callable[[Parts], Parts]] = {
     "per_sample_weights": lambda p: (
         p if "offsets" not in p else p | {"per_sample_weights": torch.ones(len(p["input"]))}
     ),
+    "short per_sample_weights": lambda p: (
+        p if "offsets" not in p else p | {"per_sample_weights": torch.ones(1)}
+    ),
     "a key less": _change("keys", lambda keys: keys[:1]),
     "a key more": _change("keys", lambda keys: [*keys, "c"]),
     "a key twice": _change("keys", lambda keys: ["a", "a"]),
@@ -196,6 +200,7 @@ BAD: dict[str, Callable[[Parts], Parts]] = {
     "last offset too large": _change("offsets", _set(-1, 99)),
     "offsets that fall": _change("offsets", lambda entry: entry.flip(0)),
     "no offsets": lambda parts: {name: entry for name, entry in parts.items() if name != "offsets"},
+    "empty offsets": _change("offsets", lambda entry: entry[:0]),
     "float offsets": _change("offsets", lambda entry: entry.float()),
     "int32 offsets": _change("offsets", lambda entry: entry.int()),
 }

@@ -35,7 +35,7 @@ def _watched() -> nn.Embedding:
 
 
 WHOLE: dict[str, tuple[Callable[[], Embedding], str]] = {
-    "maximum": (bags_maker("max"), "mode='max'"),
+    "maximum": (bags_maker("max"), "mode='max' has no FBGEMM kernel"),
     "narrow": (lambda: nn.Embedding(ROWS, 6), "embedding_dim=6"),
     "mine": (lambda: MyEmbedding(ROWS, DIM), "MyEmbedding is a subclass"),
     "tied": (rows_maker(), "output.weight"),

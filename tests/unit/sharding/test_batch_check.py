@@ -43,13 +43,6 @@ def test_extreme_ids_are_told_where_one_is_out_of_range(
 
 
 @pytest.mark.host_cuda
-def test_features_that_no_table_knows_have_no_limit() -> None:
-    assert (
-        check_batch("it", features(1, 1, 2**40, lengths=(1, 0, 1, 0, 1, 0)), None, LIMITS) == NO_IDS
-    )
-
-
-@pytest.mark.host_cuda
 def test_the_host_waits_once() -> None:
     # limits are copied to the device once
     check_batch("it", features(0, 9, 5, 10, 99, 50), None, LIMITS)

@@ -171,15 +171,6 @@ def test_a_cache_is_refused_where_there_can_be_none() -> None:
     assert "fused_uvm_caching" in allowed_kernels(table, ["row_wise"], options, False, "cuda")
 
 
-def test_a_collection_is_left_whole_if_all_of_its_tables_are() -> None:
-    tables = two_of_one_name()
-    assert replicated_collections(tables, {"t": {"replicated": True}}) == {"first", "second"}
-    assert replicated_collections(tables, {"first.*": {"replicated": True}, "elsewhere": {}}) == {
-        "first"
-    }
-    assert replicated_collections(tables_named("a", "b"), {"a": {"replicated": True}}) == set()
-
-
 def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:
     root = nn.Module()
     configs = [

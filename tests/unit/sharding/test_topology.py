@@ -72,18 +72,6 @@ def test_torchrec_counts_bytes_per_millisecond() -> None:
     assert INTRA_NODE_BANDWIDTH * 1000 == 600 * 2**30
 
 
-@pytest.mark.parametrize("device", [CPU, GPU])
-def test_unequal_memory_is_reported_and_row_wise_shards_stay_equal(device: torch.device) -> None:
-    memory = (10**6, 3 * 10**6)
-    described = topology(NodeLayout.from_node_sizes(2), device, memory)
-    storage = [d.storage.hbm if device.type == "cuda" else d.storage.ddr for d in described.devices]
-    assert storage == [*memory]
-    assert [shard.size for shard in options(described, "row_wise").shards] == [
-        [500, DIM],
-        [500, DIM],
-    ]
-
-
 def test_shards_lie_on_the_device_that_their_rank_has() -> None:
     table = EmbeddingBagConfig(
         name="t", embedding_dim=DIM, num_embeddings=ROWS, feature_names=["f"]
