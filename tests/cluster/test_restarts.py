@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightning_distrec.checkpoint.contents import verify
 from tests.support.killed_script import NUM_STEPS
 from tests.support.kills import check_trained, train_with_kills
 from tests.support.limits import at_most
@@ -40,6 +41,9 @@ def test_a_job_whose_ranks_are_killed_trains_what_one_trains_that_nobody_kills(
         f"{trained.last_steps}; {trained.restarts}"
     )
     check_trained(trained, tmp_path)
+    saved = list(tmp_path.rglob("*.ckpt"))
+    assert len(saved) > 2
+    assert {path.name: verify(path) for path in saved if verify(path)} == {}
 
 
 @pytest.mark.slow

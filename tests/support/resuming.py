@@ -163,20 +163,6 @@ class GroupedInSteps(Grouped):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falling, "interval": "step"}}
 
 
-class OnPlateau(Clicks):
-    """Its rate falls after every second epoch, since none of them is good enough."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        falling = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            optimizer, factor=0.5, patience=1, threshold=0.9
-        )
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": falling, "monitor": "val_loss"},
-        }
-
-
 class TwoOptimizers(Clicks):
     """Steps by hand: tables by one optimizer, dense layers by Adam, whose rate it lets fall."""
 
@@ -334,7 +320,7 @@ class Run:
     """Makes options of the Trainer that only its ranks can have: callbacks, plugins."""
     save: tuple[str, int] = ("on_train_epoch_end", STEPS_PER_EPOCH)
     """The hook that saves it, and after how many batches."""
-    epochs: int = 5
+    epochs: int = 3
     shuffle: bool = True
     validates: bool = False
     resume: str | None = None
@@ -513,8 +499,9 @@ COMPARED = (
     "lr_schedulers",
     "MixedPrecision",
     "callbacks",
+    "current_model_state",
+    "averaging_state",
 )
-COMPARED += ("current_model_state", "averaging_state")
 """What of the checkpoints at the end is compared."""
 
 

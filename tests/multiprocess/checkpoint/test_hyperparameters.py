@@ -109,34 +109,24 @@ def _train(
     return messages, len(resumed.seen)
 
 
+FOLDER = {"distributed": True, "async_save": True}
+CALLS: dict[str, tuple[Any, ...]] = {
+    "plain file": (Plain, PLAIN, {}),
+    "objects file": (WithObjects, PLAIN | OBJECTS, {}),
+    "objects folder": (WithObjects, PLAIN | OBJECTS, FOLDER),
+}
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """The folder of the checkpoints, and what was warned of."""
     folder = tmp_path_factory.mktemp("saved")
-    calls: dict[str, tuple[Any, ...]] = {}
-    for form, checkpoint in {
-        "file": {},
-        "folder": {"distributed": True, "async_save": True},
-    }.items():
-        for name, (kind, options) in {
-            "plain": (Plain, PLAIN),
-            "objects": (WithObjects, PLAIN | OBJECTS),
-        }.items():
-            calls[f"{name} {form}"] = (
-                _train,
-                str(folder / f"{name} {form}"),
-                kind,
-                options,
-                checkpoint,
-            )
+    calls = {name: (_train, str(folder / name), *call) for name, call in CALLS.items()}
     return folder, run_each_on_ranks(calls, 2)
 
 
-@pytest.mark.parametrize("form", ["file", "folder"])
-def test_numbers_paths_members_of_enums_and_dates_come_back(
-    saved: tuple[Path, Any], form: str
-) -> None:
-    loaded = Plain.load_from_checkpoint(saved[0] / f"plain {form}" / "it.ckpt").hparams
+def test_numbers_paths_members_of_enums_and_dates_come_back(saved: tuple[Path, Any]) -> None:
+    loaded = Plain.load_from_checkpoint(saved[0] / "plain file" / "it.ckpt").hparams
     assert loaded == PLAIN
     assert type(loaded.rate) is float
     assert type(loaded.folder) is type(Path())
@@ -148,10 +138,8 @@ def test_objects_are_asked_for_by_name_and_come_back_where_they_are_trusted(
     saved: tuple[Path, Any], form: str
 ) -> None:
     path = saved[0] / f"objects {form}" / "again.ckpt"  # of the resumed run
-    with pytest.raises(
-        CheckpointError,
-        match=r"'criterion' \(torch.nn.modules.loss.HuberLoss\), 'optimizer_cls' \(torch",
-    ):
+    names = r"'criterion' \(torch.nn.modules.loss.HuberLoss\), 'optimizer_cls' \(torch"
+    with pytest.raises(CheckpointError, match=names):
         WithObjects.load_from_checkpoint(path)
     given = {"criterion": None, "optimizer_cls": None, "parts": None}
     assert WithObjects.load_from_checkpoint(path, **given).hparams.loss is Loss.SQUARED
@@ -159,9 +147,8 @@ def test_objects_are_asked_for_by_name_and_come_back_where_they_are_trusted(
     assert loaded.criterion.delta == 0.3
     assert loaded.optimizer_cls is torch.optim.Adam
     assert loaded.parts.cls is nn.GELU
-    with pytest.raises(
-        CheckpointError, match=r"'transform' \(builtins.function\) are objects, and reading"
-    ):
+    unread = r"'transform' \(builtins.function\) are objects, and reading"
+    with pytest.raises(CheckpointError, match=unread):
         WithData.load_from_checkpoint(path)
 
 

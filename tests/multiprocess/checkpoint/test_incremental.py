@@ -105,6 +105,13 @@ def test_a_difference_says_what_it_needs_and_is_no_checkpoint_without_it(
     assert described.changed_rows.keys() == ALL
     assert max(described.changed_rows.values()) <= 60
     assert verify(difference) == []
+    _change_byte(difference)
+    with pytest.raises(
+        CheckpointError,
+        match=r"step=4-difference.ckpt is damaged: rank_.\.safetensors does not match its",
+    ):
+        read_full(difference, with_optimizers=False)
+    _change_byte(difference)  # back
     _change_byte(base)
     assert [name.partition(" of ")[2] for name in verify(difference)] == [
         "its base step=2-full.ckpt"
@@ -153,29 +160,13 @@ def test_a_difference_and_its_base_merge_into_a_full_checkpoint(
 def test_load_from_checkpoint_reads_a_difference_with_its_base(
     quick: tuple[Path, dict[str, list[set[str]]]],
 ) -> None:
-    for name in quick[1]:
-        folder = quick[0] / name
-        path = folder / "series" / "step=4-difference.ckpt"
-        loaded = runs.LargeTables.load_from_checkpoint(
-            path, optimizer=torch.optim.Adagrad, options={}
-        )
-        actual = loaded.state_dict()
-        expected = read_full(folder / "full/step=4.ckpt", with_optimizers=False)["state_dict"]
-        assert actual.keys() == expected.keys()
-        assert all(torch.equal(actual[key], expected[key]) for key in expected)
-
-
-def test_loading_finds_a_changed_byte_in_a_difference(
-    quick: tuple[Path, dict[str, list[set[str]]]], tmp_path: Path
-) -> None:
-    shutil.copytree(quick[0] / "sparse" / "series", tmp_path / "series")
-    difference = tmp_path / "series" / "step=4-difference.ckpt"
-    _change_byte(difference)
-    with pytest.raises(
-        CheckpointError,
-        match=r"step=4-difference.ckpt is damaged: rank_.\.safetensors does not match its",
-    ):
-        read_full(difference, with_optimizers=False)
+    folder = quick[0] / "by columns"
+    path = folder / "series" / "step=4-difference.ckpt"
+    loaded = runs.LargeTables.load_from_checkpoint(path, optimizer=torch.optim.Adagrad, options={})
+    actual = loaded.state_dict()
+    expected = read_full(folder / "full/step=4.ckpt", with_optimizers=False)["state_dict"]
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def _change_byte(checkpoint: Path) -> None:
@@ -254,54 +245,43 @@ def test_whatever_writes_rows_is_in_the_difference(tmp_path: Path) -> None:
     assert row_tables["all dense"] == []  # each is a full one
 
 
+SHARDING_TYPES = {
+    "table_wise": ADAGRAD,
+    "row_wise": ROWWISE,
+    "column_wise": SGD,
+    "table_row_wise": ROWWISE,
+    "table_column_wise": ADAGRAD,
+    "data_parallel": ADAGRAD,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "table_wise",
-        "row_wise",
-        "column_wise",
-        "table_row_wise",
-        "table_column_wise",
-        "data_parallel",
-    ],
-)
+@pytest.mark.parametrize("kind", SHARDING_TYPES)
 def test_a_difference_resumes_on_other_ranks_as_the_full_checkpoint_does(
     tmp_path: Path, kind: str
 ) -> None:
-    optimizers = [SGD, ADAGRAD] if "column" in kind else [SGD, ADAGRAD, ROWWISE]
-    table_options = {
-        name: {"sharding_types": [kind], "min_partition": 4} for name in ("wide", "narrow")
-    }
-    for optimizer in optimizers:
-        folder = tmp_path / optimizer[0].__name__
-        run_on_warm_ranks(fit, 2, str(folder), 6, optimizer, {"tables": table_options})
-        assert_same_as_full(folder)
-        for num_ranks, strategy in ((3, {}), (1, {}), (2, {"tables": table_options})):
-            calls = {
-                path: (resume, str(folder / path), optimizer, strategy)
-                for path in ("series/step=6-difference.ckpt", "full/step=6.ckpt")
-            }
-            actual, expected = run_each_on_ranks(calls, num_ranks)[0].values()
-            assert actual.keys() == expected.keys()
-            assert all(torch.equal(actual[key], expected[key]) for key in expected)
+    optimizer, strategy = SHARDING_TYPES[kind], _cut(kind)
+    del strategy["tables"]["shared"]
+    run_on_warm_ranks(fit, 2, str(tmp_path), 6, optimizer, strategy)
+    assert_same_as_full(tmp_path)
+    for num_ranks, later in ((3, {}), (1, {}), (2, strategy)):
+        calls = {
+            path: (resume, str(tmp_path / path), optimizer, later)
+            for path in ("series/step=6-difference.ckpt", "full/step=6.ckpt")
+        }
+        actual, expected = run_each_on_ranks(calls, num_ranks)[0].values()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 @pytest.mark.slow
 def test_only_what_is_needed_stays(tmp_path: Path) -> None:
-    options = {"every": 1, "full_every": 4, "keep": 2}
-    for steps, names in (
-        (3, ["step=1-full", "step=2-difference", "step=3-difference"]),
-        (5, ["step=4-full", "step=5-difference"]),
-        (8, ["step=4-full", "step=7-difference", "step=8-full"]),
-    ):
-        for is_async in (False, True):
-            folder = tmp_path / f"{steps}{is_async}"
-            case = (steps, ADAGRAD, {}, runs.LargeTables, (), options, {"async_save": is_async})
-            run_on_warm_ranks(fit, 2, str(folder), *case)
-            assert [name.removesuffix(".ckpt") for name in series_in(folder)] == names
-            for name in names:
-                assert verify(folder / "series" / f"{name}.ckpt") == []
+    series = {"every": 1, "full_every": 4, "keep": 2}
+    case = (8, ADAGRAD, {}, runs.LargeTables, (), series, {"async_save": True})
+    run_on_warm_ranks(fit, 2, str(tmp_path), *case)
+    names = ["step=4-full.ckpt", "step=7-difference.ckpt", "step=8-full.ckpt"]
+    assert list(series_in(tmp_path)) == names
+    assert [verify(tmp_path / "series" / name) for name in names] == [[], [], []]
 
 
 def _start(folder: str, model: type, dies: bool) -> list[str]:
@@ -318,10 +298,8 @@ def _start(folder: str, model: type, dies: bool) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [runs.LargeTables, runs.Twice])
-def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(
-    tmp_path: Path, model: type
-) -> None:
+def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path: Path) -> None:
+    model = runs.Twice
     whole = run_on_warm_ranks(fit, 2, str(tmp_path / "whole"), 9, ADAGRAD, {}, model)[0]
     folder = tmp_path / "job"
     run_on_warm_ranks(_start, 2, str(folder), model, True)

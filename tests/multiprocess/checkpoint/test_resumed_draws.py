@@ -22,17 +22,14 @@ MIDDLE, END = ("batch", 7), ("epoch", 6)
 CASES: dict[str, tuple[tuple[str, int], Any, dict[str, Any]]] = {
     "in an epoch": (MIDDLE, Drawing, {}),
     "between epochs": (END, Drawing, {}),
-    "without a sanity check": (MIDDLE, Drawing, {"num_sanity_val_steps": 0}),
     "validated later": (END, Drawing, {"check_val_every_n_epoch": 3}),
     "validated in an epoch": (MIDDLE, Drawing, {"val_check_interval": 3}),
     "reloaded, in an epoch": (MIDDLE, Drawing, {"reload_dataloaders_every_n_epochs": 1}),
     "reloaded, between epochs": (END, Drawing, {"reload_dataloaders_every_n_epochs": 2}),
-    "limited": (MIDDLE, Drawing, {"limit_train_batches": 4}),
     "workers": (END, partial(Drawing, {"num_workers": 1}), {}),
-    "a stream, between epochs": (END, Streaming, {}),
     "a stream and max_steps": (END, Streaming, {"max_steps": 35, "max_epochs": -1}),
 }
-USUAL = ("in an epoch", "between epochs", "reloaded, in an epoch")
+USUAL = ("between epochs", "reloaded, in an epoch")
 
 
 def _resume(

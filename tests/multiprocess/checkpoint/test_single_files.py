@@ -19,10 +19,11 @@ from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFS
 from lightning_distrec.checkpoint import single_file
 from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.save import wait_for_checkpoint
+from lightning_distrec.errors import CheckpointError
 from lightning_distrec.serving.describe import describe
 from tests.support.embedding_models import loader, pairs
 from tests.support.plain_checkpoints import plain_checkpoint
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.resuming import differences
 from tests.support.trainers import DEFAULTS
 
@@ -166,7 +167,6 @@ def _forms(folder: str) -> dict[str, Any]:
         "small": {},
         "large": {},
         "one file": {"distributed": False},
-        "folder": {"distributed": True},
         "small again": {"async_save": True},
     }
     for name, inputs in options.items():
@@ -196,11 +196,11 @@ def test_the_form_is_chosen_by_size_and_one_form_replaces_the_other(tmp_path: Pa
             for name, (is_folder, names) in actual.items()
             if is_folder and names == ["it.ckpt"]
         }
-        assert folders == {"large", "folder"}
+        assert folders == {"large"}
         assert all(names == ["it.ckpt"] for _, names in actual.values()), actual
 
 
-def _keep(folder: str, is_async: bool) -> dict[str, Any]:
+def _keep(folder: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
     retained = ModelCheckpoint(
         folder,
         filename="best",
@@ -210,40 +210,31 @@ def _keep(folder: str, is_async: bool) -> dict[str, Any]:
         every_n_train_steps=1,
         save_last=True,
     )
-    model, trainer = (
-        _model(),
-        _trainer(
-            "torchrec", {"async_save": is_async}, callbacks=[retained], enable_checkpointing=True
-        ),
-    )
-    trainer.fit(model, _batches())
+    options = {"callbacks": [retained], "enable_checkpointing": True}
+    trainer = _trainer("torchrec", checkpoint, **options)
+    trainer.fit(_model(), _batches())
     trainer.strategy.barrier()
-    names = {
-        path.name: torch.load(path, weights_only=True)["global_step"]
-        for path in Path(folder).iterdir()
-    }
-    repeated = _trainer("torchrec", {"async_save": is_async}, max_epochs=2)
+    steps = {path.name: plain_checkpoint(path)["global_step"] for path in Path(folder).iterdir()}
+    repeated = _trainer("torchrec", checkpoint, max_epochs=2)
     repeated.fit(_model(), _batches(), ckpt_path=retained.best_model_path)
-    return {
-        "names": names,
-        "best": Path(retained.best_model_path).name,
-        "steps": repeated.global_step,
-    }
+    assert repeated.global_step == 2 * STEPS
+    return {"steps": steps, "best": Path(retained.best_model_path).name}
 
 
 def test_model_checkpoint_keeps_versions_and_removes_files_as_it_does_with_ddp(
     tmp_path: Path,
 ) -> None:
-    folders = {}
-    for is_async in (False, True):
-        folders[is_async] = tmp_path / str(is_async)
-    calls = {str(is_async): (_keep, str(folder), is_async) for is_async, folder in folders.items()}
+    kinds: dict[str, dict[str, Any]] = {
+        "file": {},
+        "file, behind the steps": {"async_save": True},
+        "folder, behind the steps": {"async_save": True, "distributed": True},
+    }
+    calls = {kind: (_keep, str(tmp_path / kind), options) for kind, options in kinds.items()}
     for rank_results in run_each_on_ranks(calls, 2):
         for actual in rank_results.values():
-            assert sorted(actual["names"].values()) == [3, 4, 4]
-            assert "last.ckpt" in actual["names"]
-            assert actual["steps"] == 2 * STEPS
-        assert rank_results["True"] == rank_results["False"]
+            assert sorted(actual["steps"].values()) == [3, 4, 4]
+            assert "last.ckpt" in actual["steps"]
+            assert actual == rank_results["file"]
 
 
 def _fail(folder: str) -> dict[str, Any]:
@@ -284,63 +275,54 @@ class Counting(AsyncCheckpointIO):
         return super().load_checkpoint(*args, **options)
 
 
-def _by_io(path: str, plugins: list[Any]) -> tuple[list[float], list[float], str]:
-    trainer, straight, resumed = _trainer("torchrec", plugins=plugins), _model(), _model()
+def _by_io(path: str, plugins: list[Any]) -> tuple[list[float], str]:
+    trainer, resumed = _trainer("torchrec", plugins=plugins), _model()
     trainer.fit(_model(), _batches())
     trainer.save_checkpoint(path)
     trainer.strategy.checkpoint_io.teardown()
-    _trainer("torchrec", max_epochs=2).fit(straight, _batches())
-    _trainer("torchrec", plugins=plugins, max_epochs=2).fit(resumed, _batches(), ckpt_path=path)
+    again = _trainer("torchrec", plugins=plugins, max_epochs=2)
+    again.fit(resumed, _batches(), ckpt_path=path)
     assert all(plugin.loads for plugin in plugins)
     try:
-        _trainer("torchrec", plugins=plugins).fit(_model(), _batches(), ckpt_path=f"{path}.none")
+        again.fit(_model(), _batches(), ckpt_path=f"{path}.none")
     except FileNotFoundError as error:
-        return straight.losses[STEPS:], resumed.losses, str(error)
-    return [], [], "it was read"
+        return resumed.losses, str(error)
+    return resumed.losses, "it was read"
 
 
-def test_a_checkpoint_io_writes_and_reads_one_file(tmp_path: Path) -> None:
+def test_a_checkpoint_io_writes_and_reads_one_file(saved: tuple[Path, Any], tmp_path: Path) -> None:
     calls = {
         "plugin": (_by_io, f"{tmp_path}/it.ckpt", [Counting()]),
         "url": (_by_io, f"file://{tmp_path}/url.ckpt", []),
     }
-    for rank_results in run_each_on_ranks(calls, 2):
-        for straight, resumed, message in rank_results.values():
-            assert len(straight) == STEPS
-            assert resumed == straight
+    for rank, rank_results in enumerate(run_each_on_ranks(calls, 2)):
+        for resumed, message in rank_results.values():
+            assert resumed == saved[1][rank]["torchrec"]["losses"][STEPS:]
             assert message.startswith("there is no checkpoint ")
     assert Ratings.load_from_checkpoint(tmp_path / "it.ckpt").users.weight.shape == (50, 8)
 
 
-def _damage(path: str) -> None:
-    model = _model()
-    _trainer("torchrec", max_epochs=2).fit(model, _batches(), ckpt_path=path)
+def _resume_damaged(path: str) -> str:
+    try:
+        _trainer("torchrec", max_epochs=2).fit(_model(), _batches(), ckpt_path=path)
+    except CheckpointError as error:
+        return str(error)
+    return "it was read"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"format": 2},
-            "it.ckpt has format 2, and this version of lightning_distrec reads format 1",
-        ),
-        ({"rank_states": []}, "it.ckpt is damaged: it lacks the states of its ranks"),
-        (
-            {"optimizers": [{}]},
-            "it.ckpt is damaged: its 'lightning_distrec' is not as it was written",
-        ),
-    ],
-    ids=["later format", "no states", "no names"],
-)
-def test_a_damaged_file_is_refused(
-    saved: tuple[Path, Any], tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+DAMAGES: dict[str, dict[str, Any]] = {
+    "has format 2, and this version of lightning_distrec reads format 1": {"format": 2},
+    "is damaged: it lacks the states of its ranks": {"rank_states": []},
+    "is damaged: its 'lightning_distrec' is not as it was written": {"optimizers": [{}]},
+}
+
+
+def test_a_damaged_file_is_refused(saved: tuple[Path, Any], tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
     content = torch.load(saved[0] / "torchrec.ckpt", weights_only=True)
-    torch.save(
-        {**content, single_file.EXTRA: {**content[single_file.EXTRA], **change}},
-        tmp_path / "it.ckpt",
-    )
-    assert message in str(describe(tmp_path / "it.ckpt").problem)
-    if "format" in change:
-        with pytest.raises(RankFailed, match="CheckpointError: .*" + message):
-            run_on_warm_ranks(_damage, 2, str(tmp_path / "it.ckpt"))
+    for message, change in DAMAGES.items():
+        extra = {**content[single_file.EXTRA], **change}
+        torch.save({**content, single_file.EXTRA: extra}, path)
+        assert f"it.ckpt {message}" in str(describe(path).problem)
+        for error in run_on_warm_ranks(_resume_damaged, 2, str(path)):
+            assert f"it.ckpt {message}" in error
