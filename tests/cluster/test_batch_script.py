@@ -111,24 +111,6 @@ def test_several_files_overrides_and_lines_of_the_site_are_in_it(
     assert script.count('--rdzv-endpoint="$host" --rdzv-id="$attempt"') == 2
 
 
-def test_what_is_asked_for_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        _write("--nodes=64", "--ranks-per-node=8", "--partition=a", "--account=b", folder=tmp_path)
-        == 0
-    )
-    script = capsys.readouterr().out
-    for line in (
-        "nodes=64",
-        "ntasks-per-node=8",
-        "gpus-per-node=8",
-        "partition=a",
-        "account=b",
-        "signal=USR1@120",
-    ):
-        assert f"#SBATCH --{line}\n" in script
-    assert f"fit --config '{tmp_path}/my run/cpu.yaml'" in script
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,47 +1,25 @@
 """The doctor, alone and under a real Slurm; and what it makes of findings."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_distrec.cli.main import main
 from lightning_distrec.observe.doctor import Findings, Link, Rank, find_problems
-from tests.support.limits import LIMIT_SECONDS
 from tests.support.slurm import Slurm
 
 DOCTOR = [sys.executable, "-m", "lightning_distrec", "doctor"]
 
 
-def test_alone_it_looks_at_this_machine(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*DOCTOR, f"--folder={tmp_path}"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "1 rank on 1 node, started by no launcher" in done.stdout
-    assert "torchrec" in done.stdout
+def test_alone_it_looks_at_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"--folder={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 rank on 1 node, started by no launcher" in printed
+    assert "torchrec" in printed
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    missing = tmp_path / "not there"
-    done = subprocess.run(
-        [*DOCTOR, f"--folder={missing}"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"lightning-distrec: rank 0 cannot write into {missing}: ")
-    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -103,7 +81,6 @@ def test_nothing_is_reported_where_all_is_well() -> None:
             {"versions": "torch 2.14"},
             "error: ranks have different versions: torch 2.13, Python 3.11; torch 2.14",
         ),
-        ({"python": "3.12.1"}, "error: ranks have different versions"),
         ({"versions_problem": "no torchrec"}, "error: rank 1 on b: no torchrec Install"),
         ({"node": 0, "devices": (), "host": "a"}, ""),
         (

@@ -80,11 +80,8 @@ WAYS = {
 on the nodes."""
 
 
-# The second starts what the first does, and nodes.
-@pytest.mark.parametrize(
-    "row",
-    [row if "LOCAL_WORLD" in row else pytest.param(row, marks=pytest.mark.slow) for row in WAYS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", WAYS)
 def test_ranks_are_started_by_hand_in_each_way_of_the_page(row: str) -> None:
     variables, ranks_on_nodes = WAYS[row]
     job = {

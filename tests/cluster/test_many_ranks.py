@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_distrec.cluster.heartbeat import GRACE_SECONDS
 from lightning_distrec.errors import RankError
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks, words_of_ranks
 from tests.support.trainers import make_trainer
@@ -61,34 +60,24 @@ class Small(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class GetsSignal(Callback):
-    """Sends a rank, or all, a signal in the middle of an epoch, once a checkpoint is complete."""
-
-    def __init__(self, sent: signal.Signals) -> None:
-        self.sent = sent
+class Killed(Callback):
+    """Kills a rank in the middle of an epoch, once a checkpoint is complete."""
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        rank, _ = rank_and_num_ranks()
-        if batch_idx == KILLED_AT and (rank == LOST or self.sent == signal.SIGTERM):
+        if batch_idx == KILLED_AT and rank_and_num_ranks()[0] == LOST:
             Path(os.environ["MANY_RANKS"], "sent").write_text(repr(time.time()))
-            if self.sent == signal.SIGSTOP and os.fork() == 0:
-                time.sleep(SILENCE_SECONDS + GRACE_SECONDS + 1)
-                os.kill(os.getppid(), signal.SIGKILL)  # as a launcher does
-                os._exit(0)
-            os.kill(os.getpid(), self.sent)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train(
-    folder: str, checkpoint: str | None, sent: signal.Signals = signal.SIGKILL
-) -> dict[str, Tensor]:
+def _train(folder: str, checkpoint: str | None) -> dict[str, Tensor]:
     os.environ["MANY_RANKS"] = folder
     rank, num_ranks = rank_and_num_ranks()
     torch.manual_seed(1)
     module = Small()
     callbacks = [ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVES, save_top_k=-1)]
-    callbacks += [] if checkpoint else [GetsSignal(sent)]
+    callbacks += [] if checkpoint else [Killed()]
     strategy = {"convert_embeddings": "all", "watchdog_seconds": SILENCE_SECONDS}
     trainer = make_trainer(
         strategy, callbacks=callbacks, enable_checkpointing=True, use_distributed_sampler=True
@@ -101,11 +90,6 @@ def _train(
         Path(folder, f"named by {rank}").write_text(repr(time.time()))
         with open(f"{folder}/stderr of {rank}", "w") as log, contextlib.redirect_stderr(log):
             sys.excepthook(*sys.exc_info())  # as the interpreter does at the end of a script
-        raise
-    except SystemExit as leaving:
-        Path(folder, f"left by {rank}").write_text(
-            f"{leaving.code} after step {trainer.global_step}"
-        )
         raise
     return trainer.strategy.full_state_dict() if checkpoint else {}
 
@@ -124,24 +108,16 @@ def _train_in_one_process() -> dict[str, Tensor]:
     return module.state_dict()
 
 
-def _fail(tmp_path: Path, sent: signal.Signals) -> dict[int, str]:
-    """Return what each rank has printed where all get a signal, or one of them."""
-    with pytest.raises(RankFailed) as failed:
-        run_on_ranks(_train, RANKS, str(tmp_path), None, sent, timeout_seconds=LIMIT_SECONDS)
-    return words_of_ranks(failed.value)
-
-
-def _check_named(words: dict[int, str], verdict: str) -> None:
-    assert [rank for rank in range(RANKS) if rank != LOST and verdict not in words[rank]] == []
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_SECONDS)
 def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_and_more(
     tmp_path: Path,
 ) -> None:
     verdict = f"rank {LOST} has died"
-    _check_named(_fail(tmp_path, signal.SIGKILL), verdict)
+    with pytest.raises(RankFailed) as failed:
+        run_on_ranks(_train, RANKS, str(tmp_path), None, timeout_seconds=LIMIT_SECONDS)
+    words = words_of_ranks(failed.value)
+    assert [rank for rank in range(RANKS) if rank != LOST and verdict not in words[rank]] == []
     named = [float(file.read_text()) for file in tmp_path.glob("named by *")]
     assert max(named) - float((tmp_path / "sent").read_text()) < NAMED_SECONDS
     logs = {rank: tmp_path / f"stderr of {rank}" for rank in range(RANKS) if rank != LOST}
@@ -164,24 +140,3 @@ def test_many_ranks_name_a_dead_one_at_once_and_its_checkpoint_goes_on_on_fewer_
         assert (
             max((states[0][name] - expected[name]).abs().max().item() for name in expected) < 1e-6
         )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_SECONDS)
-def test_many_ranks_name_a_stopped_one(tmp_path: Path) -> None:
-    # They wait in gloo, for a connection that is open still, and are ended there.
-    _check_named(
-        _fail(tmp_path, signal.SIGSTOP), f"Terminating this rank: rank {LOST} has been silent for"
-    )
-    assert time.time() - float((tmp_path / "sent").read_text()) < NAMED_SECONDS + SILENCE_SECONDS
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_SECONDS)
-def test_many_ranks_leave_after_the_same_step_when_all_are_told_to_stop(tmp_path: Path) -> None:
-    _fail(tmp_path, signal.SIGTERM)
-    leaves = [(tmp_path / f"left by {rank}").read_text() for rank in range(RANKS)]
-    assert len(set(leaves)) == 1
-    assert leaves[0] in [
-        f"{128 + signal.SIGTERM} after step {step}" for step in range(KILLED_AT, STEPS)
-    ]

@@ -8,20 +8,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.debian import require
 from tests.support.environments import environment
 from tests.support.killed_script import EPOCHS
 from tests.support.kills import check_trained, read_trained
 from tests.support.launched_script import NUM_SAMPLES
 from tests.support.launches import ONE_THREAD
 from tests.support.ports import free_port
-from tests.support.two_machines import Machine, NoMachines, two_machines
+from tests.support.two_machines import Machine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -30,16 +29,6 @@ EVERY = 5
 LIMIT_SECONDS = 120
 REORDERED = 1e-6
 """How much losses may differ from those of one node, which has another plan."""
-
-
-@pytest.fixture
-def machines() -> Iterator[tuple[Machine, Machine]]:
-    require(["ip"], ["iproute2"])
-    try:
-        with two_machines() as pair:
-            yield pair
-    except NoMachines as reason:
-        pytest.skip(f"no network namespaces: {reason}")
 
 
 class _Agents:

@@ -13,24 +13,18 @@ import pytest
 
 from tests.support.launched_script import NUM_SAMPLES
 from tests.support.launches import ONE_THREAD, SCRIPT, SHELL, check, results_of
-from tests.support.parameters import slow_except
 from tests.support.slurm import Slurm
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 IN_STEPS: dict[str, tuple[list[str], list[str], list[int]]] = {
-    "-n4 on one node": (["-N1", "-n4"], SCRIPT, [4]),
     "-n3 over two nodes": (["-N2", "-n3"], SCRIPT, [2, 1]),
-    "two on each of two nodes": (["-N2", "--ntasks-per-node=2"], SCRIPT, [2, 2]),
     "a shell, whose job is called bash": (["-n2"], ["bash", "-c", SHELL], [2]),
-    "a job called interactive": (["-N2", "-n2", "--job-name=interactive"], SCRIPT, [1, 1]),
     "a terminal": (["-n2", "--pty"], SCRIPT, [2]),
     "one rank": (["-n1"], SCRIPT, [1]),
 }
-USUAL = ["-n3 over two nodes"]
 
 
-@pytest.mark.slow
 def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
     cpus = len(os.sched_getaffinity(0))
     for arguments, expected in ((["-n1"], cpus), (["-n1", "-c1"], 1)):
@@ -40,7 +34,7 @@ def test_ranks_use_the_cpus_they_were_given(slurm: Slurm) -> None:
         ]
 
 
-@pytest.mark.parametrize("case", slow_except(USUAL, IN_STEPS))
+@pytest.mark.parametrize("case", IN_STEPS)
 def test_a_step_is_counted_as_slurm_counts_it(slurm: Slurm, case: str) -> None:
     arguments, command, per_node = IN_STEPS[case]
     done = slurm.srun(arguments, command, env=ONE_THREAD)
@@ -58,15 +52,6 @@ def _batch(slurm: Slurm, script: str, arguments: list[str], **environ: str) -> s
     return printed
 
 
-@pytest.mark.slow
-def test_a_step_on_the_second_node_alone_meets_there(slurm: Slurm) -> None:
-    printed = _batch(slurm, f"srun -N1 -n2 -w node2 {SHELL}", ["-N2", "--ntasks-per-node=2"])
-    results = results_of(printed)
-    check(results, [2])
-    assert {result["host"] for result in results} == {"node2"}
-
-
-@pytest.mark.slow
 def test_two_steps_at_the_same_time_never_meet(slurm: Slurm) -> None:
     steps = "\n".join(f"srun -N2 -n2 --exact {SHELL} > step{step}.out 2>&1 &" for step in "ab")
     _batch(slurm, f"{steps}\nwait", ["-N2", "--ntasks-per-node=2"])
@@ -74,30 +59,12 @@ def test_two_steps_at_the_same_time_never_meet(slurm: Slurm) -> None:
         check(results_of((slurm.folder / f"step{step}.out").read_text()), [1, 1])
 
 
-@pytest.mark.slow
-def test_jobs_of_an_array_never_meet(slurm: Slurm) -> None:
-    script = f"srun {SHELL} > array$SLURM_ARRAY_TASK_ID.out 2>&1"
-    first = slurm.sbatch(script, ["-N1", "-n2", "--array=1-2"], env=ONE_THREAD)
-    assert slurm.wait(first) == "COMPLETED"
-    for task in (1, 2):
-        check(results_of((slurm.folder / f"array{task}.out").read_text()), [2])
-
-
-@pytest.mark.slow
 def test_a_step_over_the_groups_of_a_heterogeneous_job_is_one_training(slurm: Slurm) -> None:
     done = slurm.srun(["-n2", *SCRIPT, ":", "-n1"], SCRIPT, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr[-3000:]
     check(results_of(done.stdout), [2, 1])
 
 
-@pytest.mark.slow
-def test_an_allocation_and_srun(slurm: Slurm) -> None:
-    done = slurm.salloc(["-N2", "-n2"], ["srun", *SCRIPT], env=ONE_THREAD)
-    assert done.returncode == 0, done.stderr[-3000:]
-    check(results_of(done.stdout), [1, 1])
-
-
-@pytest.mark.slow
 def test_ranks_in_an_order_of_the_users_own_meet_where_the_first_is(slurm: Slurm) -> None:
     hostfile = slurm.folder / "hosts"
     hostfile.write_text("node2\nnode1\n")
@@ -111,7 +78,6 @@ def test_ranks_in_an_order_of_the_users_own_meet_where_the_first_is(slurm: Slurm
     )
 
 
-@pytest.mark.slow
 def test_a_batch_script_of_one_node_starts_its_own_ranks(slurm: Slurm) -> None:
     printed = _batch(slurm, SHELL, ["-N1", "-n2"], LAUNCHED_OPTIONS=json.dumps({"devices": 2}))
     results = results_of(printed)
@@ -119,7 +85,6 @@ def test_a_batch_script_of_one_node_starts_its_own_ranks(slurm: Slurm) -> None:
     assert {result["environment"] for result in results} == {"LightningEnvironment"}
 
 
-@pytest.mark.slow
 def test_a_batch_script_of_two_nodes_without_srun_is_refused_with_the_way_out(slurm: Slurm) -> None:
     job = slurm.sbatch(SHELL, ["-N2", "--ntasks-per-node=2"], env=ONE_THREAD)
     assert slurm.wait(job) == "FAILED"
@@ -130,21 +95,6 @@ def test_a_batch_script_of_two_nodes_without_srun_is_refused_with_the_way_out(sl
     )
     assert "srun python" in printed
     assert not results_of(printed)
-
-
-@pytest.mark.slow
-def test_a_batch_script_submitted_from_inside_of_a_step_is_no_task_of_it(slurm: Slurm) -> None:
-    script = slurm.folder / "inner.sh"
-    script.write_text(f"#!/bin/bash\n{SHELL}\n")
-    submit = (
-        "[ $SLURM_PROCID = 1 ] && sbatch --parsable -N1 -n1 "
-        f"--output={slurm.folder}/inner.out {script}"
-    )
-    done = slurm.srun(["-n2"], ["bash", "-c", f"{submit} || true"], env=ONE_THREAD)
-    assert slurm.wait(int(done.stdout)) == "COMPLETED"
-    results = results_of((slurm.folder / "inner.out").read_text())
-    check(results, [1])
-    assert {result["environment"] for result in results} == {"LightningEnvironment"}
 
 
 def test_more_devices_than_the_step_has_ranks_are_refused(slurm: Slurm) -> None:

@@ -5,30 +5,18 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.debian import require
 from tests.support.kills import check_trained, read_trained
 from tests.support.launches import SCRIPT, check, ended, results_of, start
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.two_machines import Machine, NoMachines, two_machines
+from tests.support.two_machines import Machine
 
 pytestmark = pytest.mark.cluster
 
 JOB = {"WORLD_SIZE": "2", "MASTER_PORT": "29513"}
-
-
-@pytest.fixture
-def machines() -> Iterator[tuple[Machine, Machine]]:
-    require(["ip"], ["iproute2"])
-    try:
-        with two_machines() as pair:
-            yield pair
-    except NoMachines as reason:
-        pytest.skip(f"no network namespaces: {reason}")
 
 
 def _start(

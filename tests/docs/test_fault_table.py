@@ -37,7 +37,8 @@ TESTS = {
         "unit/cluster/test_meeting.py test_a_port_scanner_keeps_no_rank_out",
     ],
     "killed while a checkpoint is written; a checkpoint is damaged": [
-        f"{CHECKPOINTS}/test_checkpoint_crashes.py test_a_script_whose_other_",
+        f"{CHECKPOINTS}/test_checkpoint_crashes.py test_a_writer_that_dies_at_any_line",
+        f"{CLUSTER}/test_dead_ranks.py test_a_rank_that_was_killed_is_named",
         f"{CHECKPOINTS}/test_restarting.py test_damaged_and_unfinished_checkpoints",
     ],
     "killed before the first checkpoint; the file system is gone": [
@@ -51,7 +52,8 @@ TESTS = {
         f"{CLUSTER}/test_signals.py test_ctrl_c_ends_all_ranks_within_seconds_and_with_one_line",
     ],
     "no space or no inodes": [
-        f"{CHECKPOINTS}/test_checkpoint_faults.py test_a_file_system_without_space",
+        f"{CHECKPOINTS}/test_checkpoint_faults.py test_a_disk_that_fails_on_one_rank",
+        "unit/checkpoint/test_inodes.py test_a_checkpoint_that_gets_no_inode",
     ],
     "checkpoints on `s3://`": [
         f"{CHECKPOINTS}/test_restarting.py test_a_restart_names_the_checkpoint",

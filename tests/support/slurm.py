@@ -23,7 +23,7 @@ from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_ports
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 ENDED = (
     "BOOT_FAIL",
     "CANCELLED",
@@ -67,7 +67,7 @@ StateSaveLocation={folder}/state
 SlurmdPidFile={folder}/%n.pid
 SlurmdSpoolDir={folder}/%n
 NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] \
-CPUs={cpus} CoresPerSocket={cpus} RealMemory=1000
+CPUs=4 CoresPerSocket=4 RealMemory=1000
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
 """
 
@@ -86,18 +86,16 @@ def require_slurm() -> None:
 class Slurm:
     """A Slurm with the nodes node1 and node2, from entering it (`with`) until `stop`.
 
-    cpus: of each node, whatever the machine has; `srun -N2 -n4` fills the first and puts one task
-    on the other, if it can. settings: lines of slurm.conf in place of those in CONFIG, by name.
-    Commands run in `folder`, with this checkout on PYTHONPATH. All of it ends with the process that
+    Each node has four CPUs, whatever the machine has: `srun -N2 -n4` fills the first and puts one
+    task on the other, if it can. Commands run in `folder`, with this checkout on PYTHONPATH. All of it ends with the process that
     began it, even if that is killed.
     """
 
-    def __init__(self, cpus: int = 4, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self) -> None:
         # munged wants a folder that all may enter, which those of pytest are not, and its socket a
         # short path.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o755)
-        self._cpus, self._settings = cpus, settings or {}
         self._processes: list[subprocess.Popen[str]] = []
         self.daemons: dict[str, subprocess.Popen[str]] = {}
 
@@ -145,12 +143,6 @@ class Slurm:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command under `srun`; options as in `run`."""
         return self.run("srun", *args, *command, **options)
-
-    def salloc(
-        self, args: Sequence[str], command: Sequence[str], **options: Any
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside of an allocation, but on none of its nodes; options as in `run`."""
-        return self.run("salloc", *args, *command, **options)
 
     def sbatch(
         self, script: str, args: Sequence[str] = (), env: Mapping[str, str] | None = None
@@ -279,9 +271,7 @@ class Slurm:
 
     def _write_config(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        text = CONFIG.format(folder=self.folder, host=host, ports=free_ports(3), cpus=self._cpus)
-        for name, value in self._settings.items():
-            text = re.sub(rf"^{name}=.*\n", "", text, flags=re.MULTILINE) + f"{name}={value}\n"
+        text = CONFIG.format(folder=self.folder, host=host, ports=free_ports(3))
         (self.folder / "slurm.conf").write_text(text)
         key = self.folder / "munged.key"
         key.write_bytes(os.urandom(128))

@@ -317,51 +317,36 @@ def test_damaged_and_unfinished_checkpoints_are_skipped_with_a_line_each(
     assert ".distrec-unfinished-x was never completed" in message
 
 
-@pytest.mark.slow
-def test_ckpt_path_is_for_the_first_start(tmp_path: Path) -> None:
-    for rank_results in _lived(tmp_path, "given"):
-        starts = rank_results["given"]
-        assert _firsts(starts) == [0, 2, 4, 2]
-        assert "step=2.ckpt' was for its first start" in starts[2]["said"]
+FIRSTS = {
+    "given": ([0, 2, 4, 2], 2, "step=2.ckpt' was for its first start"),
+    "on_exception": ([0, 6], 1, ""),
+    "by_hand": ([0, 0, 0, 6], 3, ""),
+    "lost_record": ([0, 6], 1, "not known"),
+}
+"""Story -> the first step of each start, and what one of them says."""
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_an_exception_is_not_resumed_by_itself(tmp_path: Path) -> None:
-    for rank_results in _lived(tmp_path, "on_exception"):
-        assert _firsts(rank_results["on_exception"]) == [0, 6]
-
-
-@pytest.mark.slow
-def test_without_the_record_dirpaths_are_searched(
-    alone: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    for single, rank_results in zip(alone, _lived(tmp_path, "lost_record"), strict=True):
-        first, second = rank_results["lost_record"]
-        assert second["first"] == 6
-        assert first["losses"][:6] + second["losses"] == single["losses"]
-        assert "not known" in second["said"]
-
-
-@pytest.mark.slow
-def test_a_fit_that_its_user_has_stopped_begins_again_unless_it_has_a_name(tmp_path: Path) -> None:
-    for rank_results in _lived(tmp_path, "by_hand"):
-        assert _firsts(rank_results["by_hand"]) == [0, 0, 0, 6]
+def test_a_start_goes_on_from_what_is_the_jobs_own(tmp_path: Path) -> None:
+    for rank_results in _lived(tmp_path, *FIRSTS):
+        for story, (first_steps, number, text) in FIRSTS.items():
+            starts = rank_results[story]
+            assert [start["first"] for start in starts] == first_steps, story
+            assert text in starts[number]["said"], story
 
 
 @pytest.mark.slow
 def test_a_restart_names_the_checkpoint_that_is_on_no_file_system(tmp_path: Path) -> None:
     first, second = _lived(tmp_path, "elsewhere")[0]["elsewhere"]
-    assert _firsts([first, second]) == [0, 0]
-    assert (
-        "training starts at step 0. Set ckpt_path to memory://elsewhere/step=2.ckpt, which this "
-        "job has" in second["said"]
-    )
+    assert (first["first"], second["first"]) == (0, 0)
+    path = "Set ckpt_path to memory://elsewhere/step=2.ckpt, which this job has"
+    assert f"training starts at step 0. {path}" in second["said"]
 
 
 @pytest.mark.slow
 def test_a_job_whose_folder_is_gone_starts_at_step_0(tmp_path: Path) -> None:
     first, second = _lived(tmp_path, "gone")[0]["gone"]
-    assert _firsts([first, second]) == [0, 0]
+    assert (first["first"], second["first"]) == (0, 0)
     assert "has no complete checkpoint" in second["said"]
 
 

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_distrec.cluster.consensus import Consensus, job_consensus
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.bandwidths import NAMES, measured_bandwidths
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from tests.support.click_model import ClickModel, rank_loader, seeded
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 CPU = torch.device("cpu")
@@ -76,7 +75,7 @@ def _beside_plain_timings() -> tuple[Said, list[float], list[float]]:
 def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks() -> None:
     seen = []
     for _ in range(4):  # a machine that others use too is fast at one moment and slow at another
-        results = run_on_ranks(_beside_plain_timings, 2)
+        results = run_on_warm_ranks(_beside_plain_timings, 2)
         bandwidths = results[0][0]
         assert bandwidths == results[1][0]
         assert set(bandwidths) == {"intra_node", "host_memory"}, "one node, and no GPU"
@@ -100,7 +99,7 @@ def test_what_is_measured_is_near_plain_timings_and_the_same_on_all_ranks() -> N
     ],
 )
 def test_there_is_what_these_nodes_have(nodes: tuple[int, ...], names: set[str]) -> None:
-    results = run_on_ranks(_measure, 3, nodes)
+    results = run_on_warm_ranks(_measure, 3, nodes)
     assert all(set(result) == names for result in results)
     assert results[0] == results[1] == results[2]
 
@@ -129,7 +128,7 @@ def _line(text: str) -> str:
 
 def test_the_start_table_shows_what_was_believed_and_why() -> None:
     planning = {"bandwidths": {"host_memory": "7GB/s"}, "reserve": "100MB"}
-    texts = run_on_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000"})
+    texts = run_on_warm_ranks(_fit, 2, planning, {"INTRA_NODE_BANDWIDTH": "5000000"})
     assert _line(texts[0][0]).startswith(
         "512 examples per rank (assumed), 953.7 MiB per rank (memory_bytes_per_rank), 95.4 MiB "
         "reserved (argument); "
@@ -167,36 +166,30 @@ def _fit_with_memory(memory_by_rank: tuple[int, int]) -> str:
     return ", ".join(f"{name} on {ranks}" for name, ranks in model.ranks.items())
 
 
-@pytest.mark.parametrize("memory", [(3000, 10**6), (10**6, 3000)])
-def test_a_table_goes_to_the_rank_that_has_the_memory(memory: tuple[int, int]) -> None:
-    roomy = memory.index(10**6)
-    for message in run_on_ranks(_fit_with_memory, 2, memory):
-        assert f"wide on [{roomy}]" in message
+def test_a_table_goes_to_the_rank_that_has_the_memory() -> None:
+    for message in run_on_warm_ranks(_fit_with_memory, 2, (3000, 10**6)):
+        assert "wide on [1]" in message
 
 
-def test_a_value_that_is_wrong_on_one_rank_is_reported_on_all() -> None:
-    for message in run_on_ranks(_fit_with_memory, 2, (10**6, -1)):
-        assert re.match(
-            "ConfigError: (rank 1: )?memory_bytes_per_rank=-1: must be above 0", message
-        )
+def test_what_ranks_cannot_plan_with_is_refused_on_every_rank() -> None:
+    calls = {
+        "memory_bytes_per_rank=-1: must be above 0": (_fit_with_memory, (10**6, -1)),
+        "STORAGE_RESERVE_PERCENT='150': the share of each rank's memory": (
+            _fit,
+            {},
+            {"STORAGE_RESERVE_PERCENT": "150"},
+        ),
+        "nothing is left for tables": (_fit, {"reserve": "2GB"}, {}),
+    }
+    for message, (function, *args) in calls.items():
+        for outcome in run_on_warm_ranks(function, 2, *args):
+            text = outcome if isinstance(outcome, str) else outcome[0]
+            assert re.match("(ConfigError|PlanError): ", text), text
+            assert message in text
 
 
 @pytest.mark.slow
 def test_a_fit_measures_and_reports_it() -> None:
-    (text, steps), _ = run_on_ranks(_fit, 2, {"bandwidths": "measure"}, {})
+    (text, steps), _ = run_on_warm_ranks(_fit, 2, {"bandwidths": "measure"}, {})
     assert steps == 1
     assert re.search(r"host_memory .* GB/s, intra_node .*B/s \(measured\)", _line(text))
-
-
-def test_a_variable_that_is_wrong_is_refused_on_every_rank() -> None:
-    texts = run_on_ranks(_fit, 2, {}, {"STORAGE_RESERVE_PERCENT": "150"})
-    for text, _ in texts:
-        assert text.startswith(ConfigError.__name__)
-        assert "STORAGE_RESERVE_PERCENT='150': the share of each rank's memory" in text
-
-
-def test_where_all_memory_is_reserved_every_rank_raises() -> None:
-    texts = run_on_ranks(_fit, 2, {"reserve": "2GB"}, {})
-    for text, _ in texts:
-        assert text.startswith("PlanError")
-        assert "nothing is left for tables" in text

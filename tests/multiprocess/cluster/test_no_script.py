@@ -77,19 +77,13 @@ def found_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_program_from_stdin_trains_on_forked_ranks(tmp_path: Path) -> None:
-    printed = run(tmp_path, "-", stdin=PROGRAM, EPOCHS="1", OMP_NUM_THREADS="2")
+def test_a_program_from_stdin_trains_on_forked_ranks_and_goes_on_with_an_ordinary_module(
+    tmp_path: Path,
+) -> None:
+    program = PROGRAM + GOES_ON + ALONE + THEN_BOTH
+    printed = run(tmp_path, "-", stdin=program, OMP_NUM_THREADS="2")
     assert "No script to run again: 2 ranks are forked from this process." in printed
-    assert (results := found_in(tmp_path))["step"] == 6
-    checkpoint_state = torch.load(results["best"][1])["state_dict"]
-    assert all(
-        torch.equal(value, checkpoint_state[name]) for name, value in results["state"].items()
-    )
-
-
-@pytest.mark.slow
-def test_the_process_goes_on_with_an_ordinary_module(tmp_path: Path) -> None:
-    assert "trained alone" in run(tmp_path, "-", stdin=PROGRAM + GOES_ON + ALONE + THEN_BOTH)
+    assert "trained alone" in printed
 
 
 @pytest.mark.slow
@@ -111,8 +105,7 @@ def test_forked_ranks_train_what_the_ranks_of_a_script_train(tmp_path: Path, str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["torchrec_sharded", "fsdp_tuned"])
-def test_what_a_forked_rank_raises_is_raised_in_the_notebook(tmp_path: Path, strategy: str) -> None:
+def test_what_a_forked_rank_raises_is_raised_in_the_notebook(tmp_path: Path) -> None:
     caught = PROGRAM.replace(
         "first.fit(",
         "import pytest\nwith pytest.raises(ValueError, match='on purpose'):\n    first.fit(",
@@ -121,7 +114,7 @@ def test_what_a_forked_rank_raises_is_raised_in_the_notebook(tmp_path: Path, str
         caught.partition("state =")[0] + "FAILS = ''\ntrainer(1).fit(module, DataLoader(ids, "
         "8))\nprint('went on')\n"
     )
-    assert "went on" in run(tmp_path, "-", stdin=caught, strategy=strategy, FAILS="1 3")
+    assert "went on" in run(tmp_path, "-", stdin=caught, FAILS="1 3")
 
 
 @pytest.mark.slow

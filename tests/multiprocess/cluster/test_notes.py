@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -81,9 +80,9 @@ def test_the_error_about_unused_layers_names_our_strategy() -> None:
         assert " DDPStrategy" not in message
 
 
-def _skip(optimizer: str, depth: int) -> dict[str, Tensor]:
+def _skip(depth: int) -> dict[str, Tensor]:
     torch.manual_seed(3)
-    model = Scores(True, optimizer)
+    model = Scores(True, "Adagrad")
     make_trainer({"convert_embeddings": "all", "prefetch": {"depth": depth}}).fit(
         model, loader(STEPS)
     )
@@ -93,13 +92,10 @@ def _skip(optimizer: str, depth: int) -> dict[str, Tensor]:
 STEPS = [_ids(step) for step in range(6)]
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
-def test_steps_that_return_no_loss_change_nothing_on_one_rank(optimizer: str) -> None:
+def test_steps_that_return_no_loss_change_nothing_on_one_rank() -> None:
     torch.manual_seed(3)
-    plain = train_unsharded(Scores(False, optimizer), [[batch] for batch in STEPS[1::2]])
-    (results,) = run_each_on_ranks(
-        {str(depth): (_skip, optimizer, depth) for depth in (1, 2, 3)}, 1
-    )
+    plain = train_unsharded(Scores(False, "Adagrad"), [[batch] for batch in STEPS[1::2]])
+    (results,) = run_each_on_ranks({str(depth): (_skip, depth) for depth in (1, 2, 3)}, 1)
     for state in results.values():
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5, msg=name)

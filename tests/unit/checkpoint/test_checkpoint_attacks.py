@@ -3,25 +3,31 @@ is told as one."""
 
 import copyreg
 import io
+import itertools
 import json
 import os
 import pickle
-import random
 import resource
 import shutil
 import signal
 import struct
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from lightning_distrec.checkpoint.atomic_folder import MARKER, UNFINISHED, clean_up, remove
+from lightning_distrec.checkpoint.atomic_folder import (
+    MARKER,
+    MARKER_CHECKSUM,
+    UNFINISHED,
+    clean_up,
+    marker_crc32,
+    remove,
+)
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.tensor_files import PLACES as PLACES_KEY
 from lightning_distrec.errors import CheckpointError
@@ -44,6 +50,13 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path: Path, template: Path) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(template, tmp_path / "it.ckpt"))
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, template: Path) -> Callable[[], Path]:
+    """Make a new copy with each call."""
+    numbers = itertools.count()
+    return lambda: Path(shutil.copytree(template, tmp_path / str(next(numbers)) / "it.ckpt"))
 
 
 @pytest.fixture
@@ -103,10 +116,6 @@ def _edit_state(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
     return _put(folder, STATE, buffer.getvalue())
 
 
-# -----------------------------------------------------------------------------------------------
-# pickles that run code
-
-
 def _text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
@@ -140,34 +149,17 @@ def _gadgets(canary: Path, evil: Path) -> list[tuple[str, str, str]]:
     return [
         ("os", "system", touch),
         ("posix", "system", touch),
-        ("nt", "system", touch),
-        ("subprocess", "getoutput", touch),
         ("builtins", "eval", write_it),
-        ("builtins", "exec", write_it),
         ("__builtin__", "eval", write_it),
-        ("builtins", "__import__", "antigravity"),
         ("builtins", "getattr", "x"),
         ("functools", "partial", "x"),
         ("importlib", "import_module", "antigravity"),
         ("pathlib", "Path.touch", str(canary)),
-        ("runpy", "run_path", str(evil)),
-        ("pickle", "load", str(evil)),
         ("torch", "load", str(evil)),
-        ("torch.serialization", "load", str(evil)),
-        ("torch.hub", "load", "x"),
-        ("torch.jit", "load", str(evil)),
-        ("torch", "ops", "x"),
         ("torch", "ops.load_library", str(evil)),
-        ("torch", "classes.load_library", str(evil)),
-        ("torch", "hub.load", "x"),
         ("torch", "os.system", touch),
-        ("torch", "sys.modules", "os"),
-        ("torch", "compile", "x"),
         ("torch", "Size.__new__", "x"),
-        ("torch", "float32.__class__", "x"),
-        ("torch", "serialization.os.system", touch),
         ("torch.serialization", "os.system", touch),
-        ("torch.serialization", "pickle.loads", str(evil)),
         ("torch.serialization", "_get_layout.__globals__", "x"),
         ("lightning_distrec.checkpoint.atomic_folder", "remove", str(canary.parent)),
     ]
@@ -223,92 +215,59 @@ def test_the_payloads_would_work_if_they_were_run(tmp_path: Path, canary: Path) 
     assert canary.exists(), "dotted names are not looked up; that attack is none"
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_no_pickle_runs_code(tmp_path: Path, folder: Path, canary: Path, place: str) -> None:
-    evil = _file(tmp_path / "evil", pickle.dumps(Payload(os.system, f"touch {canary}")))
-    for module, name, options in _gadgets(canary, evil):
-        for form, make in FORMS.items():
-            path = PLACES[place](folder, make(module, name, _text(options)))
-            message = _refusal(path)
-            assert not canary.exists(), (module, name, form)
-            assert str(tmp_path) in message
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_no_saved_object_runs_code(folder: Path, canary: Path, place: str) -> None:
-    calls = [
-        Payload(os.system, f"touch {canary}"),
-        {"state_dict": {"x": Payload(eval, f"open({str(canary)!r}, 'w')")}},
-        [torch.ones(2), Payload(exec, f"open({str(canary)!r}, 'w')")],
+def _payloads(canary: Path, evil: Path) -> list[bytes]:
+    """Return pickles that would create the canary, and what is none."""
+    touch = f"touch {canary}"
+    payloads = [
+        make(module, name, _text(options))
+        for module, name, options in _gadgets(canary, evil)
+        for make in FORMS.values()
     ]
-    for call in calls:
-        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-            if place not in ("old state", "old plain") or not isinstance(call, list):
-                assert _refusal(PLACES[place](folder, pickle.dumps(call, protocol)))
-                assert not canary.exists()
+    for call in (
+        Payload(os.system, touch),
+        {"state_dict": {"x": Payload(eval, f"open({str(canary)!r}, 'w')")}},
+    ):
+        payloads += [pickle.dumps(call, version) for version in range(pickle.HIGHEST_PROTOCOL + 1)]
+    return [
+        *payloads,
+        b"\x80\x02\x82\x4d" + _tuple(_text(touch)) + b"R.",  # by an extension's number
+        b"\x80\x02" + _text(touch) + b"Q.",  # persistent ids
+        f"P{touch}\n.".encode(),
+        b"",
+        bytes(99),
+    ]
 
 
-def test_files_of_torch_save_run_no_code_in_either_format(folder: Path, canary: Path) -> None:
-    payload = Payload(os.system, f"touch {canary}")
-    for zipped in (True, False):
-        buffer = io.BytesIO()
-        torch.save(
-            {"state_dict": {"x": torch.ones(2)}, "payload": payload},
-            buffer,
-            _use_new_zipfile_serialization=zipped,
-        )
-        for path in (
-            _put(folder, STATE, buffer.getvalue()),
-            _put(folder, RANK, buffer.getvalue()),
-            _file(folder.parent / "plain.ckpt", buffer.getvalue()),
-        ):
-            assert "Nothing in it was run" in _refusal(path) or path == folder
-            assert not canary.exists()
+@pytest.fixture
+def _extension() -> Iterator[None]:
+    """Give os.system a number that pickles may have in the place of its name."""
+    copyreg.add_extension("os", "system", 77)
+    pickle.loads(b"\x80\x02\x82\x4d.")  # now pickle has it in a cache, and asks nobody
+    yield
+    copyreg.remove_extension("os", "system", 77)
 
 
+@pytest.mark.usefixtures("_extension")
 @pytest.mark.parametrize("place", PLACES)
-def test_no_message_advises_to_run_the_code_after_all(folder: Path, place: str) -> None:
-    for content in (pickle.dumps(Payload(print, "run")), b"", b"\0" * 100):
-        message = _refusal(PLACES[place](folder, content))
+def test_no_pickle_runs_code_and_no_message_advises_to_run_it_after_all(
+    tmp_path: Path, folder: Path, canary: Path, place: str
+) -> None:
+    evil = _file(tmp_path / "evil", pickle.dumps(Payload(os.system, f"touch {canary}")))
+    for payload in _payloads(canary, evil):
+        message = _refusal(PLACES[place](folder, payload))
+        assert not canary.exists(), payload
+        assert str(tmp_path) in message
         assert "weights_only" not in message, message
         assert message.isprintable(), f"more than a line: {message!r}"
 
 
-class Scripted(torch.nn.Module):
-    """As a TorchScript archive, which is no checkpoint."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_torchscript_archive_is_refused(tmp_path: Path, folder: Path) -> None:
-    torch.jit.save(torch.jit.trace(Scripted(), torch.ones(1)), tmp_path / "script.pt")
-    assert "script.pt cannot be read" in _refusal(tmp_path / "script.pt")
-    assert "state.pt cannot be read" in _refusal(
-        _put(folder, STATE, (tmp_path / "script.pt").read_bytes())
-    )
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_extension_codes_and_persistent_ids_reach_nothing(
-    folder: Path, canary: Path, place: str
-) -> None:
-    copyreg.add_extension("os", "system", 77)
-    try:
-        pickle.loads(b"\x80\x02\x82\x4d.")  # now pickle has it in a cache, and asks nobody
-        for pickled in (
-            b"\x80\x02\x82\x4d" + _tuple(_text(f"touch {canary}")) + b"R.",
-            b"\x80\x02" + _text(f"touch {canary}") + b"Q.",
-            f"Ptouch {canary}\n.".encode(),
-        ):
-            _refusal(PLACES[place](folder, pickled))
-            assert not canary.exists()
-    finally:
-        copyreg.remove_extension("os", "system", 77)
-
-
-# ------------------------------------------------------------------- what files of tensors say, told to misbehave
+def test_files_of_torch_save_run_no_code_in_either_format(tmp_path: Path, canary: Path) -> None:
+    saved = {"state_dict": {"x": torch.ones(2)}, "payload": Payload(os.system, f"touch {canary}")}
+    for zipped in (True, False):
+        path = tmp_path / f"{zipped}.ckpt"
+        torch.save(saved, path, _use_new_zipfile_serialization=zipped)
+        assert "Nothing in it was run" in _refusal(path)
+        assert not canary.exists()
 
 
 TABLE = "state_dict/table"
@@ -333,35 +292,27 @@ LIES: dict[str, Callable[[Any, Any], Any]] = {
     "no such tensor": _rename,
     "no tensors": lambda header, places: header.clear(),
     "begins nowhere": lambda header, places: places.pop(TABLE),
-    "begins in a list": lambda header, places: places.update({TABLE: [0, 0]}),
     "begins at a number": lambda header, places: places.update({TABLE: {"saved_offsets": 7}}),
-    "begins at text": _begin("a", "b"),
-    "begins at None": _begin(None, None),
     "begins at a fraction": _begin(0.0, 0),
     "begins below 0": _begin(-5, 0),
     "begins in the other chunk": _begin(3, 0),
     "begins far away": _begin(10**15, 0),
-    "begins farther away": _begin(2**70, 0),
     "fewer directions": _begin(0),
-    "more directions": _begin(0, 0, 0),
     "another type": _said(dtype="I32"),
     "another class": _said(dtype="os.system"),
-    "another shape": _said(shape=[50, 25]),
     "a flat shape": _said(shape=[25 * 50]),
     "fewer rows": _said(shape=[24, 50]),
-    "rows below 0": _said(shape=[-25, -50]),
     "a huge shape": _said(shape=[10**15, 50]),
     "lies before the file": _said(data_offsets=[-5000, 0]),
     "lies behind the file": _said(data_offsets=[10**9, 10**9 + 5000]),
     "lies in another tensor": _said(data_offsets=[100, 5100]),
-    "has no place": lambda header, places: header[TABLE].pop("data_offsets"),
 }
 
 
-@pytest.mark.parametrize("case", LIES)
-def test_a_file_of_tensors_that_lies_is_reported_as_damage(folder: Path, case: str) -> None:
-    message = _refusal(_edit_tensors(folder, LIES[case]))
-    assert str(folder) in message
+def test_a_file_of_tensors_that_lies_is_reported_as_damage(fresh: Callable[[], Path]) -> None:
+    for case, lie in LIES.items():
+        folder = fresh()
+        assert str(folder) in _refusal(_edit_tensors(folder, lie)), case
 
 
 def test_a_chunk_that_is_missing_or_there_twice_is_reported_as_damage(folder: Path) -> None:
@@ -375,24 +326,18 @@ def test_a_chunk_that_is_missing_or_there_twice_is_reported_as_damage(folder: Pa
 def test_nothing_outside_of_the_folder_is_read(tmp_path: Path, folder: Path) -> None:
     secret = _file(tmp_path / "secret.safetensors", (folder / SECOND).read_bytes())  # would load
     (folder / "link").symlink_to(tmp_path)
-    names = {
-        "..": "../secret.safetensors",
-        "absolute": str(secret),
-        "by a link": "link/secret.safetensors",
-        "back and forth": f"x/../../{tmp_path.name}/secret.safetensors",
-        "a network": "file:///etc/passwd.safetensors",
-        "home": "~/secret.safetensors",
-    }
-    for number, (case, name) in enumerate(names.items()):
+    for number, name in enumerate((
+        "../secret.safetensors",
+        str(secret),
+        "link/secret.safetensors",
+        f"x/../../{tmp_path.name}/secret.safetensors",
+    )):
         copy = shutil.copytree(folder, tmp_path / f"{number}", symlinks=True)
         listed = {name: secret.stat().st_size}
         edit_marker(copy, lambda marker, listed=listed: marker["files"].update(listed))
         old = os.stat(secret).st_atime_ns
-        assert "is missing" in _refusal(copy), case
-        assert os.stat(secret).st_atime_ns == old, case
-
-
-# ------------------------------------------------------------------------------------------------------ the other files
+        assert "is missing" in _refusal(copy), name
+        assert os.stat(secret).st_atime_ns == old, name
 
 
 STAND_IN = {
@@ -403,29 +348,25 @@ STAND_IN = {
 }
 STATES: dict[str, Any] = {
     "no such tensor": {"__stored__": "state_dict/other"},
-    "name is a list": {"__stored__": ["x"]},
     "name is a path": {"__stored__": "../../etc/passwd"},
     "another shape": {"shape": (41, 50)},
-    "shape of text": {"shape": "abc"},
     "shape is a number": {"shape": 7},
     "shape is huge": {"shape": (10**15, 50), "parted": False},
-    "shape is below 0": {"shape": (-1, 50), "parted": False},
-    "shape of fractions": {"shape": (40.0, 50.0)},
     "type is text": {"dtype": "float32", "parted": False},
-    "type is no number": {"dtype": torch.qint32, "parted": False},
     "no shape": {"shape": ...},
-    "no type": {"dtype": ...},
     "no parted": {"parted": ...},
 }
 
 
-@pytest.mark.parametrize("case", STATES)
-def test_a_state_that_lies_is_reported_as_damage(folder: Path, case: str) -> None:
-    stand_in = {key: value for key, value in (STAND_IN | STATES[case]).items() if value is not ...}
-    message = _refusal(
-        _edit_state(folder, lambda state: state["state_dict"].update(table=stand_in))
-    )
-    assert str(folder) in message
+def test_a_state_that_lies_is_reported_as_damage(fresh: Callable[[], Path]) -> None:
+    for case, changes in STATES.items():
+        stand_in = {key: value for key, value in (STAND_IN | changes).items() if value is not ...}
+
+        def put(state: dict[str, Any], stand_in: dict[str, Any] = stand_in) -> None:
+            state["state_dict"].update(table=stand_in)
+
+        folder = fresh()
+        assert str(folder) in _refusal(_edit_state(folder, put)), case
 
 
 def test_a_state_of_another_kind_is_reported_as_damage(folder: Path) -> None:
@@ -439,42 +380,31 @@ def test_a_state_of_another_kind_is_reported_as_damage(folder: Path) -> None:
 MARKERS: dict[str, Any] = {
     "nothing": b"",
     "a list": b"[]",
-    "a number": b"7",
     "no text": b"\xff\xfe\x00",
     "deep": b"[" * 100_000,
-    "a long number": b'{"format": ' + b"9" * 10_000 + b', "files": {}}',
     "files are a list": {"files": ["state.pt"]},
     "no files": {"files": {}},
     "size is text": {"files": {STATE: "many"}},
-    "size is a list": {"files": {STATE: [1]}},
-    "size is None": {"files": {"other.pt": None}},
     "size is below 0": {"files": {STATE: -1}},
     "size is no number": {"files": {STATE: float("nan")}},
-    "name is empty": {"files": {"": 1}},
-    "name is .": {"files": {".": 1}},
     "name is ..": {"files": {"..": 1}},
     "name has a zero": {"files": {"a\0b": 1}},
     "name is long": {"files": {"a" * 5000: 1}},
     "no format": {"format": ...},
     "format is text": {"format": "1"},
-    "format is None": {"format": None},
 }
 
 
-@pytest.mark.parametrize("case", MARKERS)
-def test_a_marker_that_lies_is_reported_as_damage(folder: Path, case: str) -> None:
-    content = MARKERS[case]
-    if isinstance(content, dict):
-        marker = json.loads((folder / MARKER).read_text()) | content
-        content = json.dumps({
-            key: value for key, value in marker.items() if value is not ...
-        }).encode()
-    (folder / MARKER).write_bytes(content)
-    assert str(folder) in _refusal(folder)
-
-
-# -------------------------------------------------------------------------------------------------
-# files of other kinds
+def test_a_marker_that_lies_is_reported_as_damage(folder: Path) -> None:
+    marker = json.loads((folder / MARKER).read_text())
+    del marker[MARKER_CHECKSUM]
+    for case, content in MARKERS.items():
+        if isinstance(content, dict):
+            forged = {key: value for key, value in (marker | content).items() if value is not ...}
+            forged[MARKER_CHECKSUM] = marker_crc32(forged)
+            content = json.dumps(forged).encode()
+        (folder / MARKER).write_bytes(content)
+        assert str(folder) in _refusal(folder), case
 
 
 def _safe(
@@ -490,67 +420,33 @@ def _tensor(dtype: str = "F32", shape: Any = (4, 4), offsets: Any = (0, 64)) -> 
 
 SAFE: dict[str, bytes] = {
     "nothing": b"",
-    "three bytes": b"abc",
     "zeros": b"\0" * 100,
     "a pickle": pickle.dumps(Payload(print, "run")),
     "header beyond the file": _safe(_tensor(), length=10**6),
     "header huge": _safe(_tensor(), length=2**63),
     "header is no JSON": _safe(b"{{{{"),
-    "header is no text": _safe(b"\xff\xfe\xfd"),
     "header is a list": _safe(b"[]"),
     "header is deep": _safe(b"[" * 100_000),
     "data beyond the file": _safe(_tensor(offsets=(0, 640), shape=(40, 4))),
     "data begin after they end": _safe(_tensor(offsets=(64, 0))),
-    "data begin below 0": _safe(_tensor(offsets=(-64, 0))),
     "shape huge": _safe(_tensor(shape=(10**15, 4))),
-    "shape overflows": _safe(_tensor(shape=(2**63, 2))),
     "shape below 0": _safe(_tensor(shape=(-4, -4))),
-    "shape of text": _safe(_tensor(shape="ab")),
-    "shape does not fit": _safe(_tensor(shape=(4, 5))),
     "unknown type": _safe(_tensor(dtype="os.system")),
-    "type of 8 bits": _safe(_tensor(dtype="F8_E8M0", shape=(8, 8))),
     "a hole": _safe(_tensor(offsets=(0, 16), shape=(4,))),
     "overlap": _safe({**_tensor(), "y": _tensor()["x"]}),
 }
 
 
-@pytest.mark.parametrize("case", SAFE)
-def test_a_safetensors_file_that_lies_is_reported_as_one(tmp_path: Path, case: str) -> None:
-    assert "it.safetensors" in _refusal(_file(tmp_path / "it.safetensors", SAFE[case]))
+def test_a_safetensors_file_that_lies_is_reported_as_one(tmp_path: Path) -> None:
+    for case, content in SAFE.items():
+        assert "it.safetensors" in _refusal(_file(tmp_path / "it.safetensors", content)), case
 
 
-def test_small_safetensors_files_are_read(tmp_path: Path) -> None:
-    tensors = {
-        "scalar": torch.tensor(3.0),
-        "empty": torch.zeros(0, 4),
-        "one": torch.ones(1),
-        "bool": torch.ones(2) > 0,
-    }
-    save_file(tensors, tmp_path / "it.safetensors")
-    actual = _read_all(tmp_path / "it.safetensors")
-    assert {key: value.tolist() for key, value in actual.items()} == {
-        k: v.tolist() for k, v in tensors.items()
-    }
-
-
-@pytest.mark.parametrize("name", ["it.ckpt", "it.pt", "it.bin"])
-def test_plain_files_of_other_kinds_are_reported_as_such(tmp_path: Path, name: str) -> None:
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("x", "y")
-    for content in (
-        b"",
-        b"abc",
-        b"\0" * 100,
-        archive.getvalue(),
-        archive.getvalue()[:-5],
-        b"PK\3\4" + b"\0" * 50,
-    ):
-        assert name in _refusal(_file(tmp_path / name, content))
-
-
-# -------------------------------------------------------------------------------------------------
-# memory and patience
+def test_plain_files_of_other_kinds_are_reported_as_such(tmp_path: Path) -> None:
+    archive = _zipped(b"")
+    for name in ("it.ckpt", "it.bin"):
+        for content in (b"", b"abc", bytes(100), archive, archive[:-5]):
+            assert name in _refusal(_file(tmp_path / name, content))
 
 
 def _in_child(action: Callable[[], Any], seconds: int = 5) -> tuple[str, float]:
@@ -624,12 +520,12 @@ def _nested(depth: int) -> dict[str, Any]:
     return nested
 
 
-@pytest.mark.parametrize("case", BOMBS)
-def test_a_few_bytes_claim_no_gigabytes(folder: Path, case: str) -> None:
-    path = BOMBS[case](folder)
-    raised, grew = _in_child(lambda: _read_all(path))
-    assert raised.startswith("CheckpointError: "), raised
-    assert grew < 300, f"it took {grew:.0f} MiB"
+def test_a_few_bytes_claim_no_gigabytes(fresh: Callable[[], Path]) -> None:
+    for case, make in BOMBS.items():
+        path = make(fresh())
+        raised, grew = _in_child(lambda path=path: _read_all(path))
+        assert raised.startswith("CheckpointError: "), (case, raised)
+        assert grew < 300, f"{case} took {grew:.0f} MiB"
 
 
 def test_a_tensor_that_only_looks_huge_takes_no_memory(folder: Path) -> None:
@@ -639,61 +535,27 @@ def test_a_tensor_that_only_looks_huge_takes_no_memory(folder: Path) -> None:
     assert raised == "" or raised.startswith("CheckpointError: ")
 
 
-@pytest.mark.parametrize("name", [MARKER, STATE, SECOND, TENSORS, RANK])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "/dev/zero", "loop"])
-@pytest.mark.parametrize("listed", [True, False], ids=["listed", "not listed"])
 def test_what_is_no_file_is_neither_waited_for_nor_read_for_ever(
-    folder: Path, name: str, kind: str, listed: bool
+    fresh: Callable[[], Path],
 ) -> None:
-    if not listed:
-        edit_marker(folder, lambda marker: marker["files"].pop(name, None))
-    (folder / name).unlink()
-    if kind == "pipe":
-        os.mkfifo(folder / name)
-    elif kind == "folder":
-        (folder / name).mkdir()
-    else:
-        (folder / name).symlink_to(kind if kind.startswith("/") else name)
-    raised, grew = _in_child(lambda: _read_all(folder))
-    assert raised.startswith("CheckpointError: "), raised
-    assert grew < 300
+    kinds: dict[str, Callable[[Path], Any]] = {
+        "pipe": os.mkfifo,
+        "folder": Path.mkdir,
+        "/dev/zero": lambda path: path.symlink_to("/dev/zero"),
+        "loop": lambda path: path.symlink_to(path.name),
+    }
+    for (kind, make), name in itertools.product(kinds.items(), (MARKER, STATE, TENSORS, RANK)):
+        folder = fresh()
+        if name == RANK:  # listed no more
+            edit_marker(folder, lambda marker: marker["files"].pop(RANK))
+        (folder / name).unlink()
+        make(folder / name)
+        raised, grew = _in_child(lambda folder=folder: _read_all(folder))
+        assert raised.startswith("CheckpointError: "), (kind, name, raised)
+        assert grew < 300, (kind, name)
 
 
-def test_files_with_flipped_bytes_load_or_are_reported_as_damaged(folder: Path) -> None:
-    draw = random.Random(7)
-    files = {name: (folder / name).read_bytes() for name in (MARKER, SECOND, STATE, RANK, TENSORS)}
-
-    def flip() -> None:
-        for name, content in files.items():
-            for _ in range(60):
-                spoilt = bytearray(content)
-                for _ in range(draw.choice([1, 1, 4])):
-                    spoilt[draw.randrange(len(spoilt))] = draw.randrange(256)
-                (folder / name).write_bytes(spoilt)
-                try:
-                    _read_all(folder)
-                except CheckpointError:
-                    continue
-                except BaseException as error:
-                    position = [
-                        i for i, (a, b) in enumerate(zip(content, spoilt, strict=True)) if a != b
-                    ]
-                    raise AssertionError(
-                        f"{name} with {[(i, spoilt[i]) for i in position]}: {error!r}"
-                    ) from error
-            (folder / name).write_bytes(content)
-
-    raised, _ = _in_child(flip, seconds=60)
-    assert raised == ""
-
-
-# ----------------------------------------------------------------------------------------- what is
-# moved and removed
-
-
-@pytest.mark.parametrize(
-    "name", ["../outside", "{tmp}/outside", "../../outside", ".", "..", "", "a\0b", 7, None, ...]
-)
+@pytest.mark.parametrize("name", ["../outside", "{tmp}/outside", ".", "", "a\0b", 7, ...])
 def test_a_leftover_goes_nowhere_but_to_a_name_beside_it(
     tmp_path: Path, template: Path, name: Any
 ) -> None:

@@ -1,6 +1,5 @@
 """Checkpoints of all forms, damaged at random: what loads without an error is what was saved."""
 
-import dataclasses
 import math
 import random
 import shutil
@@ -10,13 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_distrec.checkpoint.contents import open_checkpoint
-from lightning_distrec.checkpoint.difference import CHANGED, INCREMENTAL, ROW_IDS, Mark
 from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.load import Origin
 from lightning_distrec.checkpoint.plain_state import map_nested
@@ -26,16 +23,13 @@ from lightning_distrec.checkpoint.tensor_files import SUFFIX, read_header
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.strategies.checkpoints.checkpoint_io import read_checked
 from tests.support.checkpoint_folders import SingleRank, by_rows
-from tests.support.parameters import slow_except
 
 TABLE = torch.arange(12_000.0).view(240, 50)
 LAYERS = {f"layer.{number}": torch.full((64, 70), float(number)) for number in range(3)}
-FULL = Mark(id="b", series="s", changed={})
-DIFFERENCE = Mark(id="d", series="s", base_name="full.ckpt", base_id="b", changed={"table": 60})
 
 
-def _content(path: Path, table: Any, mark: Mark | None = None, **entries: Any) -> RankContent:
-    state = {"state_dict": {"table": table, **LAYERS, "small": torch.arange(30.0)}, **entries}
+def _content(path: Path, *ends: int) -> RankContent:
+    table = by_rows(TABLE, *ends)
     return RankContent(
         path=path,
         checkpoint={
@@ -43,70 +37,28 @@ def _content(path: Path, table: Any, mark: Mark | None = None, **entries: Any) -
             "global_step": 30,
             "pytorch-lightning_version": "2.6.0",
             "loops": {},
-            **state,
+            "state_dict": {"table": table, **LAYERS, "small": torch.arange(30.0)},
         },
         rank_state={"generators": torch.arange(5000, dtype=torch.uint8)},
-        facts={
-            "job": "run-a-fit1@0123",
-            **({INCREMENTAL: dataclasses.asdict(mark)} if mark else {}),
-        },
+        facts={"job": "run-a-fit1@0123"},
         extra_files={"plan.json": b"{}"},
     )
 
 
 def _single_file(folder: Path) -> Path:
-    take_file_snapshot(_content(folder / "it.ckpt", by_rows(TABLE, 80)), SingleRank()).write(
-        SingleRank()
-    )
+    take_file_snapshot(_content(folder / "it.ckpt", 80), SingleRank()).write(SingleRank())
     return folder / "it.ckpt"
 
 
-def _folder(folder: Path, name: str = "it.ckpt", mark: Mark | None = None) -> Path:
-    take_folder_snapshot(
-        _content(folder / name, by_rows(TABLE, 80, 160), mark), SingleRank()
-    ).write(SingleRank())
-    return folder / name
-
-
-def _difference(folder: Path) -> Path:
-    _folder(folder, "full.ckpt", FULL)
-    rows = {
-        "offsets": (0, 0),
-        "sizes": (240, 50),
-        "ids": "table@0,0",
-        "rows": by_rows(TABLE[:60] + 0.5),
-    }
-    table = {CHANGED: [rows], "shape": (240, 50)}
-    ids = {"table@0,0": by_rows(torch.arange(60, dtype=torch.int32))}
-    content = _content(folder / "it.ckpt", table, DIFFERENCE, **{ROW_IDS: ids})
+def _folder(folder: Path) -> Path:
+    content = _content(folder / "it.ckpt", 80, 160)
     take_folder_snapshot(content, SingleRank()).write(SingleRank())
-    return folder / "it.ckpt"
-
-
-class Plain(pl.LightningModule):
-    """A table and layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, value in {"table": TABLE, **LAYERS}.items():
-            self.register_buffer(name.replace(".", "_"), value)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-
-
-def _plain_lightning(folder: Path) -> Path:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    trainer.strategy.connect(Plain())
-    trainer.save_checkpoint(folder / "it.ckpt")
     return folder / "it.ckpt"
 
 
 FORMS: dict[str, Callable[[Path], Path]] = {
     "single file": _single_file,
     "folder": _folder,
-    "difference": _difference,
-    "plain Lightning": _plain_lightning,
 }
 
 
@@ -129,11 +81,6 @@ def _truncate(content: bytearray, numbers: random.Random) -> None:
     del content[numbers.randrange(len(content)) :]
 
 
-def _cut_out(content: bytearray, numbers: random.Random) -> None:
-    begin = numbers.randrange(len(content))
-    del content[begin : begin + numbers.choice([1, 64, 4096])]
-
-
 def _swap_blocks(content: bytearray, numbers: random.Random) -> None:
     size = numbers.choice([64, 512, 4096])
     if len(content) > 2 * size:
@@ -141,7 +88,7 @@ def _swap_blocks(content: bytearray, numbers: random.Random) -> None:
         content[a : a + size], content[b : b + size] = content[b : b + size], content[a : a + size]
 
 
-BYTES = (_flip_bits, _flip_64_bytes, _zero_block, _truncate, _cut_out, _swap_blocks)
+BYTES = (_flip_bits, _flip_64_bytes, _zero_block, _truncate, _swap_blocks)
 
 
 def _swap_records(path: Path, numbers: random.Random) -> None:
@@ -162,7 +109,7 @@ def _swap_records(path: Path, numbers: random.Random) -> None:
                     places.append((file, chunk.begin, size))
     pairs = [(a, b) for a in places for b in places if a < b and a[2] == b[2]]
     if not pairs:
-        _flip_64_bytes_of(path, numbers)
+        _damage_bytes(_flip_64_bytes, path, numbers)
         return
     (file, begin, size), (other, place, _) = numbers.choice(pairs)
     contents = {file: bytearray(file.read_bytes()) for file in (file, other)}
@@ -170,10 +117,6 @@ def _swap_records(path: Path, numbers: random.Random) -> None:
     contents[file][begin : begin + size], contents[other][place : place + size] = back, moved
     for changed, content in contents.items():
         changed.write_bytes(content)
-
-
-def _flip_64_bytes_of(path: Path, numbers: random.Random) -> None:
-    _damage_bytes(_flip_64_bytes, path, numbers)
 
 
 def _damage_bytes(
@@ -226,22 +169,20 @@ def fuzz(form: str, folder: Path, count: int, seed: int = 0) -> Counter[str]:
     numbers, outcomes = random.Random(seed), Counter[str]()
     for number in range(count):
         copy = Path(shutil.copytree(source, folder / str(number)))
-        # Of a difference the base as often as itself.
-        target = numbers.choice(sorted(copy.iterdir()))
         kind = number % (len(BYTES) + 1)
         if kind < len(BYTES):
-            _damage_bytes(BYTES[kind], target, numbers)
+            _damage_bytes(BYTES[kind], copy / name, numbers)
         else:
-            _swap_records(target, numbers)
+            _swap_records(copy / name, numbers)
         outcomes[_outcome(copy / name, expected, origin)] += 1
         shutil.rmtree(copy)
     return outcomes
 
 
-@pytest.mark.parametrize("count", slow_except([42], [42, 200]))
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore")
-def test_no_damaged_checkpoint_loads_other_numbers(tmp_path: Path, form: str, count: int) -> None:
+def test_no_damaged_checkpoint_loads_other_numbers(tmp_path: Path, form: str) -> None:
+    count = 42
     outcomes = fuzz(form, tmp_path, count)
     assert outcomes.keys() <= {"error", "as it was"}, outcomes
     assert outcomes["error"] > 0.8 * count, outcomes
@@ -251,11 +192,5 @@ def test_checkpoints_that_are_not_damaged_load(tmp_path: Path) -> None:
     for form, write in FORMS.items():
         (tmp_path / form).mkdir()
         actual = _read(write(tmp_path / form))[0]["state_dict"]
-        expected = TABLE.clone()
-        if form == "difference":
-            expected[:60] += 0.5
-        assert torch.equal(actual["table"], expected)
-        assert all(
-            torch.equal(actual[name if name in actual else name.replace(".", "_")], LAYERS[name])
-            for name in LAYERS
-        )
+        assert all(torch.equal(actual[name], value) for name, value in LAYERS.items())
+        assert torch.equal(actual["table"], TABLE)

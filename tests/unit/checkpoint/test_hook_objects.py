@@ -6,12 +6,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.serving.export_checkpoint import export
 from tests.support.click_model import NO_OUTPUT
 
 
@@ -52,4 +54,17 @@ def test_objects_of_a_hook_are_announced_refused_and_saved_by_pickles(
         "What WithLoss.on_save_checkpoint adds to checkpoints must be of plain types" in caplog.text
     )
     _fit(tmp_path, 1, pickles=True)
-    assert _fit(tmp_path, 2, pickles=True, ckpt_path=tmp_path / "it.ckpt").delta == 0.25
+    saved = tmp_path / "it.ckpt"
+    with pytest.raises(CheckpointError, match=r"checkpoint: \{pickles: true\}, or by export --pic"):
+        _fit(tmp_path, 2, pickles=False, ckpt_path=saved)
+    resumed = _fit(tmp_path, 2, pickles=True, ckpt_path=saved)
+    assert resumed.delta == 0.25
+    with pytest.raises(CheckpointError, match="or by export --pickles, if you trust it"):
+        export(saved, tmp_path / "it.pt")
+    with pytest.raises(CheckpointError, match="--pickles reads weights alone"):
+        export(saved, tmp_path / "plain.ckpt", pickles=True)
+    export(saved, tmp_path / "it.pt", pickles=True)
+    weights = WithLoss.load_from_checkpoint(saved, weights_only=False).state_dict()
+    exported = torch.load(tmp_path / "it.pt")
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], value) for name, value in weights.items())

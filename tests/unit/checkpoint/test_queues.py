@@ -18,7 +18,6 @@ from lightning_distrec import TorchRecShardedStrategy
 from tests.support.click_model import NO_OUTPUT
 
 STRATEGIES: dict[str, Any] = {
-    "ddp": lambda: "ddp",
     "ddp_tuned": lambda: "ddp_tuned",
     "torchrec_sharded": TorchRecShardedStrategy,
 }

@@ -1,12 +1,14 @@
 """Threads of a rank, by the CPUs that it and the others on its node were given, and files that it
 may open."""
 
-import subprocess
-import sys
+import os
+import resource
+from multiprocessing import get_context
 
 import pytest
 
-from lightning_distrec.cluster.host_resources import num_threads
+from lightning_distrec.cluster.host_resources import num_threads, reserve_open_files
+from lightning_distrec.errors import ConfigError
 
 ALL = frozenset(range(16))
 
@@ -46,26 +48,25 @@ def test_what_slurm_was_asked_for_is_the_most():
     assert num_threads([(0, ALL)], 0, {"SLURM_CPUS_PER_TASK": ""}) == 16
 
 
-RESERVE = """
-import os, resource
-from lightning_distrec.cluster.host_resources import reserve_open_files
-from lightning_distrec.errors import ConfigError
-
-resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
-for num_ranks, backend in ((148, "gloo"), (149, "gloo"), (248, "nccl"), (249, "cpu:gloo,cuda:nccl")):
-    try:
-        reserve_open_files(num_ranks, backend)
-        print(resource.getrlimit(resource.RLIMIT_NOFILE), os.environ["TORCH_GLOO_LAZY_INIT"])
-    except ConfigError as error:
-        print(error)
-"""
+def _reserve(calls: tuple[tuple[int, str], ...]) -> list[str]:
+    """Return what becomes of each call in a process that may have 1000 files open, of which 300 at
+    first."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
+    outcomes = []
+    for num_ranks, backend in calls:
+        try:
+            reserve_open_files(num_ranks, backend)
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            outcomes.append(f"{limits} {os.environ['TORCH_GLOO_LAZY_INIT']}")
+        except ConfigError as error:
+            outcomes.append(str(error))
+    return outcomes
 
 
 def test_a_rank_may_open_what_the_system_lets_it_and_too_many_ranks_are_refused() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RESERVE], capture_output=True, text=True, check=True
-    )
-    fits, gloo, nccl, too_many = done.stdout.splitlines()
+    calls = ((148, "gloo"), (149, "gloo"), (248, "nccl"), (249, "cpu:gloo,cuda:nccl"))
+    with get_context("fork").Pool(1) as process:
+        fits, gloo, nccl, too_many = process.apply(_reserve, (calls,))
     assert fits == nccl == "(1000, 1000) 1"
     assert gloo.startswith(
         "a rank in a job of 149 needs 1001 open files, most of them sockets, and may open 1000."

@@ -85,10 +85,10 @@ NO_TASKS: dict[str, Variables] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_TASKS)
-def test_what_srun_has_not_started_is_no_task(name: str) -> None:
-    assert not in_step(NO_TASKS[name])
-    assert read_srun(NO_TASKS[name]) is None
+def test_what_srun_has_not_started_is_no_task() -> None:
+    for name, variables in NO_TASKS.items():
+        assert not in_step(variables), name
+        assert read_srun(variables) is None, name
 
 
 @pytest.fixture
@@ -111,12 +111,6 @@ def test_a_task_is_recognised_by_its_step() -> None:
     assert {task.nodes for task in launched} == {("node1", "node1", "node2")}
     assert len({task.point for task in launched}) == 1
     assert launched[0].point.host == "node1.address"
-
-
-@pytest.mark.usefixtures("_names")
-@pytest.mark.parametrize("name", ["bash", "interactive"])
-def test_names_of_jobs_say_nothing(name: str) -> None:
-    assert read_srun(_task(JOB_NAME=name)) is not None
 
 
 @pytest.mark.usefixtures("_names")
@@ -162,30 +156,13 @@ def test_only_scripts_of_several_nodes_must_use_srun() -> None:
         refuse_lone_script(_task(**STEP))
 
 
-@pytest.mark.parametrize(
-    ("short", "long"),
-    [("2", [2]), ("2(x3)", [2, 2, 2]), ("3,1", [3, 1]), ("4(x2),1,2(x2)", [4, 4, 1, 2, 2])],
-)
-def test_counts(short: str, long: list[int]) -> None:
-    assert expand_counts(short) == long
-
-
-def test_counts_of_another_kind_are_reported() -> None:
+def test_counts_and_host_lists_are_expanded() -> None:
+    assert expand_counts("4(x2),1,2(x2)") == [4, 4, 1, 2, 2]
     with pytest.raises(ConfigError, match="SLURM_STEP_TASKS_PER_NODE=2x3 cannot be parsed"):
         expand_counts("2x3")
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "names"),
-    [
-        ("node1", ["node1"]),
-        ("node[1-3]", ["node1", "node2", "node3"]),
-        ("a,b[08-10],c", ["a", "b08", "b09", "b10", "c"]),
-        ("rack[1-2]n[05,07]", ["rack1n05", "rack1n07", "rack2n05", "rack2n07"]),
-    ],
-)
-def test_host_lists_are_expanded(nodelist: str, names: list[str]) -> None:
-    assert expand_hosts(nodelist) == names
+    assert expand_hosts("a,b[08-10],c") == ["a", "b08", "b09", "b10", "c"]
+    racks = ["rack1n05", "rack1n07", "rack2n05", "rack2n07"]
+    assert expand_hosts("rack[1-2]n[05,07]") == racks
 
 
 @pytest.mark.parametrize(

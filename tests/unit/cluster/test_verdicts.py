@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from lightning_distrec.cluster.verdicts import Judge, RankState, Verdict
 
 JUDGE = Judge(["a", "a", "b"], silence_seconds=3.0, deadlock_seconds=60.0)
@@ -109,21 +107,19 @@ CASES_OF_LEAVING = {
 }
 
 
-@pytest.mark.parametrize("case", CASES_OF_LEAVING)
-def test_who_holds_ranks_up_that_are_leaving(case: str) -> None:
-    states, expected = CASES_OF_LEAVING[case]
-    verdict = JUDGE.judge(states, NONE)
-    assert verdict.leaving.startswith(expected)
-    assert bool(verdict.leaving) == bool(expected)
-    assert verdict.running == "", "none of them is running"
+def test_who_holds_ranks_up_that_are_leaving() -> None:
+    for case, (states, expected) in CASES_OF_LEAVING.items():
+        verdict = JUDGE.judge(states, NONE)
+        assert verdict.leaving.startswith(expected), case
+        assert bool(verdict.leaving) == bool(expected), case
+        assert verdict.running == "", "none of them is running"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_who_holds_the_others_up(case: str) -> None:
-    states, expected = CASES[case]
-    verdict = JUDGE.judge(states, NONE)
-    assert verdict.running.startswith(expected)
-    assert bool(verdict.running) == bool(expected)
+def test_who_holds_the_others_up() -> None:
+    for case, (states, expected) in CASES.items():
+        verdict = JUDGE.judge(states, NONE)
+        assert verdict.running.startswith(expected), case
+        assert bool(verdict.running) == bool(expected), case
 
 
 def test_the_first_reason_stays_while_ranks_end_for_it() -> None:
