@@ -1,7 +1,6 @@
 """Ranks that torchrun, mpirun and users start."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,13 +10,11 @@ import pytest
 
 from tests.support.debian import require
 from tests.support.launches import SCRIPT, check, ended, results_of, start
-from tests.support.limits import at_most
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.cluster
 
 PAGE = Path(__file__).parents[2] / "docs/how_to/cluster.md"
-KILLS = int(os.environ.get("DISTREC_RESTARTS", "1"))
 
 
 def _agent(*arguments: str, **environ: str) -> "subprocess.Popen[str]":
@@ -36,18 +33,6 @@ def test_agents_may_have_unequal_numbers_of_ranks() -> None:
     results = results_of(out)
     sizes = [int(result["published"]["LOCAL_WORLD_SIZE"]) for result in results]
     check(results, [2, 1] if sizes == [2, 2, 1] else [1, 2])  # whichever agent came first
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(at_most(10 * KILLS))
-def test_every_attempt_after_a_kill_starts_over() -> None:
-    agent = _agent(
-        "--standalone", "--nproc-per-node=2", f"--max-restarts={KILLS}", LAUNCHED_KILLS=str(KILLS)
-    )
-    out, _ = ended(agent, timeout_seconds=at_most(KILLS))
-    results = results_of(out)
-    check(results, [2])
-    assert {result["attempt"] for result in results} == {KILLS}
 
 
 @pytest.mark.slow

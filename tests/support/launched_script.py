@@ -58,12 +58,6 @@ class Clicks(pl.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if (
-            batch_idx == 2
-            and self.global_rank == 1
-            and attempt() < int(os.environ.get("LAUNCHED_KILLS", "0"))
-        ):
-            os.kill(os.getpid(), signal.SIGKILL)
         signalled = os.environ.get("LAUNCHED_SIGNALS", "").split()
         if batch_idx == 2 and attempt() == 0 and len(signalled) > self.global_rank:
             time.sleep(self.global_rank)
@@ -131,7 +125,6 @@ def train(strategy: Any = "torchrec_sharded", **options: Any) -> dict[str, Any]:
 def main() -> None:
     """Train with the options in LAUNCHED_OPTIONS, JSON, and print what came of it as one line.
 
-    LAUNCHED_KILLS: in so many attempts rank 1 kills itself in the middle of its steps.
     LAUNCHED_SIGNALS: what each rank sends itself at the third step of the first attempt, SIGUSR1,
     say, or "no", a second after the rank before it.
     """

@@ -178,16 +178,6 @@ def test_what_is_not_read_by_itself_is_reported_once_before_training_and_does_no
                 )
 
 
-def test_a_container_of_omegaconf_comes_back(tmp_path: Path) -> None:
-    omegaconf = pytest.importorskip("omegaconf").OmegaConf
-    options = omegaconf.create({"rate": 0.5, "layers": [1], "same": "${rate}"})
-    torch.save({"hyper_parameters": options, "hparams_type": type(options)}, tmp_path / "it.pt")
-    loaded = load_safely(tmp_path / "it.pt")
-    assert loaded["hparams_type"] is type(options)
-    assert omegaconf.to_container(loaded["hyper_parameters"]) == omegaconf.to_container(options)
-    assert loaded["hyper_parameters"].same == 0.5
-
-
 def test_objects_stand_among_hyperparameters_alone_and_nothing_of_them_is_run(
     tmp_path: Path,
 ) -> None:

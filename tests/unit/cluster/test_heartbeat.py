@@ -64,13 +64,6 @@ def test_a_rank_whose_connection_is_closed_has_died_for_all(ranks: Ranks) -> Non
     }
 
 
-def test_a_rank_that_is_not_watched_any_more_may_go(ranks: Ranks) -> None:
-    ranks.links[2].report(replace(RUNS[2], is_closed=True))
-    ranks.links.pop(2).close()
-    ranks.hear()
-    assert ranks.reasons() == {""}
-
-
 def test_a_rank_that_says_nothing_for_longer_than_the_limit_is_lost(ranks: Ranks) -> None:
     silent = ranks.links.pop(2)
     ranks.links[1].report(RUNS[1])

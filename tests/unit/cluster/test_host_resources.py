@@ -28,15 +28,6 @@ def _half(half: int) -> frozenset[int]:
         ([(0, frozenset({3})), (0, frozenset({3}))], [1, 1]),
         ([(0, ALL)] * 40, [1] * 40),
     ],
-    ids=[
-        "alone",
-        "shared",
-        "bound apart",
-        "on two nodes",
-        "unequal nodes",
-        "one CPU",
-        "more ranks than CPUs",
-    ],
 )
 def test_ranks_share_the_cpus_they_were_given(ranks, threads):
     assert [num_threads(ranks, rank, {}) for rank in range(len(ranks))] == threads

@@ -147,9 +147,9 @@ def test_a_thread_that_computes_or_copies_is_at_other_places() -> None:
     def places(work: Callable[[], object]) -> int:
         return len({(work(), find_place(thread_id))[1] for _ in range(2)})
 
-    def compute() -> None:
+    def compute(seconds: float = 1) -> None:
         began = time.thread_time()
-        while time.thread_time() < began + 1:
+        while time.thread_time() < began + seconds:
             pass
 
     def copy() -> None:
@@ -158,7 +158,7 @@ def test_a_thread_that_computes_or_copies_is_at_other_places() -> None:
     assert places(compute) == 2
     assert places(int) == 1
     with patch.object(torch.cuda, "is_initialized", lambda: True):
-        assert places(compute) == 1, "a wait for a GPU takes a processor"
+        assert places(lambda: compute(0.2)) == 1, "a wait for a GPU takes a processor"
         assert places(copy) == 2
 
 
