@@ -121,9 +121,12 @@ class StatefulLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         skipped, self.num_skipped, self.num_yielded = self.num_skipped, 0, 0
-        for number, batch in enumerate(super().__iter__(), 1):
+        return self._batches(super().__iter__(), skipped)
+
+    def _batches(self, batches: Iterator[Any], num_skipped: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches, 1):
             self.num_yielded = number
-            if number > skipped:
+            if number > num_skipped:
                 yield batch
 
 

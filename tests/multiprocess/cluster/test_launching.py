@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,13 +14,46 @@ from tests.support.launches import ended, start
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_port
 
-SCRIPT = "tests.support.dlrm_script"
+TRAINS = """
+import json, os
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+from tests.support.launched_script import Clicks, Numbered
+
+class Raises(Clicks):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and os.environ.get("RAISE_ON_RANK") == str(self.global_rank):
+            raise ValueError("the user's code failed")
+        return super().training_step(batch, batch_idx)
+
+pl.seed_everything(1)
+model, trainer = Raises(), pl.Trainer(
+    strategy=os.environ["STRATEGY"], accelerator="cpu", devices=2, max_epochs=2, logger=False,
+    enable_checkpointing=False)
+trainer.fit(model, DataLoader(Numbered(), batch_size=2, shuffle=True))
+if trainer.is_global_zero:
+    print(json.dumps({"losses": model.losses, "ranks": os.environ.get("LOCAL_WORLD_SIZE")}))
+"""
+ENDS = """
+import os, sys
+if os.environ.get("LOCAL_RANK") == "1":
+    sys.exit()
+import lightning.pytorch as pl
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_distrec import TunedDDPStrategy
+strategy = TunedDDPStrategy(start_seconds=float(os.environ["START_SECONDS"]))
+pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False).fit(BoringModel())
+"""
 
 
-def _run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def _run(
+    folder: Path, strategy: str = "torchrec_sharded", **environ: str
+) -> subprocess.CompletedProcess[str]:
+    (script := folder / "script.py").write_text(TRAINS)
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.getcwd(), "STRATEGY": strategy}
     return subprocess.run(
-        [sys.executable, "-m", *command],
-        env=environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") | environ,
+        [sys.executable, str(script)],
+        env=environment(OMP_NUM_THREADS="1") | variables | environ,
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,
@@ -29,102 +61,69 @@ def _run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _metrics(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "terminate called" not in done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def unsharded() -> dict[str, Any]:
-    """The metrics of the script under Lightning's own DDP, every rank with whole tables, without
-    this package."""
-    return _metrics(_run(SCRIPT, "--strategy", "ddp", "--devices", "2"))
-
-
 @pytest.mark.slow
-def test_an_ordinary_dlrm_with_adam_trains_sharded_with_only_the_strategy_changed(
-    unsharded: dict[str, Any],
-) -> None:
-    done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2")
-    sharded = _metrics(done)
-    assert sharded["loss_epoch"] == pytest.approx(unsharded["loss_epoch"], abs=1e-5)
-    assert sharded["auroc"] == pytest.approx(unsharded["auroc"], abs=1e-4)
-    assert unsharded["auroc"] > 0.9
-    assert sharded["LOCAL_WORLD_SIZE"] == "2"
-    assert unsharded["LOCAL_WORLD_SIZE"] is None
-    assert "Adam moves rows that no id touched" in done.stdout
+def test_a_script_trains_sharded_with_only_the_strategy_changed(tmp_path: Path) -> None:
+    results = []
+    for strategy in ("ddp", "torchrec_sharded"):
+        done = _run(tmp_path, strategy)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "terminate called" not in done.stderr
+        results.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    unsharded, sharded = results
+    assert len(sharded["losses"]) == 12
+    assert sharded["losses"] == pytest.approx(unsharded["losses"], abs=1e-5)
+    assert (sharded["ranks"], unsharded["ranks"]) == ("2", None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(rank: str) -> None:
-    done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", RAISE_ON_RANK=rank)
+def test_an_exception_on_one_rank_ends_all_with_its_message_and_no_abort(
+    rank: str, tmp_path: Path
+) -> None:
+    done = _run(tmp_path, RAISE_ON_RANK=rank)
     # Lightning's launcher looks every five seconds whether a child has ended, and kills the process
     # that it is in where that one is still on its way out.
-    assert done.returncode == 1 or (
-        done.returncode == -9 and "Forcefully terminating" in done.stderr
-    )
+    is_killed = done.returncode == -9 and "Forcefully terminating" in done.stderr
+    assert done.returncode == 1 or is_killed
     assert "ValueError: the user's code failed" in done.stderr
     assert "terminate called" not in done.stderr
     assert "core dumped" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_local_rank_that_is_there_by_chance_is_named() -> None:
-    leaked = {"LOCAL_RANK": "0", "PROCESS_GROUP_TIMEOUT_SECONDS": "3"}
-    done = _run(SCRIPT, "--strategy", "torchrec_sharded", "--devices", "2", **leaked)
-    assert done.returncode == 1
-    assert (
-        "1 of 2 ranks arrived at 127.0.0.1; waiting for rank 1 (the environment has LOCAL_RANK=0"
-        in done.stderr
-    )
-    assert "where no launcher has set it, unset it): not within 3 s" in done.stderr
+def test_a_local_rank_that_is_there_by_chance_is_named(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(ENDS)
+    leaked = {"LOCAL_RANK": "0", "START_SECONDS": "3", "PYTHONPATH": os.getcwd()}
+    process = start(sys.executable, str(script), **leaked)
+    _, errors = process.communicate(timeout=LIMIT_SECONDS)
+    assert process.returncode == 1
+    waits = "1 of 2 ranks arrived at 127.0.0.1; waiting for rank 1 (the environment has LOCAL_RANK"
+    assert waits in errors
+    assert "where no launcher has set it, unset it): not within 3 s" in errors
 
 
 @pytest.mark.slow
 def test_a_rank_that_ends_before_the_ranks_meet_is_named_within_seconds(tmp_path: Path) -> None:
     """Also with status 0, which launchers take for success; one that nobody sees, by the limit of
     the start."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        "if os.environ.get('LOCAL_RANK') == '1':\n"
-        "    sys.exit()\n"
-        "import lightning.pytorch as pl\n"
-        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
-        "from lightning_distrec import TunedDDPStrategy\n"
-        "strategy = TunedDDPStrategy(start_seconds=float(os.environ['START_SECONDS']))\n"
-        "pl.Trainer(accelerator='cpu', devices=2, strategy=strategy, "
-        "logger=False).fit(BoringModel())\n"
-    )
-    command, folder = (
-        [sys.executable, str(script)],
-        {"PYTHONPATH": os.getcwd(), "MASTER_PORT": str(free_port())},
-    )
-    seen = start(*command, START_SECONDS="1000", **folder)
+    (script := tmp_path / "script.py").write_text(ENDS)
+    command = [sys.executable, str(script)]
     by_hand = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    unseen = start(
-        *command, START_SECONDS="3", **folder | by_hand | {"MASTER_PORT": str(free_port())}
-    )
-    for process, expected in (
-        (
-            seen,
-            "RendezvousError: rank 1 has ended with status 0 before all ranks had arrived. Its "
-            "own output says why",
-        ),
-        (
-            unseen,
-            "1 of 2 ranks arrived at 127.0.0.1; waiting for rank 1: not within 3 s",
-        ),
-    ):
+    ends = {
+        "RendezvousError: rank 1 has ended with status 0 before all ranks had arrived. Its own "
+        "output says why": {"START_SECONDS": "1000"},
+        "1 of 2 ranks arrived at 127.0.0.1; waiting for rank 1: not within 3 s (start_seconds, or "
+        "timeout_seconds)": {"START_SECONDS": "3"} | by_hand,
+    }
+    for expected, variables in ends.items():
+        place = {"PYTHONPATH": os.getcwd(), "MASTER_PORT": str(free_port())}
+        process = start(*command, **place, **variables)
         try:
             _, errors = process.communicate(timeout=LIMIT_SECONDS)
         finally:
             process.kill()
         assert process.returncode == 1
         assert expected in errors, errors[-3000:]
-    assert "not within 3 s (start_seconds, or timeout_seconds)" in errors
 
 
 LEAVING = """
