@@ -176,7 +176,8 @@ def fit(
     seed: int | None = 5,
     **settings: Any,
 ) -> Noisy:
-    """Train with a seed, or none; saves: on the way."""
+    """Train with a seed, or none; saves: on the way. settings: of the Trainer; its callbacks are made
+    by a function."""
     if seed is None:
         torch.manual_seed(secrets.randbits(31))
     else:
@@ -188,10 +189,11 @@ def fit(
         | settings
     )
     settings["enable_checkpointing"] = saves is not None
+    callbacks = settings.pop("callbacks", list)()
     trainer = pl.Trainer(
         strategy=strategy,
         devices=rank_and_num_ranks()[1],
-        callbacks=[saves] if saves else [],
+        callbacks=[*callbacks, saves] if saves else callbacks,
         **settings,
     )
     trainer.fit(module, data, ckpt_path=ckpt_path)

@@ -25,7 +25,6 @@ from tests.support.resuming import differences
 
 RESUMES = re.compile(r"training resumes from (\S+), step (\d+), .*")
 COME_TO = re.compile(r"had come to step (\d+): (\d+) steps? (?:is|are) trained again")
-STARTS_OVER = "training starts at step 0"
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset
 
 from lightning_distrec import TorchRecShardedStrategy
@@ -205,6 +205,52 @@ def _both(batch: Any) -> Any:
     return torch.cat([batch["a"][0], batch["b"][0]]), batch["a"][1]
 
 
+class Averages(StochasticWeightAveraging):
+    """A user's own, which has more state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "of_user": 1}
+
+
+class Scheduled(Noisy):
+    """Its rate falls; a fit begins with the weights with which training begins, and notes them at
+    the end."""
+
+    def _sum(self) -> float:
+        return float(self.trainer.strategy.full_parameter("model.0.weight").double().sum())
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self.at_start = self._sum()
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self._sum() == self.at_start, "on_fit_start had other weights"
+
+    def on_train_end(self) -> None:
+        self.seen.append(("end", self._sum()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+        return [optimizer], [falling]
+
+
+class ScheduledTable(Scheduled, WithTable):
+    """The same with a table."""
+
+
+def averages() -> list[pl.Callback]:
+    return [Averages(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2)]
+
+
+def of_average(strategy: str, kind: type[Noisy] = Scheduled) -> Row:
+    """Return a row that is saved in the third of five epochs, the second of the averaging."""
+    settings = {"limit_val_batches": 0, "max_epochs": 5, "callbacks": averages}
+    options: dict[str, Any] = {"data": Splitting, "kind": kind, "settings": settings}
+    return Row(save=("epoch", 11), strategy=strategy, **options)
+
+
 def of_loader(make: Any, save: tuple[str, int], strategy: str = DDP, **options: Any) -> Row:
     """Return a row of a kind of loaders, without validation."""
     data = partial(OfAnyKind, make, make is _stateful_stream)
@@ -221,6 +267,7 @@ QUICK = {
     "torchdata": of_loader(_stateful, IN_EPOCH),
     "torchdata, between": of_loader(_stateful, BETWEEN),
     "two loaders": of_loader(_several, IN_EPOCH, kind=Several),
+    "an average of the user's own": of_average(DDP),
 }
 SLOW = {
     "in an epoch": Row(save=MIDDLE),
@@ -232,6 +279,7 @@ SLOW = {
         save=END, data=Streaming, settings={"max_steps": 35, "max_epochs": -1}
     ),
 }
+OF_AVERAGES = {"tables": of_average(TABLES, ScheduledTable), "fsdp": of_average("fsdp_tuned")}
 OF_LOADERS = {
     f"{make.__name__} {strategy} {save}": of_loader(make, save, strategy)
     for make in (_own, _wrapped, _stateful, _stateful_stream)
@@ -270,10 +318,8 @@ def test_hooks_draw_as_before_however_often_loaders_are_made_and_validation_runs
 
 
 @pytest.mark.slow
-def test_loaders_of_all_kinds_continue_under_each_strategy_that_fetches_in_its_own_way(
-    tmp_path: Any,
-) -> None:
-    _check(OF_LOADERS, tmp_path)
+def test_loaders_of_all_kinds_and_averages_continue_under_each_strategy(tmp_path: Any) -> None:
+    _check(OF_LOADERS | OF_AVERAGES, tmp_path)
 
 
 def test_draws_of_setup_that_no_seed_repeats_are_reported_and_those_of_loaders_repeated(

@@ -150,15 +150,10 @@ def _gadgets(canary: Path, evil: Path) -> list[tuple[str, str, str]]:
         ("os", "system", touch),
         ("posix", "system", touch),
         ("builtins", "eval", write_it),
-        ("__builtin__", "eval", write_it),
         ("builtins", "getattr", "x"),
         ("functools", "partial", "x"),
-        ("importlib", "import_module", "antigravity"),
-        ("pathlib", "Path.touch", str(canary)),
-        ("torch", "load", str(evil)),
         ("torch", "ops.load_library", str(evil)),
         ("torch", "os.system", touch),
-        ("torch", "Size.__new__", "x"),
         ("torch.serialization", "os.system", touch),
         ("torch.serialization", "_get_layout.__globals__", "x"),
         ("lightning_distrec.checkpoint.atomic_folder", "remove", str(canary.parent)),
@@ -291,21 +286,16 @@ def _rename(header: Any, places: Any) -> None:
 LIES: dict[str, Callable[[Any, Any], Any]] = {
     "no such tensor": _rename,
     "no tensors": lambda header, places: header.clear(),
-    "begins nowhere": lambda header, places: places.pop(TABLE),
     "begins at a number": lambda header, places: places.update({TABLE: {"saved_offsets": 7}}),
-    "begins at a fraction": _begin(0.0, 0),
     "begins below 0": _begin(-5, 0),
     "begins in the other chunk": _begin(3, 0),
     "begins far away": _begin(10**15, 0),
-    "fewer directions": _begin(0),
     "another type": _said(dtype="I32"),
     "another class": _said(dtype="os.system"),
-    "a flat shape": _said(shape=[25 * 50]),
     "fewer rows": _said(shape=[24, 50]),
     "a huge shape": _said(shape=[10**15, 50]),
     "lies before the file": _said(data_offsets=[-5000, 0]),
     "lies behind the file": _said(data_offsets=[10**9, 10**9 + 5000]),
-    "lies in another tensor": _said(data_offsets=[100, 5100]),
 }
 
 
@@ -350,9 +340,7 @@ STATES: dict[str, Any] = {
     "no such tensor": {"__stored__": "state_dict/other"},
     "name is a path": {"__stored__": "../../etc/passwd"},
     "another shape": {"shape": (41, 50)},
-    "shape is a number": {"shape": 7},
     "shape is huge": {"shape": (10**15, 50), "parted": False},
-    "type is text": {"dtype": "float32", "parted": False},
     "no shape": {"shape": ...},
     "no parted": {"parted": ...},
 }
@@ -380,18 +368,14 @@ def test_a_state_of_another_kind_is_reported_as_damage(folder: Path) -> None:
 MARKERS: dict[str, Any] = {
     "nothing": b"",
     "a list": b"[]",
-    "no text": b"\xff\xfe\x00",
     "deep": b"[" * 100_000,
     "files are a list": {"files": ["state.pt"]},
     "no files": {"files": {}},
     "size is text": {"files": {STATE: "many"}},
     "size is below 0": {"files": {STATE: -1}},
-    "size is no number": {"files": {STATE: float("nan")}},
     "name is ..": {"files": {"..": 1}},
-    "name has a zero": {"files": {"a\0b": 1}},
     "name is long": {"files": {"a" * 5000: 1}},
     "no format": {"format": ...},
-    "format is text": {"format": "1"},
 }
 
 
@@ -420,19 +404,14 @@ def _tensor(dtype: str = "F32", shape: Any = (4, 4), offsets: Any = (0, 64)) -> 
 
 SAFE: dict[str, bytes] = {
     "nothing": b"",
-    "zeros": b"\0" * 100,
     "a pickle": pickle.dumps(Payload(print, "run")),
     "header beyond the file": _safe(_tensor(), length=10**6),
     "header huge": _safe(_tensor(), length=2**63),
     "header is no JSON": _safe(b"{{{{"),
-    "header is a list": _safe(b"[]"),
     "header is deep": _safe(b"[" * 100_000),
     "data beyond the file": _safe(_tensor(offsets=(0, 640), shape=(40, 4))),
-    "data begin after they end": _safe(_tensor(offsets=(64, 0))),
     "shape huge": _safe(_tensor(shape=(10**15, 4))),
-    "shape below 0": _safe(_tensor(shape=(-4, -4))),
     "unknown type": _safe(_tensor(dtype="os.system")),
-    "a hole": _safe(_tensor(offsets=(0, 16), shape=(4,))),
     "overlap": _safe({**_tensor(), "y": _tensor()["x"]}),
 }
 

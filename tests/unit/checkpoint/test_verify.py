@@ -2,6 +2,7 @@
 loaded."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,19 @@ from lightning_distrec.checkpoint.checksums import (
     changed_files,
     checksums_of,
 )
-from lightning_distrec.checkpoint.contents import read_full, verify
+from lightning_distrec.checkpoint.contents import open_checkpoint, read_full, verify
+from lightning_distrec.checkpoint.lazy_tensors import materialized
+from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
+from lightning_distrec.checkpoint.single_file import take_file_snapshot
 from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.serving.export_checkpoint import export
+from lightning_distrec.strategies.checkpoints.checkpoint_io import read_checked
 from tests.support.checkpoint_folders import SingleRank, by_rows, edit_marker, write_folder
 from tests.support.plain_checkpoints import load
+from tests.support.resuming import differences
 
 
 @pytest.fixture
@@ -112,6 +118,39 @@ def test_a_changed_byte_of_any_file_is_found(folder: Path) -> None:
                 _flip(file, position)
                 assert verify(folder) == [file.name]
                 _flip(file, position)
+
+
+def _content(path: Path) -> Any:
+    """Return all that a restart reads of a checkpoint."""
+    loaded = read_checked(lambda: open_checkpoint(path), path, SingleRank(), False, False)  # type: ignore[arg-type]
+    content = [loaded.checkpoint, loaded.rank_state, loaded.rank_0_state]
+    return map_nested(content, lambda leaf, _: materialized(leaf))
+
+
+@pytest.mark.parametrize("take", [take_folder_snapshot, take_file_snapshot])
+def test_what_loads_of_a_damaged_checkpoint_is_what_was_saved(take: Any, tmp_path: Path) -> None:
+    state = {"table": by_rows(torch.rand(240, 50), 80), "layer": torch.rand(64, 70)}
+    checkpoint = {"state_dict": state, "epoch": 2, "global_step": 30, "loops": {}}
+    path, numbers, num_errors = tmp_path / "it.ckpt", random.Random(0), 0
+    rank_state = {"generators": torch.arange(5000, dtype=torch.uint8)}
+    saved = RankContent(path=path, checkpoint=checkpoint, rank_state=rank_state)
+    take(saved, SingleRank()).write(SingleRank())
+    expected = _content(path)
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    for number in range(80):
+        # Large files more often, but small ones too: markers, metadata.
+        file = numbers.choices(files, [file.stat().st_size ** 0.5 for file in files])[0]
+        content = file.read_bytes()
+        begin, size = numbers.randrange(len(content)), numbers.choice([1, 64, 4096])
+        damaged = bytes(255 - byte for byte in content[begin : begin + size])
+        damage = (damaged, bytes(len(damaged)), b"")[number % 3]
+        file.write_bytes(content[:begin] + damage + content[begin + size :])
+        try:
+            assert differences(_content(path), expected, "checkpoint", 0.0) == [], (file, begin)
+        except CheckpointError as error:
+            num_errors += path.name in str(error)
+        file.write_bytes(content)
+    assert num_errors > 60
 
 
 class Layer(pl.LightningModule):

@@ -27,14 +27,8 @@ CASES = {
         [RUNS[0], replace(RUNS[1], is_silent=True), RUNS[2]],
         "rank 1 on a has been silent for 3 s: it is stopped, or in one call that holds",
     ),
-    "one is silent between two runs": ([*ENDED[:2], replace(ENDED[2], is_silent=True)], ""),
     "one has failed": (
         [RUNS[0], RUNS[1], replace(RUNS[2], failed=1, failure="ValueError: no")],
-        "rank 2 on b failed: ValueError: no",
-    ),
-    "all have failed": ([replace(state, failed=1, failure="ValueError: no") for state in RUNS], ""),
-    "one has failed, and has ended since": (
-        [RUNS[0], RUNS[1], replace(RUNS[2], failed=1, failure="ValueError: no", is_gone=True)],
         "rank 2 on b failed: ValueError: no",
     ),
     "one was killed, another failed because of it": (
@@ -72,10 +66,6 @@ CASES = {
     "all wait in one exchange": ([replace(state, is_stuck=True) for state in RUNS], ""),
     "one takes long, and the others wait for it": (
         [*(replace(state, is_stuck=True, progress="exchanges 1") for state in RUNS[:2]), RUNS[2]],
-        "",
-    ),
-    "one whose collective has failed has not ended yet": (
-        [*RUNS[:2], replace(RUNS[2], failed=1)],
         "",
     ),
     "one is not watched any more": (
