@@ -24,6 +24,7 @@ class Raises(Clicks):
     def training_step(self, batch, batch_idx):
         if batch_idx == 2 and os.environ.get("RAISE_ON_RANK") == str(self.global_rank):
             raise ValueError("the user's code failed")
+        self.ranks = os.environ.get("LOCAL_WORLD_SIZE")
         return super().training_step(batch, batch_idx)
 
 pl.seed_everything(1)
@@ -32,7 +33,7 @@ model, trainer = Raises(), pl.Trainer(
     enable_checkpointing=False)
 trainer.fit(model, DataLoader(Numbered(), batch_size=2, shuffle=True))
 if trainer.is_global_zero:
-    print(json.dumps({"losses": model.losses, "ranks": os.environ.get("LOCAL_WORLD_SIZE")}))
+    print(json.dumps({"losses": model.losses, "ranks": model.ranks}))
 """
 ENDS = """
 import os, sys
