@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning_distrec._compat.patches import Patches
 from tests.support.launches import ended, start
-from tests.support.patched_fits import RESULT, STRATEGIES
+from tests.support.patched_fits import FITS, RESULT
+from tests.support.ports import free_port
 
 PAGE = Path(__file__).parents[2] / "docs/architecture.md"
 
@@ -31,40 +32,36 @@ def _undocumented(changes: list[str], patterns: set[str]) -> list[str]:
     return [name for name in changes if not any(fnmatch(name, pattern) for pattern in patterns)]
 
 
-def test_the_table_of_patches_lists_all_of_them_and_fits_leave_nothing_behind() -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    printed, _ = ended(start(*torchrun, "-m", "tests.support.patched_fits"))
+def _changes() -> dict[str, Any]:
+    """Return what fits on two ranks, each one of a node, have changed when."""
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tests.support.patched_fits"]
+    printed, _ = ended(*(start(*command, **place, RANK=rank) for rank in "01"))
     [line] = [line for line in printed.splitlines() if RESULT in line]
-    changes = json.loads(line.partition(RESULT)[2])
+    return json.loads(line.partition(RESULT)[2])
+
+
+def test_the_table_of_patches_lists_all_of_them_and_fits_leave_nothing_behind() -> None:
+    changes = _changes()
     documented = _documented()
     all_items = set().union(*documented.values())
     assert documented.keys() == {"import", "run", "run over several nodes", "`Communication`"}
     assert sorted(documented["import"]) == changes["import"] == changes["all strategies"]
     seen: set[str] = set()
-    for name in STRATEGIES:
-        for fit in (name, f"{name}, fails"):
-            fitted: dict[str, Any] = changes[fit]
-            assert _undocumented(fitted["during"], all_items) == [], fit
-            assert "lightning.pytorch.core.module.LightningModule.log" in fitted["during"], fit
-            assert fitted["after"] == [], fit
-            assert fitted["objects"] == [], fit
-            assert ("on every rank" in fitted["raised"]) == fit.endswith("fails"), fitted["raised"]
-            if not fit.endswith("fails"):
-                # The user's own calls get torch's functions: what a run replaces there is private.
-                assert [
-                    n for n in fitted["during"] if n.startswith("torch.") and "._" not in n
-                ] == [], fit
-            seen |= set(fitted["during"])
-    assert [
-        pattern for pattern in all_items if not any(fnmatch(name, pattern) for name in seen)
-    ] == []
+    for fit, (_, fails) in FITS.items():
+        fitted: dict[str, Any] = changes[fit]
+        assert _undocumented(fitted["during"], all_items) == [], fit
+        assert "lightning.pytorch.core.module.LightningModule.log" in fitted["during"], fit
+        assert fitted["after"] == [], fit
+        assert fitted["objects"] == [], fit
+        assert ("on every rank" in fitted["raised"]) == fails, fitted["raised"]
+        if not fails:
+            # The user's own calls get torch's functions: what a run replaces there is private.
+            public = [name for name in fitted["during"] if "._" not in name]
+            assert [name for name in public if name.startswith("torch.")] == [], fit
+        seen |= set(fitted["during"])
+    unseen = [item for item in all_items if not any(fnmatch(name, item) for name in seen)]
+    assert unseen == []
 
 
 class _Upstream:

@@ -6,68 +6,49 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import lightning_distrec
 from lightning_distrec.registration import STRATEGIES
 from tests.support.environments import environment
-from tests.support.parameters import slow_except
 
 
-def run_python(code: str, folder: Path | None = None) -> str:
-    """Run `code` in a new interpreter; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=folder, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_the_public_names_are_sorted_and_each_is_there_once():
+def test_the_public_names_are_sorted_shown_and_there():
     names = list(lightning_distrec.__all__)
     assert names == sorted(set(names))
-
-
-def test_dir_shows_public_names_only():
-    assert dir(lightning_distrec) == sorted([*lightning_distrec.__all__, "__version__"])
-
-
-def test_type_checkers_see_the_public_names():
+    assert dir(lightning_distrec) == sorted([*names, "__version__"])
     text = Path(lightning_distrec.__file__).read_text("utf-8")
     seen = text.partition("if TYPE_CHECKING:")[2].partition("__all__")[0]
-    for name in lightning_distrec.__all__:
-        assert re.search(rf"\b{name}\b", seen), name
+    for name in names:
+        assert re.search(rf"\b{name}\b", seen), f"type checkers do not see {name}"
+        assert getattr(lightning_distrec, name) is not None
 
 
-@pytest.mark.parametrize("name", lightning_distrec.__all__)
-def test_every_public_name_resolves(name):
-    assert getattr(lightning_distrec, name) is not None
+PROGRAM = """
+import sys, lightning_distrec
+def loaded():
+    return sorted({'torchrec', 'fbgemm_gpu'} & set(sys.modules))
+print(loaded())
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import StrategyRegistry
+names = set(StrategyRegistry.available_strategies())
+print(sorted(names & set(lightning_distrec.registration.STRATEGIES)))
+for strategy in ('ddp_tuned', 'fsdp_tuned'):
+    for path in (None, 'x.ckpt'):
+        trainer = Trainer(strategy=strategy, accelerator='cpu', devices=1, max_epochs=1, barebones=True)
+        trainer.fit(BoringModel(), ckpt_path=path)
+        trainer.save_checkpoint('x.ckpt')
+    print(loaded())
+"""
 
 
-def test_importing_the_package_registers_its_strategies_and_imports_neither_torchrec_nor_fbgemm():
-    code = (
-        "import lightning_distrec, sys\n"
-        "print({'torchrec', 'fbgemm_gpu'} & set(sys.modules))\n"
-        "from lightning.pytorch.strategies import StrategyRegistry\n"
-        "print(sorted(set(StrategyRegistry.available_strategies()) & "
-        "set(lightning_distrec.registration.STRATEGIES)))"
+def test_importing_registers_strategies_and_only_tables_import_torchrec_and_fbgemm(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
     )
-    loaded, registered = run_python(code).splitlines()
-    assert loaded == "set()"
-    assert registered == str(sorted(STRATEGIES))
-
-
-@pytest.mark.parametrize("strategy", slow_except(["fsdp_tuned"], ["ddp_tuned", "fsdp_tuned"]))
-def test_runs_without_tables_import_neither_torchrec_nor_fbgemm(strategy, tmp_path):
-    code = (
-        "import sys, lightning_distrec\n"
-        "from lightning.pytorch import Trainer\n"
-        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
-        "for path in (None, 'x.ckpt'):\n"
-        f"    trainer = Trainer(strategy='{strategy}', accelerator='cpu', devices=1, "
-        "max_epochs=1, barebones=True)\n"
-        "    trainer.fit(BoringModel(), ckpt_path=path)\n"
-        "    trainer.save_checkpoint('x.ckpt')\n"
-        "print({'torchrec', 'fbgemm_gpu'} & set(sys.modules))"
-    )
-    assert run_python(code, tmp_path).splitlines()[-1] == "set()"
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert lines == ["[]", str(sorted(STRATEGIES)), "[]", "[]"]

@@ -93,6 +93,9 @@ PHRASES = {
     r"\bwhole tables?\b|\btables? whole\b": "replicated (data-parallel) table",
 }
 """Pattern in docstrings, comments, messages and docs, in any case -> what is written instead."""
+SPREAD = {
+    pattern: re.compile(re.sub(r"(?<=\w) ", r"\\s+", pattern), re.IGNORECASE) for pattern in PHRASES
+}
 
 FUNCTION_WORDS = frozenset(
     re.findall(
@@ -130,9 +133,8 @@ def in_name(name: str) -> Iterator[str]:
 def in_text(text: str) -> Iterator[tuple[int, str]]:
     """Yield line from 0 on, and key of PHRASES, for each that a text contains; a line's end counts
     as a blank."""
-    for pattern in PHRASES:
-        spread = re.sub(r"(?<=\w) ", r"\\s+", pattern)
-        for result in re.finditer(spread, text, re.IGNORECASE):
+    for pattern, spread in SPREAD.items():
+        for result in spread.finditer(text):
             yield text.count("\n", 0, result.start()), pattern
 
 

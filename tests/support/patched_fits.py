@@ -1,9 +1,8 @@
 """Fits under each strategy in one process, which prints what they change in upstream's classes and
 modules meanwhile.
 
-The two ranks are each one of a node. Those fits that fail have a callback that counts exchanges.
-
-torchrun --nproc-per-node 2 -m tests.support.patched_fits
+The two ranks are each one of a node: RANK, WORLD_SIZE and MASTER_ADDR are set, as by a launcher.
+Those fits that fail have a callback that counts exchanges.
 """
 
 import importlib
@@ -16,26 +15,25 @@ from typing import Any
 
 RESULT = "PATCHED "
 UPSTREAM = ("lightning.", "torch.", "torchrec.", "fbgemm_gpu.", "torchmetrics.")
-LOADED_FIRST = (
-    *(
-        "lightning.pytorch",
-        "lightning.pytorch.loggers.wandb",
-        "torchmetrics",
-        "fbgemm_gpu",
-        "torch.distributed.fsdp",
-    ),
-    *(
-        "torchrec.distributed.train_pipeline",
-        "torchrec.distributed.planner",
-        "torch.distributed.pipelining",
-    ),
-)
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp_tuned": {},
-    "torchrec_sharded": {"convert_embeddings": "all"},
-    "fsdp_tuned": {"wrap": ["Linear"]},
-    "pipeline_parallel": {"chain": "chain"},
+LOADED_FIRST = [
+    "lightning.pytorch",
+    "lightning.pytorch.loggers.wandb",
+    "torchmetrics",
+    "fbgemm_gpu",
+    "torch.distributed.fsdp",
+    "torchrec.distributed.train_pipeline",
+    "torchrec.distributed.planner",
+    "torch.distributed.pipelining",
+]
+FITS: dict[str, tuple[dict[str, Any], bool]] = {
+    "ddp_tuned": ({}, False),
+    "torchrec_sharded": ({"convert_embeddings": "all"}, False),
+    "torchrec_sharded, fails": ({"convert_embeddings": "all"}, True),
+    "fsdp_tuned": ({"wrap": ["Linear"]}, False),
+    "pipeline_parallel": ({"chain": "chain"}, False),
+    "pipeline_parallel, fails": ({"chain": "chain"}, True),
 }
+"""Name of a strategy -> its options, and whether a step raises."""
 
 
 class Attributes:
@@ -124,11 +122,8 @@ def main() -> None:
         getattr(package, name)
     result["all strategies"] = initial.changes(Attributes())
     loaded = Attributes()
-    for name, options in STRATEGIES.items():
-        for fails in (False, True):
-            result[f"{name}{', fails' if fails else ''}"] = _fit(
-                package, name, options, fails, initial, loaded
-            )
+    for fit, (options, fails) in FITS.items():
+        result[fit] = _fit(package, fit.split(",")[0], options, fails, initial, loaded)
     if rank == "0":
         print(f"{RESULT}{json.dumps(result)}", flush=True)
 
