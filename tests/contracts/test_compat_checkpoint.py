@@ -63,55 +63,59 @@ def _write(folder: str) -> None:
     write_tensors(Path(folder), tensors, rank)
 
 
-def test_torchs_reader_reads_what_ranks_have_written(tmp_path: Path) -> None:
-    run_on_ranks(_write, 2, str(tmp_path))
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_on_ranks(_write, 2, str(folder))
+    return folder
+
+
+def test_torchs_reader_reads_what_ranks_have_written(written: Path) -> None:
     expected: dict[str, Tensor] = {name: _whole(torch.float32) for name in _cuts(0)}
     expected |= {str(dtype): _whole(dtype) for dtype in TYPES}
     expected["one number for each row"] = torch.arange(7.0)
     by_torch = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp.load(
-        dict(by_torch), storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True
+        dict(by_torch), storage_reader=dcp.HuggingFaceStorageReader(str(written)), no_dist=True
     )
-    ours = StoredTensors(tmp_path, sorted(path.name for path in tmp_path.iterdir()))
+    ours = StoredTensors(written, sorted(path.name for path in written.iterdir()))
     for name, tensor in expected.items():
         assert torch.equal(by_torch[name], tensor), name
         assert torch.equal(ours.handle(name, tuple(tensor.shape), tensor.dtype).read(), tensor)
 
 
-def test_a_rank_writes_one_file_and_another_for_second_chunks_of_a_tensor(tmp_path: Path) -> None:
-    run_on_ranks(_write, 2, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+def test_a_rank_writes_a_file_for_each_chunk_of_a_tensor_none_of_which_is_a_checkpoint(
+    written: Path,
+) -> None:
+    assert sorted(path.name for path in written.iterdir()) == [
         *("rank_0.safetensors", "rank_0_1.safetensors"),
         *("rank_1.safetensors", "rank_1_1.safetensors"),
     ]
-    second = load_file(tmp_path / "rank_0_1.safetensors")
+    second = load_file(written / "rank_0_1.safetensors")
     assert second.keys() == {"column-wise, two on a rank", "by blocks"}
+    with pytest.raises(CheckpointError, match=r"a part of '.*', from .* Give the folder"):
+        read_safetensors(written / "rank_1.safetensors")
 
 
-@pytest.mark.parametrize("dtype", STORED_TYPES, ids=str)
-def test_tensors_of_every_type_are_read_as_they_were_written(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    content = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2
-    tensor = content.view(dtype).view(4, 3)
-    chunks = [Chunk((0, 0), tensor[:2]), Chunk((2, 0), tensor[2:])]
-    files = write_tensors(tmp_path, {"x": ChunkedTensor((4, 3), dtype, chunks)}, rank=0)
-    actual = StoredTensors(tmp_path, files).handle("x", (4, 3), dtype).read()
-    assert torch.equal(actual.view(torch.uint8), tensor.view(torch.uint8))
-    by_library = load_file(tmp_path / "rank_0.safetensors")["x"]
-    assert torch.equal(by_library.view(torch.uint8), tensor[:2].view(torch.uint8))
+def test_tensors_of_every_type_are_read_as_they_were_written(tmp_path: Path) -> None:
+    for dtype in STORED_TYPES:
+        content = torch.arange(12 * dtype.itemsize, dtype=torch.uint8) % 2
+        tensor = content.view(dtype).view(4, 3)
+        chunks = [Chunk((0, 0), tensor[:2]), Chunk((2, 0), tensor[2:])]
+        folder = tmp_path / str(dtype)
+        folder.mkdir()
+        files = write_tensors(folder, {"x": ChunkedTensor((4, 3), dtype, chunks)}, rank=0)
+        actual = StoredTensors(folder, files).handle("x", (4, 3), dtype).read()
+        assert torch.equal(actual.view(torch.uint8), tensor.view(torch.uint8)), dtype
+        by_library = load_file(folder / "rank_0.safetensors")["x"]
+        assert torch.equal(by_library.view(torch.uint8), tensor[:2].view(torch.uint8)), dtype
 
 
 def test_types_that_the_format_has_not_are_an_error(tmp_path: Path) -> None:
     tensor = MappedTensor(torch.zeros(3, dtype=torch.complex128))
     with pytest.raises(CheckpointError, match="'x' is a tensor of torch.complex128, which safe"):
         write_safetensors(tmp_path / "it.safetensors", {"x": tensor})
-
-
-def test_a_ranks_file_alone_is_no_checkpoint(tmp_path: Path) -> None:
-    run_on_ranks(_write, 2, str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"a part of '.*', from .* Give the folder"):
-        read_safetensors(tmp_path / "rank_1.safetensors")
 
 
 def test_set_fbgemm_iterations_lets_a_kernel_go_on_counting_from_there() -> None:

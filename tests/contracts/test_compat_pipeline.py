@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -32,7 +33,7 @@ from tests.support.click_model import (
     seeded,
     train_sharded,
 )
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_each_on_ranks
 
 
 class Loader(DataLoader):
@@ -52,7 +53,7 @@ class Loader(DataLoader):
         self.inputs = state["given"]
 
 
-class Hooked(pl.LightningModule):
+class Hooked(BoringModel):
     """Notes what Lightning does to batches."""
 
     def __init__(self) -> None:
@@ -64,15 +65,13 @@ class Hooked(pl.LightningModule):
         self.hooked.append(float(batch[0]))
         return batch + 0.5
 
-    def training_step(self, batch: Any, _: int) -> Any:
-        return self.layer(batch.view(-1, 1)).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+    def forward(self, batch: Any) -> Any:
+        return super().forward(batch.view(-1, 1))
 
 
 def make_trainer(**options: Any) -> pl.Trainer:
-    return pl.Trainer(accelerator="cpu", max_epochs=1, **(NO_OUTPUT | options))
+    options = NO_OUTPUT | {"limit_val_batches": 0} | options
+    return pl.Trainer(accelerator="cpu", max_epochs=1, **options)
 
 
 def loader() -> Loader:
@@ -392,16 +391,6 @@ def _arrives_as_upstream(
     return True
 
 
-def test_fused_splits_send_the_ids_that_an_ordinary_call_sends_and_say_more() -> None:
-    # Also the use of free_unsharded_tables, and the use of record_stream, which runs on a GPU only.
-    for seen in (
-        *run_on_ranks(exchanged, 2, "table_wise"),
-        *run_on_ranks(exchanged, 2, "row_wise"),
-    ):
-        assert all(seen.pop("equal").values()), seen
-        assert seen == {"said": [[0, 7], [1, 7]], "meta": True, "streams": True}
-
-
 # which FBGEMM permutes on a GPU only
 def test_fused_splits_send_weights_of_half_precision_as_they_are() -> None:
     for dtype in (torch.float16, torch.bfloat16):
@@ -470,7 +459,11 @@ def _routes() -> tuple[bool, bool]:
     return tuple(actual)
 
 
-def test_weight_routes_lead_where_the_ids_are_and_lookups_of_has_one_for_each_sharding_type() -> (
-    None
-):
-    assert run_on_ranks(_routes, 2) == [(True, True)] * 2
+def test_fused_splits_send_the_ids_of_an_ordinary_call_and_routes_lead_where_they_are() -> None:
+    # Also the use of free_unsharded_tables, and the use of record_stream, which runs on a GPU only.
+    calls = {name: (exchanged, name) for name in ("table_wise", "row_wise")}
+    for actual in run_each_on_ranks(calls | {"routes": (_routes,)}, 2):
+        assert actual.pop("routes") == (True, True)
+        for seen in actual.values():
+            assert all(seen.pop("equal").values()), seen
+            assert seen == {"said": [[0, 7], [1, 7]], "meta": True, "streams": True}

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_distrec._compat import fbgemm as _fbgemm
 from lightning_distrec._compat import torchrec_ids as _torchrec_ids
 from tests.support.click_model import ClickModel, seeded, train_sharded
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import run_each_on_ranks
 
 IDS, OFFSETS = torch.tensor([1, 2, 9, 1, 0, 4, 4]), torch.tensor([0, 2, 3, 6, 7])
 
@@ -108,11 +108,8 @@ def _sharding(sharding_type: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("sharding_type", "number"), [("table_wise", 1), ("row_wise", 1), ("column_wise", 0)]
-)
-def test_pooled_sharding_is_how_torchrec_has_sharded_a_collection(
-    sharding_type: str, number: int
-) -> None:
-    for seen in run_on_ranks(_sharding, 2, sharding_type):
-        assert seen == [(True, True, True, True, 2, 2)] * number
+def test_pooled_sharding_is_how_torchrec_has_sharded_a_collection() -> None:
+    numbers = {"table_wise": 1, "row_wise": 1, "column_wise": 0}
+    for seen in run_each_on_ranks({name: (_sharding, name) for name in numbers}, 2):
+        for name, number in numbers.items():
+            assert seen[name] == [(True, True, True, True, 2, 2)] * number
