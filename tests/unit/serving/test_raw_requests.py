@@ -21,10 +21,8 @@ from lightning_distrec.serving.answer import Server
 from lightning_distrec.serving.artifact import RawRows, export_for_serving
 from tests.support.column_models import FEATURES, ColumnModel, click_data, write_clicks, write_job
 from tests.support.environments import environment
+from tests.support.served_folder import RUN, WITHOUT, ask
 
-ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu", "pyarrow", "pandas"]
-WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
-RUN = "import runpy; sys.argv = ['serve.py', *{}]; runpy.run_path('serve.py', run_name='__main__')"
 ROWS: list[dict[str, Any]] = [
     {"row": 1, "user": "u3", "history": ["i3", "i29", "never seen"], "price": 12.5},
     {"user": "never seen", "history": []},
@@ -69,10 +67,8 @@ def test_raw_rows_are_answered_to_the_digit_without_this_package(
 ) -> None:
     folder, model, data = trained
     (folder.parent / "rows.json").write_text(json.dumps(ROWS))
-    command = [sys.executable, "-c", WITHOUT + RUN.format("['../rows.json']")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == answer_of_module(model, data, ROWS)
+    printed = ask(folder, ["../rows.json"])
+    assert json.loads(printed[0]) == answer_of_module(model, data, ROWS)
     server = Server(folder)
     assert server.answer_plain(ROWS[0]) == pytest.approx(
         answer_of_module(model, data, ROWS)[:1], abs=1e-7
@@ -90,7 +86,7 @@ def test_http_answers_as_the_script_and_says_what_is_wrong(
     trained: tuple[Path, ColumnModel, Any],
 ) -> None:
     folder, model, data = trained
-    command = [sys.executable, "-c", WITHOUT + RUN.format("['--http', '0']")]
+    command = [sys.executable, "-c", WITHOUT + RUN.format(["--http", "0"])]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment()
     )
@@ -98,12 +94,12 @@ def test_http_answers_as_the_script_and_says_what_is_wrong(
         assert process.stdout is not None
         url = process.stdout.readline().partition(": send")[0]
 
-        def ask(content: bytes) -> Any:
+        def post(content: bytes) -> Any:
             with urllib.request.urlopen(urllib.request.Request(url, content), timeout=60) as answer:
                 return json.loads(answer.read())
 
         assert url.startswith("http://127.0.0.1:")
-        assert ask(json.dumps(ROWS).encode()) == answer_of_module(model, data, ROWS)
+        assert post(json.dumps(ROWS).encode()) == answer_of_module(model, data, ROWS)
         for content, message in (
             (b'{"userr": 1}', "there is no column 'userr'"),
             (b'{"price": "12"}', "column 'price': '12' is no number"),
@@ -112,7 +108,7 @@ def test_http_answers_as_the_script_and_says_what_is_wrong(
             (b"{", "Expecting property name"),
         ):
             with pytest.raises(urllib.error.HTTPError) as refused:
-                ask(content)
+                post(content)
             assert refused.value.code == 400
             assert message in json.loads(refused.value.read())["error"]
     finally:

@@ -42,10 +42,7 @@ from lightning_distrec.serving.program import (
     with_tensors,
 )
 from tests.support.environments import environment
-
-ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu"]
-WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
-RUN = "import runpy; sys.argv = ['serve.py', *{}]; runpy.run_path('serve.py', run_name='__main__')"
+from tests.support.served_folder import ask
 
 
 class Recommender(pl.LightningModule):
@@ -117,22 +114,6 @@ def answers(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
         return module.eval().predict_step(batch, 0)
 
 
-def ask(folder: Path, *arguments: str, code: str = "") -> str:
-    """Return what serve.py prints in a process that can import neither this package nor
-    torchrec."""
-    script = WITHOUT + (code or RUN.format(list(arguments)))
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad_inputs(
     tmp_path: Path,
 ) -> None:
@@ -178,16 +159,16 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad
         "torch.save([server.answer(load_file(f'{number}.safetensors')) for number in range(4)], "
         "'found.pt')"
     )
-    ask(folder, code=code)
+    printed = ask(folder, [], ["--check"], code=code)
     for result, want in zip(torch.load(folder / "found.pt"), expected, strict=True):
         # In the process that exports they are equal; other processes may add in another order, by
         # their threads.
         assert torch.allclose(result["scores"], want["scores"], rtol=1e-6, atol=1e-6)
         assert torch.equal(result["best"], want["best"])
-    first = json.loads(ask(folder))
+    first = json.loads(printed[0])
     assert first["best"] == expected[0]["best"].tolist()
     assert torch.tensor(first["scores"]).allclose(expected[0]["scores"], atol=1e-6)
-    assert ask(folder, "--check").startswith("largest difference from the trained module: ")
+    assert printed[1].startswith("largest difference from the trained module: ")
     server, request = answer.Server(folder), json.loads((folder / "request.json").read_text())
     for name, (values, reason) in {
         "words": (
@@ -210,10 +191,10 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_quantized_answers_are_those_of_the_module_with_rounded_rows_and_bad_inputs_are_refused(
-    bits: int, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
+    bits = 4  # of the tables whose width is a multiple of 4; 8 of the others
     module, batch = Recommender(), batch_of(64)
     expected = answers(module, batch)
     served = export_for_serving(module, batch, tmp_path / "q", bits=bits)
@@ -230,10 +211,8 @@ def test_quantized_answers_are_those_of_the_module_with_rounded_rows_and_bad_inp
     actual = answers(rounded, batch)
     stored = load_file(tmp_path / "q" / "tables.safetensors")
     assert stored["city.rows"].dtype == torch.uint8
-    assert served.table_bytes < served.float_bytes / (1.8 if bits == 8 else 2.5)
-    from lightning_distrec.serving.answer import Server
-
-    answered = Server(tmp_path / "q").answer({**tensors_of(batch)})
+    assert served.table_bytes < served.float_bytes / 2.5
+    answered = answer.Server(tmp_path / "q").answer({**tensors_of(batch)})
     assert torch.allclose(answered["scores"], actual["scores"], atol=1e-5)
     difference = (answered["scores"] - expected["scores"]).abs().max().item()
     assert 0 < difference <= served.largest_difference
@@ -385,7 +364,7 @@ def test_a_size_that_the_step_fixes_is_told(tmp_path: Path) -> None:
 
     served = export_for_serving(Fixed(), batch_of(8), tmp_path / "out", first_request=batch_of(1))
     assert served.only_this_size
-    assert len(json.loads(ask(tmp_path / "out"))) == 8
+    assert len(json.loads(ask(tmp_path / "out", [])[0])) == 8
 
 
 @pytest.mark.slow
