@@ -13,13 +13,11 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_distrec._compat import lightning as _lightning_hooks
 from lightning_distrec._compat import lightning_checkpoints as _lightning_checkpoints
-from lightning_distrec._compat.lightning import is_for_rank_zero
 
 OPTIONS: dict[str, Any] = {
     "logger": False,
@@ -152,11 +150,3 @@ def test_lightnings_command_line_reads_checkpoints_in_the_method_that_is_replace
     assert "hyper_parameters" in inspect.getsource(LightningCLI._parse_ckpt_path)
     with pytest.raises(SystemExit, match="reads some.ckpt"):
         Reader(BoringModel, args=["fit", "--ckpt_path=some.ckpt"])
-
-
-def test_code_that_is_for_rank_zero_alone_is_known_by_its_decorator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
-    assert rank_zero_only(is_for_rank_zero)() is True
-    assert is_for_rank_zero() is False
