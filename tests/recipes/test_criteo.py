@@ -23,10 +23,10 @@ from recipes.criteo_dlrm.columns import (
     table_rows,
 )
 from recipes.criteo_dlrm.data import CriteoDataModule
-from recipes.criteo_dlrm.generator import Generator, tokens_of
+from recipes.criteo_dlrm.generator import Generator
 from recipes.criteo_dlrm.model import ClickModel
 from recipes.criteo_dlrm.write_logs import write_logs
-from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
 
@@ -67,12 +67,6 @@ def test_labels_follow_the_planted_truth_and_ids_zipfs_law(generator: Generator)
     # Id k has what lies between k and k + 1 under x ** -1.05.
     between = np.diff(np.arange(1, 12) ** -0.05)
     assert counts[0] / counts[9] == pytest.approx(between[0] / between[9], rel=0.1)
-
-
-def test_different_ids_have_different_tokens() -> None:
-    tokens = tokens_of(np.arange(100_000)[:, None] + np.zeros(NUM_CATEGORIES, dtype=np.int64))
-    assert len(np.unique(tokens)) == 100_000 * NUM_CATEGORIES
-    assert tokens.min() > 0
 
 
 @pytest.mark.parametrize("name", ["day_0.tsv", "day_0.parquet"])
@@ -145,6 +139,8 @@ def test_a_batch_has_the_rows_of_its_tables_and_the_bags_of_mlperf(
             assert len(ids) == ((size if values else 0) if multi_hot else 1)
             assert all(0 <= row < rows for row in ids)
             assert multi_hot or bool(values) or ids == [0]
+    # Facts of the benchmark: 204 million rows in all, 214 ids per example.
+    assert (sum(MLPERF_ROWS), sum(MLPERF_BAG_SIZES)) == (204_184_588, 214)
     first = [written[name][0].as_py() for name in INTEGERS]
     assert batch["dense"][0].tolist() == pytest.approx([
         np.log1p(max(value or 0, 0)) for value in first
@@ -184,14 +180,9 @@ def test_files_are_read_and_have_no_known_truth(tmp_path: Path) -> None:
         CriteoDataModule(files=[str(tmp_path / "none.tsv")], cache_dir=str(tmp_path / "c")).setup()
 
 
-def test_sizes_are_those_of_mlperf() -> None:
-    # Facts of the benchmark: 204 million rows in all, 214 ids per example.
-    assert sum(MLPERF_ROWS) == 204_184_588
-    assert sum(MLPERF_BAG_SIZES) == 214
-    assert len(MLPERF_ROWS) == len(MLPERF_BAG_SIZES) == len(CATEGORIES)
-
-
 def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="arch='wide': use 'dlrm' or 'deepfm'"):
+        ClickModel(arch="wide")
     with pytest.raises(ConfigError, match="must be at least 1"):
         CriteoDataModule(num_examples=0)
     with pytest.raises(ConfigError, match=r"val=0\.5, test=0\.5"):
@@ -223,14 +214,8 @@ def _weights(arch: str, interaction: str, num_ranks: int) -> dict[str, torch.Ten
     return trainer.strategy.full_state_dict() if num_ranks > 1 else model.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("arch", "interaction"), [("deepfm", "dcn"), ("dlrm", "dcn"), ("dlrm", "dot")]
-)
-def test_each_architecture_trains_sharded_as_in_one_process(arch: str, interaction: str) -> None:
-    sharded = run_on_warm_ranks(_weights, 2, arch, interaction, 2)[0]
-    torch.testing.assert_close(sharded, _weights(arch, interaction, 1), rtol=1e-4, atol=1e-5)
-
-
-def test_another_architecture_is_refused() -> None:
-    with pytest.raises(ConfigError, match="arch='wide': use 'dlrm' or 'deepfm'"):
-        ClickModel(arch="wide")
+def test_each_architecture_trains_sharded_as_in_one_process() -> None:
+    kinds = [("deepfm", "dcn"), ("dlrm", "dcn"), ("dlrm", "dot")]
+    sharded = run_each_on_ranks({kind: (_weights, *kind, 2) for kind in kinds}, 2)[0]
+    for kind in kinds:
+        torch.testing.assert_close(sharded[kind], _weights(*kind, 1), rtol=1e-4, atol=1e-5)

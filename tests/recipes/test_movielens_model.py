@@ -87,32 +87,9 @@ def test_forward_equals_the_model_written_by_hand(data):
     assert batch["ids"].keys() == list(VECTORS)
     assert (batch["ids"].lengths() == 0).any(), "the first users have no past: their bags are empty"
     assert_close(model(batch), forward_by_hand(model, batch), rtol=1e-4, atol=1e-5)
-
-
-def test_every_table_is_trained(data):
-    model = built_model()
-    batch = next(iter(data.train_dataloader()))
-    functional.binary_cross_entropy_with_logits(model(batch), batch["label"]).backward()
-    still = [name for name, weight in model.tables.named_parameters() if not weight.grad.any()]
-    assert still == []
-
-
-def test_configure_model_builds_the_tables_once():
-    model = built_model()
-    tables = model.tables
-    model.configure_model()
-    assert model.tables is tables
-
-
-def test_one_optimizer_holds_every_parameter_once():
-    model = built_model()
     groups = model.configure_optimizers().param_groups
     held = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
-    assert all(group["weight_decay"] == 0 for group in groups)
-
-
-def test_a_dim_that_the_kernels_cannot_have_is_refused():
     with pytest.raises(ConfigError, match="dim=6"):
         ClickModel(dim=6)
 
@@ -190,31 +167,9 @@ def test_the_report_draws_the_curves_and_prints_the_comparison(data, tmp_path, c
     assert (Path(logger.log_dir) / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_csv_logger_the_report_explains_the_missing_picture(data, tmp_path, capsys):
-    fit(
-        ClickModel(),
-        data,
-        tmp_path,
-        epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[Report(METRICS)],
-    )
+def test_the_report_mentions_that_there_is_no_csv_logger_and_no_validation(data, tmp_path, capsys):
+    options = {"logger": False, "limit_val_batches": 0, "callbacks": [Report(METRICS)]}
+    fit(ClickModel(), data, tmp_path, epochs=1, **options)
     printed = capsys.readouterr().out
-    assert (
-        "The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv they need."
-        in printed
-    )
-
-
-def test_without_validation_the_report_mentions_it(data, tmp_path, capsys):
-    fit(
-        ClickModel(),
-        data,
-        tmp_path,
-        epochs=1,
-        logger=False,
-        limit_val_batches=0,
-        callbacks=[Report(METRICS)],
-    )
-    assert "Validation did not run" in capsys.readouterr().out
+    assert "The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv" in printed
+    assert "Validation did not run" in printed

@@ -17,8 +17,6 @@ from recipes.next_character.model import NextCharacter
 from recipes.next_character.text import NUM_CHARACTERS, OTHER, encode, read_pages, split_pages
 from tests.support.console import fit_by_console
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_no_paragraph_is_on_both_sides_and_none_is_lost() -> None:
     pages = read_pages()
@@ -28,17 +26,6 @@ def test_no_paragraph_is_on_both_sides_and_none_is_lost() -> None:
         " ".join(p.split()) for page in pages.values() for p in page.split("\n\n")
     }
     assert len(sides[1]) > 20
-
-
-def test_a_page_validates_that_is_the_eighth_and_repeats_nothing() -> None:
-    pages = {str(number): f"page {number}\n\nagain" for number in range(1, 10)}
-    train, val = split_pages(pages)
-    assert val == "page 8"
-    assert train.split("\n\n") == [
-        "page 1",
-        "again",
-        *(f"page {number}" for number in (2, 3, 4, 5, 6, 7, 9)),
-    ]
 
 
 def test_a_python_without_its_pages_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,12 +91,6 @@ def test_sasrec_trains_on_the_softmax_over_all_films(
     targets = windows["following"].flatten()
     expected = functional.cross_entropy(scores.flatten(0, 1), targets, ignore_index=0)
     torch.testing.assert_close(sasrec.training_step(windows, 0), expected)
-
-
-def test_very_many_negatives_come_close_to_the_softmax_over_all_films(
-    sasrec: SASRec, windows: dict[str, Tensor]
-) -> None:
-    expected = sasrec.training_step(windows, 0)
     sasrec.hparams["num_negatives"] = 100_000
     sampled = sasrec.training_step(windows, 0)
     assert not torch.equal(sampled, expected)

@@ -2,7 +2,6 @@
 where."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import torch
 from pyarrow import fs, parquet
 
 from lightning_distrec.data import ColumnData, Hash, Number, Vocabulary
-from lightning_distrec.errors import ConfigError, DataError
-from tests.support.environments import environment
+from lightning_distrec.errors import ConfigError, DataError, MissingPackageError
 
 FEATURES = {
     "user": Hash(rows=1000),
@@ -188,21 +186,6 @@ def test_predictions_need_no_labels_and_no_training_data(
         ColumnData(str(tmp_path / "new.parquet"), FEATURES, cache_dir=str(tmp_path / "d")).setup()
 
 
-def broken(folder: Path, frame: pd.DataFrame, kind: str) -> Path:
-    """Write a bad file after a good one."""
-    frame.to_parquet(folder / "0.parquet")
-    file = folder / "1.parquet"
-    if kind == "column":
-        frame.drop(columns="city").to_parquet(file)
-    elif kind == "type":
-        frame.assign(price="x").to_parquet(file)
-    elif kind == "no parquet":
-        file.write_bytes(b"PAR1" + bytes(100))
-    elif kind == "text":
-        frame.assign(price=["12.5"] * 499 + ["twelve"]).to_csv(folder / "1.csv", index=False)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -215,14 +198,22 @@ def broken(folder: Path, frame: pd.DataFrame, kind: str) -> Path:
 def test_a_bad_file_is_named_before_training_by_every_rank(
     frame: pd.DataFrame, tmp_path: Path, kind: str, message: str
 ) -> None:
-    (tmp_path / "in").mkdir()
-    data = ColumnData(
-        str(broken(tmp_path / "in", frame, kind)), FEATURES, "y", cache_dir=str(tmp_path)
-    )
-    data.prepare_data()
+    folder = tmp_path / "in"
+    folder.mkdir()
+    frame.to_parquet(folder / "0.parquet")
+    if kind == "column":
+        frame.drop(columns="city").to_parquet(folder / "1.parquet")
+    elif kind == "type":
+        frame.assign(price="x").to_parquet(folder / "1.parquet")
+    elif kind == "no parquet":
+        (folder / "1.parquet").write_bytes(b"PAR1" + bytes(100))
+    else:
+        prices = ["12.5"] * 499 + ["twelve"]
+        frame.assign(price=prices).to_csv(folder / "1.csv", index=False)
+    ColumnData(str(folder), FEATURES, "y", cache_dir=str(tmp_path)).prepare_data()
     for _ in range(2):  # ranks that did not prepare
         with pytest.raises(DataError, match=message):
-            ColumnData(str(tmp_path / "in"), FEATURES, "y", cache_dir=str(tmp_path)).setup()
+            ColumnData(str(folder), FEATURES, "y", cache_dir=str(tmp_path)).setup()
 
 
 def write_unnoticed(file: Path, content: bytes) -> None:
@@ -274,7 +265,7 @@ def test_line_breaks_in_quotes_cut_no_row_in_any_block(
     monkeypatch.setattr("lightning_distrec.data.row_groups.CSV_BLOCK_BYTES", 4096)
     users = [f"u{number}" for number in range(900)]
     lines = "".join(f'{user},"good\nreally, nice {user}",1\n' for user in users)
-    for shift in range(12):
+    for shift in range(3):
         file = tmp_path / f"{shift}.csv"
         file.write_text(f"user,review,y\n{'x' * shift},u,1\n{lines}")
         features = {"user": Vocabulary(rows=1000), "review": Vocabulary(rows=1000)}
@@ -342,14 +333,13 @@ def test_impossible_sources_are_refused(tmp_path: Path) -> None:
         ColumnData("x", FEATURES, "y", batch_size=0)
 
 
-def test_without_pyarrow_the_room_names_what_to_install() -> None:
-    code = (
-        "import importlib.util as u; u.find_spec = lambda name: None\nimport lightning_distrec.data"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
-    )
-    assert "lightning_distrec.data needs the package pyarrow" in done.stderr
+def test_without_pyarrow_the_room_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_distrec.errors.find_spec", lambda name: None)
+    room = sys.modules["lightning_distrec.data"]
+    with pytest.raises(
+        MissingPackageError, match="lightning_distrec.data needs the package pyarrow"
+    ):
+        exec(compile(Path(room.__file__).read_text(), room.__file__, "exec"), {})
 
 
 def test_kept_columns_are_those_of_text_and_tables_too(tmp_path: Path) -> None:

@@ -87,12 +87,6 @@ def test_normalized_entropy_and_calibration_are_those_of_torchrec() -> None:
         )
 
 
-def test_the_mean_label_as_prediction_has_normalized_entropy_one() -> None:
-    _, labels, _, _ = examples()
-    metric = updated(NormalizedEntropy(), labels.mean().expand(400).contiguous(), labels)
-    assert float(metric.compute()) == pytest.approx(1, rel=1e-6)
-
-
 @pytest.mark.parametrize("weighting", ["examples", "users"])
 def test_gauc_is_the_mean_of_each_users_auroc(weighting: str) -> None:
     preds, labels, users, _ = examples()
