@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from torch import nn
 from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import lightning_checkpoints, lightning_launchers
 from lightning_distrec._compat import torch as _torch
-from tests.support.limits import LIMIT_SECONDS
 
 
 class Chosen(LightningEnvironment):
@@ -53,26 +50,6 @@ def test_override_environment_choice_applies_to_our_strategies_only() -> None:
         type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment)
         is LightningEnvironment
     )
-
-
-@pytest.mark.slow
-def test_the_choice_is_made_for_the_strategys_name_and_its_objects() -> None:
-    program = f"""
-import lightning_distrec, os
-from lightning.pytorch import Callback, LightningModule, Trainer
-os.environ.update(RANK="3", WORLD_SIZE="5", MASTER_ADDR="a", MASTER_PORT="1")
-for strategy in ("torchrec_sharded", lightning_distrec.TorchRecShardedStrategy()):
-    print(Trainer(strategy=strategy, **{QUIET}).strategy.cluster_environment.launched.num_ranks)
-print(type(Trainer(strategy="ddp", **{QUIET}).strategy.cluster_environment).__name__)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LIMIT_SECONDS,
-    )
-    assert done.stdout.split() == ["5", "5", "LightningEnvironment"]
 
 
 def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(

@@ -112,27 +112,25 @@ def test_fbgemm_without_cuda_kernels_is_an_error_only_where_the_tables_are_on_cu
     assert problem_with(CUDA, on_cuda=True) is None
 
 
+INSTALL_CPU = "python -m pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0"
+
+
 @pytest.mark.parametrize(
     ("installed", "line"),
     [
         (Installed(), f"python -m pip install torch=={DEFAULT_TORCH}"),
-        (
-            changed(CPU, torchrec=None),
-            "python -m pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0",
-        ),
+        (changed(CPU, torchrec=None), INSTALL_CPU),
         (
             changed(CUDA, torch="2.11.0", fbgemm_cuda="1.8.0"),
             "python -m pip install --no-deps fbgemm-gpu==1.6.0 torchrec==1.6.1",
         ),
         (
             changed(CPU, fbgemm_cuda="1.8.0"),
-            "python -m pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && "
-            "python -m pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0",
+            f"python -m pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {INSTALL_CPU}",
         ),
         (
             changed(CUDA, has_nvidia_driver=False),
-            "python -m pip uninstall -y fbgemm-gpu && "
-            "python -m pip install --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0",
+            f"python -m pip uninstall -y fbgemm-gpu && {INSTALL_CPU}",
         ),
     ],
 )
