@@ -30,11 +30,6 @@ from tests.support.ranks import rank_and_num_ranks
 Scenario = Callable[[int], Seen]
 
 
-def of_rank(*values: Any) -> Any:
-    """Return the value of this rank, the last one for those after it."""
-    return values[min(rank_and_num_ranks()[0], len(values) - 1)]
-
-
 def fit(
     depth: int, train: Callable[[], Any], val: Callable[[], Any] | None = None, **options: Any
 ) -> Seen:
@@ -232,40 +227,9 @@ def _shuffled(depth: int) -> Seen:
 
 val = partial(sized, 2, 500)
 SCENARIOS: dict[str, Scenario] = {
-    "one epoch": partial(fit, train=partial(sized, 5)),
     "three epochs": partial(fit, train=partial(sized, 4), val=val, max_epochs=3),
-    "one batch": partial(fit, train=partial(sized, 1), val=partial(sized, 1, 500), max_epochs=2),
-    "two batches": partial(
-        fit, train=partial(sized, 2), val=partial(unsized, 2, 500), max_epochs=2
-    ),
-    "unsized": partial(fit, train=partial(unsized, 5), val=partial(unsized, 3, 500), max_epochs=3),
-    "one unsized batch": partial(
-        fit, train=partial(unsized, 1), val=partial(unsized, 1, 500), max_epochs=2
-    ),
-    "sanity check": partial(
-        fit, train=partial(sized, 3), val=partial(sized, 5, 500), num_sanity_val_steps=2
-    ),
-    "limit_train_batches": partial(
-        fit, train=partial(sized, 7), limit_train_batches=3, max_epochs=2
-    ),
-    "limit of unsized": partial(
-        fit, train=partial(unsized, 7), limit_train_batches=3, max_epochs=2
-    ),
     "limit_val_batches": partial(
         fit, train=partial(sized, 2), val=several, limit_val_batches=2, max_epochs=2
-    ),
-    "max_steps": partial(fit, train=partial(sized, 5), val=val, max_steps=7, max_epochs=-1),
-    "max_steps of unsized": partial(
-        fit, train=partial(unsized, 5), val=val, max_steps=7, max_epochs=-1
-    ),
-    "val_check_interval int": partial(
-        fit, train=partial(sized, 5), val=val, val_check_interval=2, max_epochs=2
-    ),
-    "val_check_interval float": partial(
-        fit, train=partial(sized, 8), val=val, val_check_interval=0.25
-    ),
-    "val_check_interval unsized": partial(
-        fit, train=partial(unsized, 5), val=several, val_check_interval=2
     ),
     "val_check_interval over epochs": partial(
         fit,
@@ -275,10 +239,6 @@ SCENARIOS: dict[str, Scenario] = {
         check_val_every_n_epoch=None,
         max_epochs=3,
     ),
-    "check_val_every_n_epoch": partial(
-        fit, train=partial(sized, 3), val=val, check_val_every_n_epoch=2, max_epochs=4
-    ),
-    "several val loaders": partial(fit, train=partial(sized, 3), val=several, max_epochs=2),
     "workers": partial(
         fit,
         train=partial(sized, 5, num_workers=2, persistent_workers=True),
@@ -300,16 +260,10 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "early stopping": _early_stopping,
     "should_stop": partial(fit, train=partial(sized, 4), val=val, model=StopsItself, max_epochs=3),
-    "should_stop unsized": partial(
-        fit, train=partial(unsized, 4), val=val, model=StopsItself, max_epochs=3
-    ),
     "overfit_batches": partial(
         fit, train=partial(sized, 6), val=val, overfit_batches=2, max_epochs=3
     ),
     "fast_dev_run": partial(fit, train=partial(sized, 6), val=val, fast_dev_run=2, logger=False),
-    "accumulated": partial(
-        fit, train=partial(sized, 5), val=val, accumulate_grad_batches=2, max_epochs=2
-    ),
     "by hand": partial(fit, train=partial(sized, 5), val=val, model=ByHand, max_epochs=2),
     "dataloader_iter": partial(
         fit, train=partial(sized, 5), val=val, model=TakesIterator, max_epochs=2
@@ -324,21 +278,9 @@ SCENARIOS: dict[str, Scenario] = {
     "fit twice": partial(seen_by, act=_fit_twice, max_epochs=2),
     "fit, validate, test, predict": partial(seen_by, act=_validate_test_predict),
     "predict": partial(seen_by, act=_predict, callbacks=[KeepsIndices()]),
-    "batch size 1": partial(fit, train=partial(collated, 5, 1), val=partial(collated, 3, 2)),
-    "last smaller batch": partial(fit, train=partial(collated, 7, 3), max_epochs=2),
     "shuffled": _shuffled,
-    "profiler": partial(fit, train=partial(sized, 4), val=val, profiler="simple"),
-    "one table lookup less": partial(
-        fit, train=partial(sized, 4), strategy={"convert_embeddings": "none"}
-    ),
     "min_size": partial(
         _combined, mode="min_size", first=partial(sized, 5), other=partial(sized, 3, 50)
-    ),
-    "min_size unsized": partial(
-        _combined, mode="min_size", first=partial(unsized, 5), other=partial(unsized, 3, 50)
-    ),
-    "max_size_cycle": partial(
-        _combined, mode="max_size_cycle", first=partial(sized, 3), other=partial(sized, 5, 50)
     ),
     "max_size_cycle unsized": partial(
         _combined, mode="max_size_cycle", first=partial(unsized, 3), other=partial(unsized, 5, 50)
@@ -351,37 +293,17 @@ SCENARIOS: dict[str, Scenario] = {
     "saved endless": partial(
         _saved, loader=partial(_resumable, True, False), limit_train_batches=4
     ),
-    "saved endless sized": partial(_saved, loader=partial(_resumable, True)),
 }
+"""What fits of prefetched_jobs.py are not."""
 
 
-def uneven(
-    depth: int,
-    kind: str,
-    lengths: tuple[int, ...],
-    vals: tuple[int, ...],
-    mode: str,
-    **options: Any,
-) -> Seen:
-    """Fit with loaders of unequal lengths."""
-    make = {"sized": sized, "unsized": unsized}[kind]
-    return fit(
-        depth,
-        lambda: make(of_rank(*lengths)),
-        lambda: make(of_rank(*vals), 500),
-        strategy={"uneven_inputs": mode},
-        catch=(DistRecError,),
-        max_epochs=2,
-        **options,
-    )
-
-
-def uneven_combined(depth: int, mode: Any, uneven_inputs: str = "stop") -> Seen:
+def _uneven(depth: int, mode: Any, uneven_inputs: str = "stop") -> Seen:
     """Fit with two loaders of unknown lengths, one of them longer on rank 0."""
+    length = 4 if rank_and_num_ranks()[0] == 0 else 3
     return seen_by(
         depth,
         lambda t, m: t.fit(
-            m, CombinedLoader({"one": unsized(of_rank(4, 3)), "other": unsized(6, 50)}, mode)
+            m, CombinedLoader({"one": unsized(length), "other": unsized(6, 50)}, mode)
         ),
         model=TwoLoaders,
         strategy={"uneven_inputs": uneven_inputs},
@@ -391,31 +313,7 @@ def uneven_combined(depth: int, mode: Any, uneven_inputs: str = "stop") -> Seen:
 
 
 UNEVEN: dict[str, Scenario] = {
-    **{
-        f"{kind} {mode} {lengths} {vals}": partial(
-            uneven, kind=kind, lengths=lengths, vals=vals, mode=mode
-        )
-        for kind in ("sized", "unsized")
-        for mode in ("stop", "error")
-        for lengths, vals in (
-            ((6, 4, 5), (2, 2)),
-            ((1, 4, 2), (2, 1, 3)),
-            ((4, 4), (3, 1, 2)),
-            ((3, 3), (0, 2)),
-            ((4, 0), (2, 2)),
-        )
-    },
-    "unsized, validated inside": partial(
-        uneven, kind="unsized", lengths=(6, 5), vals=(2, 3), mode="stop", val_check_interval=2
-    ),
-    "limited": partial(
-        uneven, kind="unsized", lengths=(6, 3), vals=(5, 3), mode="stop", limit_train_batches=5
-    ),
-    **{
-        f"combined {mode}": partial(uneven_combined, mode=mode)
-        for mode in ("min_size", "max_size_cycle", "max_size")
-    },
-    "combined max_size_cycle error": partial(
-        uneven_combined, mode="max_size_cycle", uneven_inputs="error"
-    ),
+    "min_size": partial(_uneven, mode="min_size"),
+    "max_size_cycle": partial(_uneven, mode="max_size_cycle"),
+    "max_size_cycle, an error": partial(_uneven, mode="max_size_cycle", uneven_inputs="error"),
 }

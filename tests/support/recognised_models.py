@@ -3,7 +3,8 @@
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,12 +21,10 @@ from torchrec import (
 
 from tests.support.embedding_models import whole_state
 from tests.support.plain_loop import OPTIMIZERS
-from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 
 STEPS, SIZES = 5, (6, 6, 4, 6, 3)
 ROWS, COLUMNS, DIM = 40, 6, 8
-CUTS = ("table_wise", "row_wise", "column_wise")
 Batch = dict[str, Any]
 
 
@@ -42,6 +41,7 @@ def draw(step: int, rank: int, size: int | None = None) -> Batch:
     total = int(ends[-1])
     return {
         "values": ids(total),
+        "features": KeyedJaggedTensor(["f", "g"], ids(total), lengths=lengths.clone()),
         "lengths": lengths,
         "offsets": ends,
         "weights": torch.rand(total, generator=generator) + 0.5,
@@ -139,106 +139,24 @@ def jagged(batch: Batch, **parts: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["f", "g"], batch["values"], **parts)
 
 
-class WholeKjt(Bags):
-    """The batch has the KeyedJaggedTensor."""
+class BagsOf(Bags):
+    """Looks up what a function makes of the batch."""
+
+    def __init__(self, features: Callable[[Batch], Any], optimizer: str, **options: Any) -> None:
+        self.make, self.weighted = features, options.get("weighted", False)
+        self.prepare = options.get("prepare", lambda batch, step: batch)
+        super().__init__(optimizer)
 
     def prepared(self, batch: Batch, step: int) -> Any:
-        return {"features": jagged(batch, lengths=batch["lengths"]), "label": batch["label"]}
+        return self.prepare(batch, step)
 
     def features(self, batch: Any) -> KeyedJaggedTensor:
-        return batch["features"]
+        return self.make(batch)
 
 
-@dataclass
-class Clicks:
-    """A batch as a dataclass."""
-
-    label: Tensor
-    inner: list[Any]
-
-
-class DataclassBatch(Bags):
-    """The KeyedJaggedTensor lies in a list in a dataclass."""
-
-    def prepared(self, batch: Batch, step: int) -> Any:
-        return Clicks(batch["label"], [jagged(batch, lengths=batch["lengths"])])
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return batch.inner[0]
-
-
-class TupleBatch(Bags):
-    """The batch is a tuple."""
-
-    def prepared(self, batch: Batch, step: int) -> Any:
-        return jagged(batch, lengths=batch["lengths"]), batch["label"]
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        features, _ = batch
-        return features
-
-
-class ByLengths(Bags):
-    """The KeyedJaggedTensor is made in the step, of lengths."""
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return jagged(batch, lengths=batch["lengths"])
-
-
-class ByLengthsSync(Bags):
-    """The same, synchronized."""
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor.from_lengths_sync(["f", "g"], batch["values"], batch["lengths"])
-
-
-class ByOffsetsSync(Bags):
-    """The same, of offsets."""
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor.from_offsets_sync(["f", "g"], batch["values"], batch["offsets"])
-
-
-class Weighted(Bags):
-    """The same with a weight for each id."""
-
-    weighted = True
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return jagged(batch, offsets=batch["offsets"], weights=batch["weights"])
-
-
-class OneEach(Bags):
-    """One id for each example and feature, the lengths made in the step."""
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        values = batch["sparse"].view(-1)
-        return KeyedJaggedTensor(
-            ["f", "g"], values, lengths=torch.full((2 * len(batch["label"]),), 3)
-        )
-
-
-class OneEachAtFirst(ByOffsetsSync):
-    """One id in each bag of the first batch only."""
-
-    def prepared(self, batch: Batch, step: int) -> Any:
-        if step > 0:
-            return batch
-        number = len(batch["lengths"])
-        return batch | {
-            "values": batch["sparse"].flatten()[:number].clone(),
-            "offsets": torch.arange(number + 1),
-        }
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        features = jagged(batch, offsets=batch["offsets"])
-        features.lengths()
-        return features
-
-
-def rank_of_this() -> int:
-    """Return this rank's number."""
-    return rank_and_num_ranks()[0]
+def bags_of(features: Callable[[Batch], Any], **options: Any) -> Any:
+    """Return what makes a module of bags. options: weighted, and prepare, which changes batches."""
+    return partial(BagsOf, features, **options)
 
 
 class Sequences(Recommender):
@@ -264,66 +182,85 @@ class Sequences(Recommender):
         return torch.cat([rows["f"].values().sum(0), rows["g"].values().sum(0)]).unsqueeze(0)
 
 
-class SixColumns(Recommender):
-    """One nn.Embedding for each column of a matrix of ids."""
+def embedding() -> nn.Embedding:
+    """Return a table."""
+    return nn.Embedding(ROWS, DIM)
+
+
+def bag(**options: Any) -> nn.EmbeddingBag:
+    """Return a table of bags."""
+    return nn.EmbeddingBag(ROWS, DIM, **{"mode": "sum"} | options)
+
+
+class RowsOf(Recommender):
+    """Looks rows up as a function of the module, the batch and the number of the step does."""
+
+    def __init__(
+        self,
+        look_up: Callable[[Any, Batch, int], Tensor],
+        tables: dict[str, Callable[[], nn.Module]],
+        optimizer: str,
+        prepare: Callable[[Batch, int], Batch] = lambda batch, step: batch,
+    ) -> None:
+        self.look_up, self.makers, self.prepare = look_up, tables, prepare
+        super().__init__(optimizer)
 
     def build(self) -> None:
-        self.tables = nn.ModuleList(nn.Embedding(ROWS, DIM) for _ in range(COLUMNS))
+        for name, make in self.makers.items():
+            setattr(self, name, make())
+
+    def prepared(self, batch: Batch, step: int) -> Any:
+        return self.prepare(batch, step)
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return torch.cat([table(batch["sparse"][:, i]) for i, table in enumerate(self.tables)], 1)
+        return self.look_up(self, batch, batch_idx)
 
 
-class BagsOfMatrix(Recommender):
-    """An nn.EmbeddingBag over ranges of columns."""
-
-    def build(self) -> None:
-        self.table = nn.EmbeddingBag(ROWS, DIM, mode="mean")
-        self.other = nn.EmbeddingBag(ROWS, DIM, mode="sum")
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return torch.cat(
-            [self.table(batch["sparse"]), self.other(input=batch["sparse"][:, 2:5])], 1
-        )
+ONE: dict[str, Any] = {"table": embedding}
+TWO: dict[str, Any] = ONE | {"other": embedding}
 
 
-class BagsByOffsets(Recommender):
-    """An nn.EmbeddingBag with offsets and weights."""
-
-    def build(self) -> None:
-        self.table = nn.EmbeddingBag(ROWS, DIM, mode="sum", include_last_offset=True)
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.table(batch["values"], batch["offsets"], per_sample_weights=batch["weights"])
+def rows_of(look_up: Any, tables: dict[str, Any] | None = None, **options: Any) -> Any:
+    """Return what makes a module of these tables, of one nn.Embedding where none are named."""
+    return partial(RowsOf, look_up, ONE if tables is None else tables, **options)
 
 
-class BagsOfOne(Recommender):
-    """An nn.EmbeddingBag whose offsets the step makes."""
-
-    def build(self) -> None:
-        self.table = nn.EmbeddingBag(ROWS, DIM, mode="sum")
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        ids = batch["sparse"].view(-1)
-        return self.table(ids, torch.arange(0, len(ids), COLUMNS))
+def _three_calls(m: Any, batch: Batch, step: int) -> Tensor:
+    user = m.table(batch["user"])
+    return (user * m.table(batch["positive"]) - user * m.table(batch["negative"])).mean(1)
 
 
-class CalledThrice(Recommender):
-    """One nn.Embedding for a user's items, the next and another one."""
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        user = self.table(batch["user"])
-        return (
-            (user * self.table(batch["positive"])) - (user * self.table(batch["negative"]))
-        ).mean(1)
+def _two_tables(m: Any, batch: Batch, step: int) -> Tensor:
+    return (m.table(batch["user"]) * m.other(batch["positive"])).mean(1)
 
 
-class Hooked(ByLengths):
+def _columns(m: Any, batch: Batch, step: int) -> Tensor:
+    return torch.cat([getattr(m, f"t{i}")(batch["sparse"][:, i]) for i in range(COLUMNS)], 1)
+
+
+def _bags_by_offsets(m: Any, batch: Batch, step: int) -> Tensor:
+    return m.table(batch["values"], batch["offsets"], per_sample_weights=batch["weights"])
+
+
+def _bags_of_made_offsets(m: Any, batch: Batch, step: int) -> Tensor:
+    ids = batch["sparse"].view(-1)
+    return m.table(ids, torch.arange(0, len(ids), COLUMNS))
+
+
+def _one_each(batch: Batch) -> KeyedJaggedTensor:
+    lengths = torch.full((2 * len(batch["label"]),), 3)
+    return KeyedJaggedTensor(["f", "g"], batch["sparse"].view(-1), lengths=lengths)
+
+
+class Hooked(Bags):
     """Makes ids in the hooks around the batch's way to the device; counts their calls."""
 
     def __init__(self, optimizer: str = "SGD") -> None:
         self.calls = {"before": 0, "transfer": 0, "after": 0}
         super().__init__(optimizer)
+
+    def features(self, batch: Any) -> KeyedJaggedTensor:
+        return jagged(batch, lengths=batch["lengths"])
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.calls["before"] += 1
@@ -354,13 +291,7 @@ class HookedData(pl.LightningDataModule):
 
     on_before_batch_transfer = Hooked.on_before_batch_transfer
     on_after_batch_transfer = Hooked.on_after_batch_transfer
-
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
-        self.calls["transfer"] += 1
-        batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
-        return batch | {"values": (batch["values"] * 3 + 2) % ROWS}
+    transfer_batch_to_device = Hooked.transfer_batch_to_device
 
 
 class Declares(Bags):
@@ -389,109 +320,63 @@ class Declares(Bags):
         return features
 
 
-class TargetFirst(Recommender):
-    """Looks rows of a target up without a gradient, before those that learn."""
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            target = self.table(batch["positive"])
-        assert not target.requires_grad
-        learning = self.table(batch["user"])
-        assert learning.requires_grad or not torch.is_grad_enabled()
-        return (learning * (1 + target)).mean(1)
+# -- rows that change after the step began
 
 
-class TargetLast(Recommender):
-    """The same the other way round, of the same ids too."""
+def _target_first(m: Any, batch: Batch, step: int) -> Tensor:
+    with torch.no_grad():
+        target = m.table(batch["positive"])
+    assert not target.requires_grad
+    learning = m.table(batch["user"])
+    assert learning.requires_grad or not torch.is_grad_enabled()
+    return (learning * (1 + target)).mean(1)
 
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        learning = self.table(batch["user"])
-        with torch.no_grad():
-            targets = [self.table(batch["user"]), self.table(batch["positive"])]
-        assert not any(target.requires_grad for target in targets)
-        return (learning * (1 + targets[0] + targets[1])).mean(1)
+
+def _target_last(m: Any, batch: Batch, step: int) -> Tensor:
+    learning = m.table(batch["user"])
+    with torch.no_grad():
+        targets = [m.table(batch["user"]), m.table(batch["positive"])]
+    assert not any(target.requires_grad for target in targets)
+    return (learning * (1 + targets[0] + targets[1])).mean(1)
 
 
 class TargetBags(Bags):
-    """The same over a collection of bags."""
-
-    def prepared(self, batch: Batch, step: int) -> Any:
-        return {
-            "one": jagged(batch, lengths=batch["lengths"]),
-            "other": jagged(batch, lengths=batch["lengths"].flip(0)),
-        }
+    """Looks bags of a target up without a gradient, before those that learn."""
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.no_grad():
-            target = self.ebc(batch["other"]).values()
+            target = self.ebc(batch["features"]).values()
         assert not target.requires_grad
-        return self.ebc(batch["one"]).values() * (1 + target)
+        return self.ebc(jagged(batch, lengths=batch["lengths"])).values() * (1 + target)
 
 
-class ChangesRate(Recommender):
-    """Changes the learning rate inside of its step, before it looks up."""
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        if self._trainer is not None:
-            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.5 / (1 + batch_idx)
-        return self.table(batch["user"]).mean(1)
+def _changes_rate(m: Any, batch: Batch, step: int) -> Tensor:
+    if m._trainer is not None:
+        m.trainer.optimizers[0].param_groups[0]["lr"] = 0.5 / (1 + step)
+    return m.table(batch["user"]).mean(1)
 
 
-class ChangesRateOfBags(WholeKjt):
-    """The same over a collection, in every other step."""
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        if self._trainer is not None and batch_idx % 2:
-            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
-        return super().rows(batch, batch_idx)
+def _freezes(m: Any, batch: Batch, step: int) -> Tensor:
+    for weight in m.table.parameters():
+        weight.requires_grad_(step not in (1, 2))
+    return _two_tables(m, batch, step)
 
 
-class Freezes(Recommender):
-    """Freezes and unfreezes a table inside of its step."""
-
-    def build(self) -> None:
-        self.table, self.other = nn.Embedding(ROWS, DIM), nn.Embedding(ROWS, DIM)
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        for weight in self.table.parameters():
-            weight.requires_grad_(batch_idx not in (1, 2))
-        return (self.table(batch["user"]) * self.other(batch["positive"])).mean(1)
+def _every_other(m: Any, batch: Batch, step: int, parity: int = 0) -> Tensor:
+    rows = m.table(batch["user"])
+    return (rows * m.other(batch["positive"]) if step % 2 == parity else rows).mean(1)
 
 
-class EveryOther(Recommender):
-    """Looks one of its tables up in every other step only."""
-
-    parity = 0
-
-    def build(self) -> None:
-        self.table, self.other = nn.Embedding(ROWS, DIM), nn.Embedding(ROWS, DIM)
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        rows = self.table(batch["user"])
-        return (
-            rows * self.other(batch["positive"]) if batch_idx % 2 == self.parity else rows
-        ).mean(1)
-
-
-class EveryOtherLater(EveryOther):
-    """The same, not in the first step."""
-
-    parity = 1
-
-
-class EveryOtherBags(WholeKjt):
+class EveryOtherBags(Bags):
     """Looks its collection up in every other step only."""
 
     def build(self) -> None:
         super().build()
         self.table = nn.Embedding(ROWS, 5 * DIM)
 
-    def prepared(self, batch: Batch, step: int) -> Any:
-        return super().prepared(batch, step) | {"ids": batch["user"][:, 0]}
-
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        rows = self.table(batch["ids"])
-        return rows if batch_idx % 2 else rows + super().rows(batch, batch_idx)
+        rows = self.table(batch["user"][:, 0])
+        return rows if batch_idx % 2 else rows + self.ebc(batch["features"]).values()
 
 
 class Alternates(Recommender):
@@ -541,72 +426,54 @@ class StepsFirst(Recommender):
         self.manual_backward(self.loss(self.rows(batch, batch_idx)))
 
 
-# -- not recognised
+# -- computed, or ambiguous
 
 
-class Hashes(ByLengths):
-    """Makes its ids in the step."""
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(["f", "g"], batch["values"] * 3 % ROWS, lengths=batch["lengths"])
+def _hashed(batch: Batch) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(["f", "g"], batch["values"] * 3 % ROWS, lengths=batch["lengths"])
 
 
-class WritesFirst(ByLengths):
-    """Writes its ids in place, in every step."""
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        batch["values"].mul_(3).remainder_(ROWS)
-        return super().features(batch)
+def _written(batch: Batch) -> KeyedJaggedTensor:
+    batch["values"].mul_(3).remainder_(ROWS)
+    return jagged(batch, lengths=batch["lengths"])
 
 
-class Positions(Recommender):
-    """Looks positions up, which no batch has."""
-
-    def build(self) -> None:
-        self.table, self.position = nn.Embedding(ROWS, DIM), nn.Embedding(5, DIM)
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.table(batch["user"]) * self.position(torch.arange(5))).mean(1)
+def _one_of_two(m: Any, batch: Batch, step: int) -> Tensor:
+    return (m.table(batch["user"]) * m.other(batch["positive"] * 3 % ROWS)).mean(1)
 
 
-class OneType(Positions):
-    """Looks up the same number for all."""
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.table(batch["user"]).mean(1) * self.position(
-            torch.ones(len(batch["user"]), dtype=torch.long)
-        )
+def _positions(m: Any, batch: Batch, step: int) -> Tensor:
+    return (m.table(batch["user"]) * m.other(torch.arange(5))).mean(1)
 
 
-class OneOfTwo(Recommender):
-    """One of two tables gets ids that are made in the step."""
-
-    def build(self) -> None:
-        self.table, self.other = nn.Embedding(ROWS, DIM), nn.Embedding(ROWS, DIM)
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.table(batch["user"]) * self.other(batch["positive"] * 3 % ROWS)).mean(1)
+def _shifted(m: Any, batch: Batch, step: int) -> Tensor:
+    return (m.table(batch["user"][:, :-1]) * m.table(batch["user"][:, 1:])).mean(1)
 
 
-class Shifted(Recommender):
-    """All items but the last, and all but the first, of sequences as long as the longest of their
-    batch."""
-
-    def prepared(self, batch: Batch, step: int) -> Any:
-        return batch | {"user": batch["user"][:, : (3, 5, 2, 3, 4)[step]].clone()}
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.table(batch["user"][:, :-1]) * self.table(batch["user"][:, 1:])).mean(1)
+def _as_long_as_the_longest(batch: Batch, step: int) -> Batch:
+    return batch | {"user": batch["user"][:, : (3, 5, 2, 3, 4)[step]].clone()}
 
 
-class OneTensorFirst(Recommender):
-    """Two entries of the first batch are one tensor, those of later batches are not."""
+def _one_tensor_at_first(batch: Batch, step: int) -> Batch:
+    return batch | ({"positive": batch["user"]} if step == 0 else {})
 
-    def prepared(self, batch: Batch, step: int) -> Any:
-        return batch | ({"positive": batch["user"]} if step == 0 else {})
 
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.table(batch["user"]) * self.table(batch["positive"])).mean(1)
+def _two_of_one_table(m: Any, batch: Batch, step: int) -> Tensor:
+    return (m.table(batch["user"]) * m.table(batch["positive"])).mean(1)
+
+
+def _one_each_at_first(batch: Batch, step: int) -> Batch:
+    if step > 0:
+        return batch
+    number = len(batch["lengths"])
+    ids = batch["sparse"].flatten()[:number].clone()
+    return batch | {"values": ids, "offsets": torch.arange(number + 1)}
+
+
+def _with_read_lengths(batch: Batch) -> KeyedJaggedTensor:
+    features = jagged(batch, offsets=batch["offsets"])
+    features.lengths()
+    return features
 
 
 class LooksOnRankZero(Bags):
@@ -621,35 +488,126 @@ class LooksOnRankZero(Bags):
         return rows.values()
 
 
-class Evaluated(CalledThrice):
-    """Has all steps; the second validation loader's batches are tuples."""
+@dataclass(frozen=True)
+class Case:
+    """A fit with look-ahead, which is compared with one without."""
 
-    def __init__(self, optimizer: str = "SGD") -> None:
-        super().__init__(optimizer)
+    model: Callable[[str], Recommender]
+    optimizer: str = "SGD"
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    data: Callable[[list[Any]], Any] | None = None
+    depth: int = 3
+
+
+ROW_WISE, COLUMN_WISE, TABLE_WISE = (
+    {"sharding_types": [f"{way}_wise"]} for way in ("row", "column", "table")
+)
+OFF = {"computed_ids": False}
+COPIES = {"tables": {name: {"sharding_types": ["data_parallel"]} for name in ("t", "u")}}
+DENSE_SHARDED = {"dense": "fsdp", "fsdp": {"min_num_parameters": 8}}
+
+BY_LENGTHS = bags_of(lambda b: jagged(b, lengths=b["lengths"]))
+SYNCED = bags_of(
+    lambda b: KeyedJaggedTensor.from_offsets_sync(["f", "g"], b["values"], b["offsets"])
+)
+WEIGHTED = bags_of(lambda b: jagged(b, offsets=b["offsets"], weights=b["weights"]), weighted=True)
+SIX_COLUMNS = rows_of(_columns, {f"t{i}": embedding for i in range(COLUMNS)})
+BY_OFFSETS = rows_of(_bags_by_offsets, {"table": partial(bag, include_last_offset=True)})
+
+AHEAD: dict[str, Case] = {
+    "a KeyedJaggedTensor": Case(bags_of(lambda b: b["features"]), "SGD", TABLE_WISE),
+    "the same, clipped": Case(
+        bags_of(lambda b: b["features"]), "SGD", ROW_WISE, {"gradient_clip_val": 0.05}
+    ),
+    "of lengths": Case(BY_LENGTHS, "Adagrad", ROW_WISE),
+    "of offsets, synchronized": Case(SYNCED, "Adam", COLUMN_WISE),
+    "with weights": Case(WEIGHTED, "SGD", COLUMN_WISE),
+    "of made lengths": Case(bags_of(_one_each), "Adam", ROW_WISE, {"precision": "bf16-mixed"}),
+    "sequences": Case(Sequences, "Adam", ROW_WISE),
+    "columns": Case(SIX_COLUMNS, "Adam", ROW_WISE),
+    "columns, whole": Case(SIX_COLUMNS, "SGD", TABLE_WISE),
+    "bags by offsets": Case(BY_OFFSETS, "Adagrad", TABLE_WISE),
+    "bags of made offsets": Case(rows_of(_bags_of_made_offsets, {"table": bag}), "SGD", ROW_WISE),
+    "three calls": Case(
+        rows_of(_three_calls), "Adagrad", TABLE_WISE | {"embedding_update": "sparse"}, depth=2
+    ),
+    "three calls, accumulated": Case(
+        rows_of(_three_calls), "Adam", COLUMN_WISE, {"accumulate_grad_batches": 2}
+    ),
+    "three calls, dense layers sharded": Case(
+        rows_of(_three_calls), "SGD", ROW_WISE | DENSE_SHARDED
+    ),
+}
+CHANGING: dict[str, Case] = {
+    "target first": Case(rows_of(_target_first), "SGD", ROW_WISE, depth=2),
+    "target last": Case(rows_of(_target_last), "Adagrad", COLUMN_WISE),
+    "target of bags": Case(TargetBags, "Adam", ROW_WISE),
+    "rate": Case(rows_of(_changes_rate), "SGD", ROW_WISE),
+    "frozen": Case(rows_of(_freezes, TWO), "Adam", TABLE_WISE),
+    "alternates": Case(Alternates, "Adam", TABLE_WISE),
+}
+MADE: dict[str, Case] = {
+    "hooks of the module": Case(Hooked, "SGD", ROW_WISE),
+    "hooks of the datamodule": Case(BY_LENGTHS, "Adam", TABLE_WISE, data=HookedData),
+    "declared": Case(Declares, "Adagrad", ROW_WISE),
+}
+LATER = partial(_every_other, parity=1)
+SOME: dict[str, tuple[Case, tuple[int, int]]] = {
+    "every other": (Case(rows_of(_every_other, TWO), "SGD", ROW_WISE), (8, 6)),
+    "every other, later": (Case(rows_of(LATER, TWO), "Adam", ROW_WISE), (7, 4)),
+    "every other, copies": (Case(EveryOtherBags, "Adam", COPIES), (8, 6)),
+    "hashed": (Case(bags_of(_hashed), "SGD", ROW_WISE | {"prefetch": OFF}), (STEPS, 0)),
+    "one of two": (
+        Case(rows_of(_one_of_two, TWO), "Adagrad", ROW_WISE | {"prefetch": OFF}),
+        (2 * STEPS, STEPS - 1),
+    ),
+    "written": (Case(bags_of(_written), "Adam", TABLE_WISE | {"prefetch": OFF}), (STEPS, 0)),
+    "positions, in the trial": (
+        Case(rows_of(_positions, TWO), "SGD", ROW_WISE),
+        (2 * STEPS, STEPS - 1),
+    ),
+}
+"""Cases, and of how many lookups how many were sent ahead."""
+UNCOUNTED: dict[str, Case] = {
+    "sequences of the longest of their batch": Case(
+        rows_of(_shifted, prepare=_as_long_as_the_longest), "SGD", ROW_WISE
+    ),
+    "one tensor under two names at first": Case(
+        rows_of(_two_of_one_table, prepare=_one_tensor_at_first), "SGD", ROW_WISE
+    ),
+    "one id each at first": Case(
+        bags_of(_with_read_lengths, prepare=_one_each_at_first), "SGD", ROW_WISE
+    ),
+    "gradients used at the beginning of the next step": Case(StepsFirst, "Adam", ROW_WISE),
+    "the same, whole": Case(StepsFirst, "SGD", TABLE_WISE),
+    "rank 0 looks at its rows earlier": Case(LooksOnRankZero, "SGD", TABLE_WISE),
+}
+CASES = AHEAD | CHANGING | MADE | {name: case for name, (case, _) in SOME.items()} | UNCOUNTED
+
+
+class Evaluated(Recommender):
+    """Has all steps; the second validation loader's batches are tuples, and ids of predictions are
+    computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.all_counts: dict[str, tuple[int, int]] = {}
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.table(batch["user"]) * self.table(batch["positive"])).mean(1)
+        return _two_of_one_table(self, batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         first, other = (batch["user"], batch["negative"]) if dataloader_idx == 0 else batch
-        self.log(
-            "validated",
-            self.score(self.table(first) * self.table(other)).mean(),
-            sync_dist=True,
-            batch_size=1,
-        )
+        score = self.score(self.table(first) * self.table(other)).mean()
+        self.log("validated", score, sync_dist=True, batch_size=1)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log(
-            "tested",
-            self.score(self.table(batch["sparse"][:, 1])).mean(),
-            sync_dist=True,
-            batch_size=1,
-        )
+        score = self.score(self.table(batch["sparse"][:, 1])).mean()
+        self.log("tested", score, sync_dist=True, batch_size=1)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.score(self.table(batch[0]).mean(1))
+        return self.score(self.table(batch[0] * 7 % ROWS).mean(1))
 
     def keep_more(self) -> None:
         """Keep the lookups of the run that ends."""
@@ -666,40 +624,27 @@ class Evaluated(CalledThrice):
 def evaluate(depth: int) -> dict[str, Any]:
     """Fit with two validation loaders, test and predict; returns what was logged, predicted and
     counted."""
-    rank = rank_of_this()
+    rank = rank_and_num_ranks()[0]
     model = Evaluated()
 
-    def loader(make: Callable[[Batch], Any], first: int) -> DataLoader:
-        batches = [make(draw(step, rank)) for step in range(first, first + STEPS)]
+    def loader(make: Callable[[Batch], Any], first: int, steps: int = STEPS) -> DataLoader:
+        batches = [make(draw(step, rank, size=6)) for step in range(first, first + steps)]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
-    validating = [
-        loader(dict, 10),
-        loader(lambda batch: (batch["sparse"][:, :5], batch["user"]), 20),
-    ]
+    pairs = loader(lambda batch: (batch["sparse"][:, :5], batch["user"]), 20)
+    validating = [loader(dict, 10), pairs]
     options: dict[str, Any] = {"convert_embeddings": "all", "prefetch": {"depth": depth}}
     trainer = make_trainer(options, num_sanity_val_steps=1)
-    metrics: dict[str, float] = {}
-
-    def log() -> None:
-        metrics.update({
-            f"{trainer.state.fn} {name}": float(value)
-            for name, value in trainer.callback_metrics.items()
-        })
-
+    metrics = []
     trainer.fit(model, loader(dict, 0), validating)
-    log()
+    metrics.append(dict(trainer.callback_metrics))
     trainer.validate(model, validating, verbose=False)
-    log()
+    metrics.append(dict(trainer.callback_metrics))
     trainer.test(model, loader(dict, 30), verbose=False)
-    log()
-    predicted = trainer.predict(model, loader(lambda batch: [batch["user"]], 40))
-    return {
-        "metrics": metrics,
-        "predicted": predicted,
-        "state": model.final_state,
-        "counts": model.all_counts,
-    }
+    metrics.append(dict(trainer.callback_metrics))
+    predicted = trainer.predict(model, loader(lambda batch: [batch["user"]], 40, 2 * STEPS))
+    numbers = {"metrics": metrics, "predicted": predicted, "state": model.final_state}
+    return {"numbers": numbers, "counts": model.all_counts}
 
 
 class GoesWrong(Recommender):
@@ -727,7 +672,7 @@ class GoesWrong(Recommender):
         self.last = batch_idx
         if self.wrong("fails before", batch_idx):
             raise KeyError("out of cheese")
-        rows = self.table(batch["negative" if self.wrong("another entry", batch_idx) else "user"])
+        rows = self.table(batch["user"])
         if self.wrong("fails between", batch_idx):
             raise KeyError("out of cheese")
         other = self.other(batch["user" if self.wrong("second entry", batch_idx) else "positive"])
@@ -739,7 +684,7 @@ def go_wrong(fault: str, ranks: tuple[int, ...], rows: str) -> tuple[str, str, f
     step."""
     model = GoesWrong()
     model.fault, model.ranks = fault, ranks
-    batches = [draw(step, rank_of_this(), size=6) for step in range(STEPS)]
+    batches = [draw(step, rank_and_num_ranks()[0], size=6) for step in range(STEPS)]
     options = {"convert_embeddings": "all", "sharding_types": [rows]}
     begin = time.perf_counter()
     try:
@@ -753,7 +698,7 @@ def go_wrong(fault: str, ranks: tuple[int, ...], rows: str) -> tuple[str, str, f
 
 
 def fit(
-    kind: type[Recommender],
+    kind: Callable[[str], Recommender],
     depth: int,
     optimizer: str = "SGD",
     strategy: dict[str, Any] | None = None,
@@ -763,11 +708,12 @@ def fit(
     """Train on this rank; returns losses, state, counts, the reasons that were said, calls of
     hooks."""
     model = kind(optimizer)
-    batches = [model.prepared(draw(step, rank_of_this()), step) for step in range(STEPS)]
+    batches = [model.prepared(draw(step, rank_and_num_ranks()[0]), step) for step in range(STEPS)]
     model.losses.clear()
     started = {name: value.clone() for name, value in model.state_dict().items()}
     data: Any = DataLoader(batches, batch_size=None) if datamodule is None else datamodule(batches)  # type: ignore[arg-type]
-    options = {"convert_embeddings": "all", "prefetch": {"depth": depth}} | (strategy or {})
+    prefetch = {"depth": depth} | (strategy or {}).get("prefetch", {})
+    options = {"convert_embeddings": "all"} | (strategy or {}) | {"prefetch": prefetch}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         running = make_trainer(options, **(trainer or {}))
@@ -809,22 +755,14 @@ def moved(earlier: dict[str, Tensor], later: dict[str, Tensor]) -> dict[str, flo
     }
 
 
-def compare(kind: type[Recommender], *args: Any, depth: int = 3) -> dict[str, Any]:
-    """Return what a fit with look-ahead found, and in "different" what is not as without it, bit
-    for bit."""
-    plain, ahead = fit(kind, 1, *args), fit(kind, depth, *args)
+def compare(name: str) -> dict[str, Any]:
+    """Return what a case's fit with look-ahead found, and in "different" what is not as without it,
+    bit for bit."""
+    case = CASES[name]
+    arguments = case.optimizer, case.strategy, case.trainer, case.data
+    plain, ahead = fit(case.model, 1, *arguments), fit(case.model, case.depth, *arguments)
+    expected, state = plain["state"], ahead.pop("state")
     different = [key for key in ("losses", "logged") if plain[key] != ahead[key]]
-    different += [key for key in ("state",) if plain[key].keys() != ahead[key].keys()]
-    different += [
-        key for key, value in plain["state"].items() if not torch.equal(value, ahead["state"][key])
-    ]
-    return {
-        **{key: value for key, value in ahead.items() if key != "state"},
-        "different": different,
-        "plain calls": plain["calls"],
-    }
-
-
-def compare_at_depth_two(kind: type[Recommender], *args: Any) -> dict[str, Any]:
-    """The same with one batch ahead."""
-    return compare(kind, *args, depth=2)
+    assert state.keys() == expected.keys()
+    different += [key for key, value in state.items() if not torch.equal(value, expected[key])]
+    return ahead | {"different": different, "plain calls": plain["calls"]}
