@@ -82,21 +82,24 @@ class Shapes(pl.LightningModule):
 
 
 @dataclass(frozen=True)
-class ShapeOfStep:
+class Shape:
     """What is looked up, and how."""
 
     look_up: Callable[[Any, Any], Rows]
+    """Of the tables, and the batch."""
     make: Callable[[int], Batch]
     """Returns a batch of a size."""
-    reason: str | None
-    """Why the computed calls are not prefetched; None: they are."""
-    calls: int
+    calls: int = 1
     """That are sent ahead of a step."""
-    found: int
+    refused: str | None = None
+    """Why the computed calls are not prefetched; None: they are."""
+    found: int = 0
     """How many of these are also ahead of a batch of another size: found in it, not computed."""
 
 
-SHAPES: dict[str, ShapeOfStep] = {}
+def ids(*shape: int, below: int = 100) -> Tensor:
+    """Return random ids."""
+    return torch.randint(0, below, shape)
 
 
 def plain(size: int) -> Batch:
@@ -111,23 +114,16 @@ def plain(size: int) -> Batch:
     }
 
 
-def ragged(size: int) -> Batch:
-    """Return a batch of sequences, padded to the longest."""
+def ragged(size: int, width: int | None = None) -> Batch:
+    """Return a batch of sequences, padded to the longest, or to a width."""
     longest = int(torch.randint(5, 30, ()))
-    return {
-        "seq": ids(size, longest),
-        "len": torch.randint(1, longest + 1, (size,)),
-        "a": ids(size),
-    }
+    lengths = torch.randint(1, longest + 1, (size,))
+    return {"seq": ids(size, width or longest), "len": lengths, "a": ids(size)}
 
 
 def padded(size: int) -> Batch:
     """Return a batch of sequences, padded to 40."""
-    return {
-        "seq": ids(size, 40),
-        "len": torch.randint(1, int(torch.randint(5, 39, ())), (size,)),
-        "a": ids(size),
-    }
+    return ragged(size, 40)
 
 
 def jagged(size: int) -> Batch:
@@ -135,79 +131,21 @@ def jagged(size: int) -> Batch:
     lengths = torch.randint(0, 4, (2 * size,))
     total = int(lengths.sum())
     ends = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
-    return {
-        "l": lengths,
-        "v": ids(total),
-        "o": ends,
-        "v2": ids(size),
-        "l2": torch.ones(size, dtype=torch.long),
-    }
+    ones = torch.ones(size, dtype=torch.long)
+    return {"l": lengths, "v": ids(total), "o": ends, "v2": ids(size), "l2": ones}
 
 
-def ids(*shape: int, below: int = 100) -> Tensor:
-    """Return random ids."""
-    return torch.randint(0, below, shape)
-
-
-def shape(
-    make: Callable[[int], Batch] = plain,
-    calls: int = 1,
-    refused: str | None = None,
-    found: int = 0,
-) -> Callable[[Callable[[Any, Any], Rows]], Callable[[Any, Any], Rows]]:
-    """Add a shape to SHAPES; see ShapeOfStep. refused: why other calls are not sent ahead."""
-
-    def put(function: Callable[[Any, Any], Rows]) -> Callable[[Any, Any], Rows]:
-        SHAPES[function.__name__] = ShapeOfStep(function, make, refused, calls, found)
-        return function
-
-    return put
-
-
-@shape()
-def attribute_offsets(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"] + m.offsets)]
-
-
-@shape()
-def numpy_offsets(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"] + b["x"].new_tensor(np.array([0, 100, 200, 300])).unsqueeze(0))]
-
-
-@shape()
-def cat_two(m: Any, b: Any) -> Rows:
-    return [m.t(torch.cat([b["a"], b["b"]]))]
-
-
-@shape()
-def hashing(m: Any, b: Any) -> Rows:
-    return [m.t((b["x"] * 2654435761 + 12345) % ROWS)]
-
-
-@shape(calls=2)
-def from_floats(m: Any, b: Any) -> Rows:
+def _from_floats(m: Any, b: Any) -> Rows:
     columns = torch.cat([b["x"].float(), b["y"].unsqueeze(1)], 1)
     return [m.t(columns[:, 0].long()), m.u(columns[:, 1:3].long())]
 
 
-@shape()
-def batch_size_is_num_buckets(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"] % 16)]
-
-
-@shape()
-def stack_clamp_where(m: Any, b: Any) -> Rows:
+def _stack_clamp_where(m: Any, b: Any) -> Rows:
     stacked = torch.stack([b["a"], b["b"]], 1).clamp(max=70)[:, 0]
     return [m.t(torch.where(b["mask"][:, 0], stacked, 0))]
 
 
-@shape()
-def masked_fill(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"].masked_fill(b["mask"], 0))]
-
-
-@shape(calls=0, refused="a tensor that the step computes is changed in place")
-def write_to_clone(m: Any, b: Any) -> Rows:
+def _write_to_clone(m: Any, b: Any) -> Rows:
     x = b["x"].clone()
     x[b["mask"]] = 0
     first = m.t(x)
@@ -215,347 +153,230 @@ def write_to_clone(m: Any, b: Any) -> Rows:
     return [first, m.t(x)]
 
 
-@shape(calls=0, refused="['x'] is changed in place")
-def write_to_batch(m: Any, b: Any) -> Rows:
+def _write_to_batch(m: Any, b: Any) -> Rows:
     b["x"][b["mask"]] = 0
     return [m.t(b["x"] + 1)]
 
 
-@shape()
-def transposed(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"].T.reshape(-1))]
+def _positions(m: Any, b: Any) -> Rows:
+    columns = torch.arange(b["x"].size(1)).unsqueeze(0).expand_as(b["x"])
+    return [m.t(columns), m.u(torch.arange(b["x"].size(0)))]
 
 
-@shape()
-def item_to_category(m: Any, b: Any) -> Rows:
-    return [m.t(m.item_to_category[b["a"]])]
+def _columns_of_one_table(m: Any, b: Any) -> Rows:
+    x = b["x"] + m.offsets
+    return [m.t(x[:, 0]), m.u(x[:, 1]), m.t(x[:, 2:]), m.u(b["a"])]
 
 
-@shape(calls=2)
-def positions(m: Any, b: Any) -> Rows:
-    return [
-        m.t(torch.arange(b["x"].size(1)).unsqueeze(0).expand_as(b["x"])),
-        m.u(torch.arange(b["x"].size(0))),
-    ]
-
-
-@shape(calls=4)
-def python_loop_offsets(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"][:, i] + i * 100) for i in range(4)]
-
-
-@shape(ragged, calls=0, refused=READS_BATCH)
-def truncate_to_longest(m: Any, b: Any) -> Rows:
+def _truncated(m: Any, b: Any) -> Rows:
     longest = int(b["len"].max())
     return [m.t(b["seq"][:, :longest])]
 
 
-@shape(padded, calls=0, refused=READS_BATCH)
-def truncate_shorter(m: Any, b: Any) -> Rows:
-    longest = int(b["len"].max())
-    return [m.t(b["seq"][:, :longest])]
-
-
-@shape(padded, calls=0, refused=READS_BATCH)
-def truncate_shorter_computed(m: Any, b: Any) -> Rows:
-    longest = int(b["len"].max())
-    return [m.t(b["seq"][:, :longest] + 1)]
-
-
-@shape(ragged, calls=2)
-def shifted(m: Any, b: Any) -> Rows:
-    return [m.t(b["seq"][:, :-1]), m.u(b["seq"][:, 1:])]
-
-
-@shape(ragged)
-def last_four(m: Any, b: Any) -> Rows:
-    return [m.t(b["seq"][:, -4:] + 1)]
-
-
-@shape(ragged, calls=2)
-def ragged_positions(m: Any, b: Any) -> Rows:
-    return [
-        m.t(torch.arange(b["seq"].size(1)).expand(b["seq"].size(0), -1)),
-        m.u((b["seq"] + 1) % 77),
-    ]
-
-
-@shape(ragged)
-def mask_select(m: Any, b: Any) -> Rows:
-    return [m.t(b["seq"][b["seq"] > 10])]
-
-
-@shape(ragged)
-def last_of_each(m: Any, b: Any) -> Rows:
-    return [m.t(b["seq"].gather(1, (b["len"] - 1).unsqueeze(1)))]
-
-
-@shape(ragged)
-def unique_ids(m: Any, b: Any) -> Rows:
+def _unique(m: Any, b: Any) -> Rows:
     unique, back = torch.unique(b["seq"], return_inverse=True)
     return [m.t(unique)[back]]
 
 
-@shape(ragged, calls=0, refused="changes from step to step")
-def pad_sequences(m: Any, b: Any) -> Rows:
+def _pad_sequences(m: Any, b: Any) -> Rows:
     pairs = zip(b["seq"][:3], b["len"].tolist(), strict=False)
     return [m.t(nn.utils.rnn.pad_sequence([ids[:n] for ids, n in pairs], batch_first=True))]
 
 
-@shape(jagged)
-def kjt_of_cat(m: Any, b: Any) -> Rows:
-    return m.bags(KeyedJaggedTensor.from_lengths_sync(["f", "g"], torch.cat([b["v"]]) % 90, b["l"]))
-
-
-@shape(jagged)
-def kjt_offsets(m: Any, b: Any) -> Rows:
+def _kjt_offsets(m: Any, b: Any) -> Rows:
     return m.bags(KeyedJaggedTensor.from_offsets_sync(["f", "g"], b["v"] + 1, b["o"]))
 
 
-@shape(jagged)
-def kjt_permute(m: Any, b: Any) -> Rows:
-    return m.bags(KeyedJaggedTensor(["g", "f"], b["v"], lengths=b["l"]).permute([1, 0]))
-
-
-@shape(jagged)
-def kjt_permute_subset(m: Any, b: Any) -> Rows:
-    twice = KeyedJaggedTensor(
-        ["g", "x", "f", "y"], torch.cat([b["v"], b["v"]]), lengths=torch.cat([b["l"], b["l"]])
-    )
+def _kjt_permuted(m: Any, b: Any) -> Rows:
+    values, lengths = torch.cat([b["v"], b["v"]]), torch.cat([b["l"], b["l"]])
+    twice = KeyedJaggedTensor(["g", "x", "f", "y"], values, lengths=lengths)
     return m.bags(twice.permute([2, 0]))
 
 
-@shape(jagged)
-def kjt_concat(m: Any, b: Any) -> Rows:
+def _kjt_concat(m: Any, b: Any) -> Rows:
     parts = [KeyedJaggedTensor([key], b["v2"], lengths=b["l2"]) for key in "fg"]
     return m.bags(KeyedJaggedTensor.concat(parts))
 
 
-@shape(jagged)
-def kjt_computed_lengths(m: Any, b: Any) -> Rows:
+def _kjt_computed_lengths(m: Any, b: Any) -> Rows:
     return m.bags(KeyedJaggedTensor(["f", "g"], b["v"], lengths=b["l"].clamp(max=9)))
 
 
-@shape(calls=2)
-def two_towers_in_batch(m: Any, b: Any) -> Rows:
-    return [m.t(b["a"] % 50) @ m.u(b["b"] + 1).T]
-
-
-@shape(calls=2, found=1)
-def roll_negatives(m: Any, b: Any) -> Rows:
-    return [m.t(b["a"]), m.u(b["a"].roll(1))]
-
-
-@shape(calls=1, refused="draws random numbers")
-def random_negatives(m: Any, b: Any) -> Rows:
-    return [m.t(b["a"] % 50), m.u(torch.randint(0, ROWS, b["a"].shape))]
-
-
-@shape(calls=2, refused="draws random numbers")
-def random_negatives_of_one_table(m: Any, b: Any) -> Rows:
-    return [m.t(b["a"]), m.t(torch.randint(0, ROWS, b["a"].shape)), m.t(b["b"] % 50)]
-
-
-@shape(calls=0, refused="draws random numbers")
-def randperm_negatives(m: Any, b: Any) -> Rows:
-    return [m.u(b["a"][torch.randperm(len(b["a"]))])]
-
-
-@shape(calls=0, refused="draws random numbers")
-def bernoulli_mask(m: Any, b: Any) -> Rows:
-    return [m.u(torch.where(torch.rand(b["a"].shape) < 0.5, b["a"], 0))]
-
-
-@shape(calls=0, refused="Python or numpy has drawn random numbers")
-def numpy_negatives(m: Any, b: Any) -> Rows:
-    return [m.u(torch.from_numpy(np.random.randint(0, ROWS, len(b["a"]))))]
-
-
-@shape(calls=1, refused="it depends on rows of", found=1)
-def from_rows(m: Any, b: Any) -> Rows:
+def _from_rows(m: Any, b: Any) -> Rows:
     rows = m.t(b["a"])
     return [rows, m.u((rows.sum(1) > 0).long())]
 
 
-@shape(calls=1, refused="it depends on rows of")
-def from_bags(m: Any, b: Any) -> Rows:
-    bags = m.bags(
-        KeyedJaggedTensor(
-            ["f", "g"], torch.cat([b["a"], b["b"]]), lengths=torch.ones(2 * len(b["a"])).int()
-        )
-    )
+def _two_bags(m: Any, first: Tensor, other: Tensor) -> Rows:
+    values = torch.cat([first, other])
+    return m.bags(KeyedJaggedTensor(["f", "g"], values, lengths=torch.ones_like(values)))
+
+
+def _from_bags(m: Any, b: Any) -> Rows:
+    bags = _two_bags(m, b["a"], b["b"])
     return [*bags, m.u((bags[0].sum(1) > 0).long())]
 
 
-@shape(calls=0, refused="it depends on the weight")
-def from_weight(m: Any, b: Any) -> Rows:
-    return [m.u(m.weight[b["a"]].argmax(1))]
-
-
-@shape(calls=0, refused=READS_BATCH)
-def branch_never(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"] + 1 if b["flag"].any() else b["x"] + 2)]
-
-
-@shape(calls=0, refused=READS_BATCH)
-def branch_both(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"] + 1 if b["x"].sum() % 2 == 0 else b["x"] + 2)]
-
-
-@shape(calls=0, refused=READS_BATCH)
-def branch_between_inputs(m: Any, b: Any) -> Rows:
-    return [m.t(b["a"] if b["x"].sum() % 2 == 0 else b["b"])]
-
-
-@shape(calls=1, refused="Python has read a value before the call: it depends on rows of")
-def branch_on_rows(m: Any, b: Any) -> Rows:
+def _branch_on_rows(m: Any, b: Any) -> Rows:
     rows = m.t(b["a"] + 1)
     return [rows, m.u(b["b"] + 1 if rows.sum() > 0 else b["b"] + 2)]
 
 
-@shape(calls=0, refused=READS_BATCH)
-def branch_on_item(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"] + 1 if b["x"].max().item() > 97 else b["x"] + 2)]
-
-
-@shape(calls=0, refused=READS_BATCH)
-def assert_range(m: Any, b: Any) -> Rows:
+def _assert_range(m: Any, b: Any) -> Rows:
     assert b["x"].max() < 100
     return [m.t(b["x"] + 1)]
 
 
-@shape(calls=0, refused="")
-def through_numpy(m: Any, b: Any) -> Rows:
-    return [m.t(torch.from_numpy(b["x"].numpy() + 1))]
-
-
-@shape(calls=0, refused="")
-def through_tolist(m: Any, b: Any) -> Rows:
-    return [m.t(torch.tensor([[id_ + 1 for id_ in row] for row in b["x"].tolist()]))]
-
-
-@shape(calls=0, refused="")
-def counter(m: Any, b: Any) -> Rows:
+def _counter(m: Any, b: Any) -> Rows:
     m.count += 1
     return [m.t(b["x"] + m.count)]
 
 
-@shape(calls=0, refused="Python or numpy has drawn random numbers")
-def python_random(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"] + random.randint(0, 3))]
-
-
-@shape(calls=0, refused="")
-def previous_batch(m: Any, b: Any) -> Rows:
+def _previous_batch(m: Any, b: Any) -> Rows:
     previous = b["a"] if m.previous is None else m.previous
     m.previous = b["a"].clone()
     return [m.t(previous[:10] + 1)]
 
 
-@shape(calls=0, refused="item_to_category changes")
-def changing_buffer(m: Any, b: Any) -> Rows:
+def _changing_buffer(m: Any, b: Any) -> Rows:
     rows = m.t(m.item_to_category[b["a"]])
     m.item_to_category.add_(1).remainder_(50)
     return [rows]
 
 
-@shape()
-def bucketize(m: Any, b: Any) -> Rows:
-    return [m.t(torch.bucketize(b["y"], torch.linspace(0, 1, 20)))]
-
-
 GLOBAL_OFFSETS = torch.tensor([0, 100, 200, 300])
 
 
-@shape(calls=0, refused="a tensor of unknown origin")
-def global_offsets(m: Any, b: Any) -> Rows:
-    return [m.t(b["x"] + GLOBAL_OFFSETS)]
+# -- what changes after the trial
 
 
-@shape(calls=4)
-def columns_of_one_table(m: Any, b: Any) -> Rows:
-    x = b["x"] + m.offsets
-    return [m.t(x[:, 0]), m.u(x[:, 1]), m.t(x[:, 2:]), m.u(b["a"])]
-
-
-def schedule_after(m: Any, b: Any) -> Rows:
-    """Change after the trial."""
+def _schedule_after(m: Any, b: Any) -> Rows:
     m.count += 1
     return [m.t(b["x"] + (1 if m.count < 8 else 2))]
 
 
-SHAPES["schedule_after"] = ShapeOfStep(schedule_after, plain, None, 1, 0)
-
-
-def in_turns(m: Any, b: Any) -> Rows:
-    """Look up one part of the batch and another one in turns."""
+def _in_turns(m: Any, b: Any) -> Rows:
     m.count += 1
     return [m.t(b["a" if m.count % 2 else "b"])]
 
 
-SHAPES["in_turns"] = ShapeOfStep(in_turns, plain, None, 1, 1)
-
-
-def rewritten_buffer(m: Any, b: Any) -> Rows:
-    """Look up through a buffer that is rewritten after the trial."""
+def _rewritten_buffer(m: Any, b: Any) -> Rows:
     m.count += 1
     if m.count == 7:
         m.item_to_category.copy_(m.item_to_category.flip(0))
     return [m.t(m.item_to_category[b["x"] % 100])]
 
 
-SHAPES["rewritten_buffer"] = ShapeOfStep(rewritten_buffer, plain, None, 1, 0)
-
-
-def schedule_on_rank_1(m: Any, b: Any) -> Rows:
-    """Change after the trial, on one rank."""
+def _differs(m: Any) -> bool:
+    """Whether this is rank 1, after the trial."""
     m.count += 1
-    return [m.t(b["x"] + (2 if m.count >= 8 and rank_and_num_ranks()[0] == 1 else 1))]
+    return m.count >= 8 and rank_and_num_ranks()[0] == 1
 
 
-SHAPES["schedule_on_rank_1"] = ShapeOfStep(schedule_on_rank_1, plain, None, 1, 0)
+def _schedule_on_rank_1(m: Any, b: Any) -> Rows:
+    return [m.t(b["x"] + (2 if _differs(m) else 1))]
 
 
-def fewer_on_rank_1(m: Any, b: Any) -> Rows:
-    """Look up fewer ids after the trial, on one rank; then what is computed of the rows, and a bag
-    of the table."""
-    m.count += 1
-    rows = m.t((b["x"] + 1)[:, : 2 if m.count >= 8 and rank_and_num_ranks()[0] == 1 else 4])
+def _fewer_on_rank_1(m: Any, b: Any) -> Rows:
+    rows = m.t((b["x"] + 1)[:, : 2 if _differs(m) else 4])
     return [rows, m.u((rows.sum((1, 2)) > 0).long())]
 
 
-SHAPES["fewer_on_rank_1"] = ShapeOfStep(fewer_on_rank_1, plain, None, 1, 0)
-
-
-def zeros_fail_on_rank_1(m: Any, b: Any) -> Rows:
-    """Look up something else after the trial, on one rank, and fail where rows are zeros."""
-    rows = schedule_on_rank_1(m, b)
+def _zeros_fail_on_rank_1(m: Any, b: Any) -> Rows:
+    rows = _schedule_on_rank_1(m, b)
     assert rows[0].any()
     return rows
 
 
-SHAPES["zeros_fail_on_rank_1"] = ShapeOfStep(zeros_fail_on_rank_1, plain, None, 1, 0)
+def _other_bags_on_rank_1(m: Any, b: Any) -> Rows:
+    size = len(b["a"]) - (3 if _differs(m) else 0)
+    return _two_bags(m, b["a"][:size], b["b"][:size])
 
 
-def zeros_fail_between_on_rank_1(m: Any, b: Any) -> Rows:
-    """As above, before another lookup."""
-    return [*zeros_fail_on_rank_1(m, b), m.u(b["a"])]
-
-
-SHAPES["zeros_fail_between_on_rank_1"] = ShapeOfStep(
-    zeros_fail_between_on_rank_1, plain, None, 2, 1
-)
-
-
-def other_bags_on_rank_1(m: Any, b: Any) -> Rows:
-    """Look up fewer bags after the trial, on one rank."""
-    m.count += 1
-    size = len(b["a"]) - 3 if m.count >= 8 and rank_and_num_ranks()[0] == 1 else len(b["a"])
-    ids = torch.cat([b["a"][:size], b["b"][:size]])
-    return m.bags(KeyedJaggedTensor(["f", "g"], ids, lengths=torch.ones_like(ids)))
-
-
-SHAPES["other_bags_on_rank_1"] = ShapeOfStep(other_bags_on_rank_1, plain, None, 1, 0)
+DRAWS, ROWS_READ = "draws random numbers", "it depends on rows of"
+PYTHON_DRAWS = "Python or numpy has drawn random numbers"
+IN_PLACE = "a tensor that the step computes is changed in place"
+AFTER_A_READ = "Python has read a value before the call: it depends on rows of"
+SHAPES: dict[str, Shape] = {
+    "attribute_offsets": Shape(lambda m, b: [m.t(b["x"] + m.offsets)], plain),
+    "numpy_offsets": Shape(
+        lambda m, b: [m.t(b["x"] + b["x"].new_tensor(np.array([0, 100, 200, 300])))], plain
+    ),
+    "cat_two": Shape(lambda m, b: [m.t(torch.cat([b["a"], b["b"]]))], plain),
+    "hashing": Shape(lambda m, b: [m.t((b["x"] * 2654435761 + 12345) % ROWS)], plain),
+    "from_floats": Shape(_from_floats, plain, calls=2),
+    "batch_size_is_num_buckets": Shape(lambda m, b: [m.t(b["x"] % 16)], plain),
+    "stack_clamp_where": Shape(_stack_clamp_where, plain),
+    "write_to_clone": Shape(_write_to_clone, plain, 0, IN_PLACE),
+    "write_to_batch": Shape(_write_to_batch, plain, 0, "['x'] is changed in place"),
+    "transposed": Shape(lambda m, b: [m.t(b["x"].T.reshape(-1))], plain),
+    "item_to_category": Shape(lambda m, b: [m.t(m.item_to_category[b["a"]])], plain),
+    "positions": Shape(_positions, plain, calls=2),
+    "columns_of_one_table": Shape(_columns_of_one_table, plain, calls=4),
+    "truncate_to_longest": Shape(_truncated, ragged, 0, READS_BATCH),
+    "truncate_shorter": Shape(_truncated, padded, 0, READS_BATCH),
+    "shifted": Shape(lambda m, b: [m.t(b["seq"][:, :-1]), m.u(b["seq"][:, 1:])], ragged, calls=2),
+    "last_four": Shape(lambda m, b: [m.t(b["seq"][:, -4:] + 1)], ragged),
+    "mask_select": Shape(lambda m, b: [m.t(b["seq"][b["seq"] > 10])], ragged),
+    "last_of_each": Shape(
+        lambda m, b: [m.t(b["seq"].gather(1, (b["len"] - 1).unsqueeze(1)))], ragged
+    ),
+    "unique_ids": Shape(_unique, ragged),
+    "pad_sequences": Shape(_pad_sequences, ragged, 0, "changes from step to step"),
+    "kjt_offsets": Shape(_kjt_offsets, jagged),
+    "kjt_permuted": Shape(_kjt_permuted, jagged),
+    "kjt_concat": Shape(_kjt_concat, jagged),
+    "kjt_computed_lengths": Shape(_kjt_computed_lengths, jagged),
+    "two_towers": Shape(lambda m, b: [m.t(b["a"] % 50) @ m.u(b["b"] + 1).T], plain, calls=2),
+    "roll_negatives": Shape(
+        lambda m, b: [m.t(b["a"]), m.u(b["a"].roll(1))], plain, calls=2, found=1
+    ),
+    "random_negatives": Shape(
+        lambda m, b: [m.t(b["a"] % 50), m.u(ids(len(b["a"]), below=ROWS))], plain, 1, DRAWS
+    ),
+    "random_negatives_of_one_table": Shape(
+        lambda m, b: [m.t(b["a"]), m.t(ids(len(b["a"]), below=ROWS)), m.t(b["b"] % 50)],
+        plain,
+        2,
+        DRAWS,
+    ),
+    "python_random": Shape(
+        lambda m, b: [m.t(b["x"] + random.randint(0, 3))], plain, 0, PYTHON_DRAWS
+    ),
+    "from_rows": Shape(_from_rows, plain, 1, ROWS_READ, found=1),
+    "from_bags": Shape(_from_bags, plain, 1, ROWS_READ),
+    "from_weight": Shape(
+        lambda m, b: [m.u(m.weight[b["a"]].argmax(1))], plain, 0, "it depends on the weight"
+    ),
+    "branch_both": Shape(
+        lambda m, b: [m.t(b["x"] + (1 if b["x"].sum() % 2 == 0 else 2))], plain, 0, READS_BATCH
+    ),
+    "branch_between_inputs": Shape(
+        lambda m, b: [m.t(b["a"] if b["x"].sum() % 2 == 0 else b["b"])], plain, 0, READS_BATCH
+    ),
+    "branch_on_rows": Shape(_branch_on_rows, plain, 1, AFTER_A_READ),
+    "assert_range": Shape(_assert_range, plain, 0, READS_BATCH),
+    "through_numpy": Shape(lambda m, b: [m.t(torch.from_numpy(b["x"].numpy() + 1))], plain, 0, ""),
+    "counter": Shape(_counter, plain, 0, ""),
+    "previous_batch": Shape(_previous_batch, plain, 0, ""),
+    "changing_buffer": Shape(_changing_buffer, plain, 0, "item_to_category changes"),
+    "global_offsets": Shape(
+        lambda m, b: [m.t(b["x"] + GLOBAL_OFFSETS)], plain, 0, "a tensor of unknown origin"
+    ),
+    "bucketize": Shape(
+        lambda m, b: [m.t(torch.bucketize(b["y"], torch.linspace(0, 1, 20)))], plain
+    ),
+    "schedule_after": Shape(_schedule_after, plain),
+    "in_turns": Shape(_in_turns, plain, found=1),
+    "rewritten_buffer": Shape(_rewritten_buffer, plain),
+    "schedule_on_rank_1": Shape(_schedule_on_rank_1, plain),
+    "fewer_on_rank_1": Shape(_fewer_on_rank_1, plain),
+    "zeros_fail_on_rank_1": Shape(_zeros_fail_on_rank_1, plain),
+    "zeros_fail_between_on_rank_1": Shape(
+        lambda m, b: [*_zeros_fail_on_rank_1(m, b), m.u(b["a"])], plain, calls=2, found=1
+    ),
+    "other_bags_on_rank_1": Shape(_other_bags_on_rank_1, plain),
+}
 
 
 @dataclass

@@ -21,6 +21,7 @@ from torchrec import (
 
 from tests.support.embedding_models import whole_state
 from tests.support.plain_loop import OPTIMIZERS
+from tests.support.ranks import rank_and_num_ranks
 from tests.support.trainers import make_trainer
 
 STEPS, SIZES = 5, (6, 6, 4, 6, 3)
@@ -252,15 +253,10 @@ def _one_each(batch: Batch) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["f", "g"], batch["sparse"].view(-1), lengths=lengths)
 
 
-class Hooked(Bags):
+class Hooks:
     """Makes ids in the hooks around the batch's way to the device; counts their calls."""
 
-    def __init__(self, optimizer: str = "SGD") -> None:
-        self.calls = {"before": 0, "transfer": 0, "after": 0}
-        super().__init__(optimizer)
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return jagged(batch, lengths=batch["lengths"])
+    calls: dict[str, int]
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.calls["before"] += 1
@@ -270,7 +266,7 @@ class Hooked(Bags):
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
         self.calls["transfer"] += 1
-        batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        batch = super().transfer_batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         return batch | {"values": (batch["values"] * 3 + 2) % ROWS}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -278,8 +274,19 @@ class Hooked(Bags):
         return batch | {"values": (batch["values"] * 11 + 3) % ROWS}
 
 
-class HookedData(pl.LightningDataModule):
-    """The same hooks, of a datamodule."""
+class Hooked(Hooks, Bags):
+    """They are the module's."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        super().__init__(optimizer)
+        self.calls = {"before": 0, "transfer": 0, "after": 0}
+
+    def features(self, batch: Any) -> KeyedJaggedTensor:
+        return jagged(batch, lengths=batch["lengths"])
+
+
+class HookedData(Hooks, pl.LightningDataModule):
+    """They are a datamodule's."""
 
     def __init__(self, batches: list[Any]) -> None:
         super().__init__()
@@ -288,10 +295,6 @@ class HookedData(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
-
-    on_before_batch_transfer = Hooked.on_before_batch_transfer
-    on_after_batch_transfer = Hooked.on_after_batch_transfer
-    transfer_batch_to_device = Hooked.transfer_batch_to_device
 
 
 class Declares(Bags):

@@ -40,6 +40,7 @@ def per_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
     }
 
 
+@pytest.mark.slow
 def test_a_step_waits_no_more_often_than_torchrecs_pipeline(
     per_step: dict[str, dict[str, float]],
 ) -> None:
