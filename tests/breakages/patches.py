@@ -1033,7 +1033,7 @@ BREAKAGES = (
         r"\.div_\(ranks\.num_ranks\)",
         "",
         "A full softmax moves rows by the sum of the ranks' gradients, not by their mean.",
-        ("multiprocess/retrieval/test_softmax_loss.py",),
+        ("multiprocess/retrieval/test_ordinary_modules.py",),
     ),
     Breakage(
         "full-softmax-of-own-rows",
@@ -1041,7 +1041,7 @@ BREAKAGES = (
         r"ranks\.all_reduce\(sums\)",
         "pass",
         "A full softmax is over this rank's rows alone.",
-        ("multiprocess/retrieval/test_softmax_loss.py",),
+        ("multiprocess/retrieval/test_ordinary_modules.py",),
     ),
     Breakage(
         "keys-learn-from-their-rank-alone",

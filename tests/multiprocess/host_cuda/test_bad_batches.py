@@ -1,9 +1,8 @@
-"""Tensors of a step that are left on the host are refused by all ranks, before an exchange that
-some would wait in."""
+"""What a step leaves on the host is refused by all ranks, before an exchange that some would wait
+in; and what it draws on the device is the same on all."""
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -52,30 +51,50 @@ class IdsOnHostOfOneRank(IdsOnHost):
         return ids if rank_and_num_ranks()[0] else ids.to(self.device)
 
 
-CASES: dict[type, tuple[str, str]] = {
-    LengthsOnHost: ("ebc", "lengths"),
-    WeightsOnHost: ("ebc", "weights"),
-    IdsOnHost: ("ebc", "ids"),
-    IdsOnHostOfOneRank: ("ebc", "ids"),
+class Redrawn(Deaf):
+    """Draws its tables when the fit starts, and one number more."""
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(3)
+        self.ebc.reset_parameters()
+        self.next_number = float(torch.rand((), device=self.device))
+
+
+CASES: dict[type, tuple[int, str]] = {
+    LengthsOnHost: (1, "lengths"),
+    WeightsOnHost: (3, "weights"),
+    IdsOnHost: (1, "ids"),
+    IdsOnHostOfOneRank: (3, "ids"),
 }
+"""Model -> the depth of prefetching, and what is named."""
 
 
-def _fit(kind: type, depth: int) -> Any:
-    strategy = {
-        "convert_embeddings": "all",
-        "process_group_backend": "nccl",
-        "prefetch": {"depth": depth},
-    }
-    trainer = make_trainer(strategy, accelerator="gpu")
+def _fit(kind: type, **options: Any) -> Any:
+    strategy = {"convert_embeddings": "all", "process_group_backend": "nccl"} | options
     model = seeded(kind, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
-    trainer.fit(model, DataLoader([batch_of(kind, number) for number in range(4)], batch_size=None))
+    batches = [batch_of(kind, number) for number in range(4)]
+    make_trainer(strategy, accelerator="gpu").fit(model, DataLoader(batches, batch_size=None))
+    return model
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("kind", CASES)
-def test_tensors_that_are_left_on_the_host_are_named_on_every_rank(
-    devices: DeviceRanks, kind: type, depth: int
-) -> None:
-    path, name = CASES[kind]
-    for seen in devices.call(_fit, kind, depth):
-        assert f"IdsError: '{path}' has {name} on cpu, and its tables are on cuda:" in seen.error
+def _fit_at(kind: type, depth: int) -> None:
+    _fit(kind, prefetch={"depth": depth})
+
+
+def test_tensors_that_are_left_on_the_host_are_named_on_every_rank(devices: DeviceRanks) -> None:
+    for kind, (depth, name) in CASES.items():
+        for seen in devices.call(_fit_at, kind, depth):
+            assert f"IdsError: 'ebc' has {name} on cpu, and its tables are on cuda:" in seen.error
+
+
+def _next_number(sharding_type: str) -> float:
+    return _fit(Redrawn, sharding_types=[sharding_type]).next_number
+
+
+def test_draws_of_a_gpu_go_on_alike_on_ranks_without_rows(devices: DeviceRanks) -> None:
+    numbers = []
+    for sharding_type in ("table_wise", "column_wise", "row_wise"):
+        for seen in devices.call(_next_number, sharding_type):
+            assert not seen.error
+            numbers.append(seen.result)
+    assert len(set(numbers)) == 1

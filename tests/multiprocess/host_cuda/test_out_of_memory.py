@@ -72,8 +72,8 @@ def devices() -> Iterator[DeviceRanks]:
         yield ranks
 
 
-FULL = [(strategy, stage, (1,)) for strategy in KINDS for stage in STAGES]
-FULL += [("torchrec_sharded", stage, ranks) for stage in STAGES for ranks in ((0,), (0, 1))]
+FULL = [("torchrec_sharded", stage, ranks) for stage in STAGES for ranks in ((1,), (0, 1))]
+FULL += [(strategy, "backward", (0,)) for strategy in KINDS]
 
 
 @pytest.mark.slow

@@ -26,27 +26,19 @@ from tests.support.host_cuda.runs import DeviceRanks
 from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "an EmbeddingBagCollection, table- and row-wise": (
+    "bags, table- and row-wise": (follow_fit, Deaf, SGD, "table_wise", "row_wise"),
+    "bags, column-wise and table-row-wise": (
         follow_fit,
         Deaf,
-        SGD,
-        "table_wise",
-        "row_wise",
+        Adam,
+        "column_wise",
+        "table_row_wise",
     ),
-    "column-wise and table-row-wise": (follow_fit, Deaf, Adam, "column_wise", "table_row_wise"),
-    "an EmbeddingCollection, row-wise": (follow_fit, Sequences, Adam, "", "row_wise"),
-    "an EmbeddingCollection, table-wise": (follow_fit, Sequences, SGD, "", "table_wise"),
-    "an EmbeddingCollection, column-wise": (follow_fit, Sequences, Adam, "", "column_wise"),
+    "sequences, row-wise": (follow_fit, Sequences, Adam, "", "row_wise"),
+    "sequences, table-wise": (follow_fit, Sequences, SGD, "", "table_wise"),
     "a KeyedJaggedTensor in the batch": (follow_fit, JaggedBatches, Adagrad, "", "column_wise"),
     "computed ids of an nn.EmbeddingBag": (follow_fit, PlainBags, SGD, "", "row_wise"),
-    "computed ids, and Adam": (follow_fit, PlainBags, Adam, "", "table_wise"),
-    "computed ids of a buffer that each step rewrites": (
-        follow_fit,
-        RewrittenBuffer,
-        SGD,
-        "",
-        "row_wise",
-    ),
+    "computed ids of a rewritten buffer": (follow_fit, RewrittenBuffer, SGD, "", "row_wise"),
     "declared ids, and a new dict for each batch": (follow_fit, DeclaredBags, SGD, "", "row_wise"),
     "sparse updates, clipped": (follow_fit, Deaf, SGD, "table_wise", "row_wise", "sparse", 0.1),
     "a layer that is unfrozen": (follow_fit, Unfreezing, SGD, "", "row_wise"),
@@ -56,65 +48,34 @@ LEARNED = {name: 5 for name in CASES if name.startswith("computed ids")}
 
 
 EVICTING = {"ids": "dynamic", "rows": 24, "buckets": 6, "min_sights": 2}
-MAPPED: dict[str, tuple[Any, ...]] = {
-    "HashZch": (follow_mapped_fit, ManagedModel, {}, {}),
-    "dynamic ids that lose rows": (
-        follow_mapped_fit,
-        DynamicModel,
-        {},
-        {
-            "users": {**EVICTING, "evict": "lfu"},
-            "goods": {**EVICTING, "evict": "lru"},
-            "first": EVICTING,
-        },
-    ),
-    "MCH": (follow_mapped_fit, MchModel, {"policy": "lru", "interval": 1}, {}),
-    "MCH, every fourth step": (follow_mapped_fit, MchModel, {"interval": 4}, {}),
+TABLES = {
+    "users": {**EVICTING, "evict": "lfu"},
+    "goods": {**EVICTING, "evict": "lru"},
+    "first": EVICTING,
 }
-
-MAPPED_READS = {
-    "HashZch": STEPS,
-    "dynamic ids that lose rows": 2 * STEPS,  # a collection, and an nn.Embedding
-    "MCH": STEPS,
-    "MCH, every fourth step": STEPS // 4,
+MAPPED: dict[str, tuple[tuple[Any, ...], int]] = {
+    "HashZch": ((follow_mapped_fit, ManagedModel, {}, {}), STEPS),
+    # a collection, and an nn.Embedding
+    "dynamic ids that lose rows": ((follow_mapped_fit, DynamicModel, {}, TABLES), 2 * STEPS),
+    "MCH, every fourth step": ((follow_mapped_fit, MchModel, {"interval": 4}, {}), STEPS // 4),
 }
-"""What the host reads of ids in training, whatever the number of tables; torchrec's own code waits
-besides."""
-
-PIPELINES: dict[str, tuple[Any, ...]] = {
-    "1f1b, with metrics": (follow_pipeline_fit, "Measured", {"schedule": "1f1b"}),
-    "gpipe": (follow_pipeline_fit, "Sequence", {"microbatches": 2}),
-}
+"""Fits, and what the host reads of ids in training, whatever the number of tables; torchrec's own
+code waits besides."""
+PIPELINE = (follow_pipeline_fit, "Measured", {"schedule": "1f1b"})
 
 
-class Followed:
-    """What is found on each rank in a case, the first time that it is asked for."""
-
-    def __init__(self, ranks: DeviceRanks) -> None:
-        self._ranks = ranks
-        self._found: dict[str, list[Any]] = {}
-
-    def __getitem__(self, name: str) -> list[Any]:
-        if name not in self._found:
-            function, *args = (
-                CASES | MAPPED | PIPELINES | {TORCHRECS: (follow_torchrec_pipeline,)}
-            )[name]
-            seen = self._ranks.call(function, *args)
-            assert not any(one.error for one in seen), (name, seen[0].error or seen[1].error)
-            self._found[name] = [one.result for one in seen]
-        return self._found[name]
+def followed(ranks: DeviceRanks, function: Any, *args: Any) -> list[Any]:
+    """Return what is found on each rank."""
+    seen = ranks.call(function, *args)
+    assert not any(one.error for one in seen), (args, seen[0].error or seen[1].error)
+    return [one.result for one in seen]
 
 
 @pytest.fixture(scope="module")
-def followed(devices: DeviceRanks) -> Followed:
-    """Cases on two ranks."""
-    return Followed(devices)
-
-
-@pytest.fixture(scope="module")
-def results(followed: Followed) -> list[dict[str, Any]]:
-    """Those of our own prefetching."""
-    return [{name: followed[name][rank] for name in CASES} for rank in range(2)]
+def results(devices: DeviceRanks) -> list[dict[str, Any]]:
+    """What is found of our own prefetching."""
+    cases = {name: followed(devices, *case) for name, case in CASES.items()}
+    return [{name: found[rank] for name, found in cases.items()} for rank in range(2)]
 
 
 SENT = ("copy to the device", "synchronize")
@@ -128,7 +89,6 @@ ID_WAITS = {
 }
 """What the host waits for on the ids' stream, and how often in a step with one lookup: as
 docs/performance.md says."""
-TORCHRECS = "torchrec's own pipeline"
 
 
 UNEXPLAINED = ("a layer that is unfrozen", "unordered: aten::mul.out on cuda:0 stream ")
@@ -192,10 +152,10 @@ def test_the_host_waits_where_it_is_known_only(results: Any) -> None:
 
 
 def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(
-    followed: Followed,
+    devices: DeviceRanks, results: Any
 ) -> None:
-    _, waits, _ = followed["a KeyedJaggedTensor in the batch"][0]
-    ours, torchrecs = steady_steps(waits), followed[TORCHRECS][0][6:-3]
+    _, waits, _ = results[0]["a KeyedJaggedTensor in the batch"]
+    ours, torchrecs = steady_steps(waits), followed(devices, follow_torchrec_pipeline)[0][6:-3]
     counts = [
         [(is_of_ids(stream), event) for stream, event, _ in step] for step in (*ours, *torchrecs)
     ]
@@ -207,8 +167,11 @@ def test_the_host_waits_less_often_for_ids_than_in_torchrecs_own_pipeline(
 
 
 @pytest.mark.parametrize("name", MAPPED)
-def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(followed: Followed, name: str) -> None:
-    for hazards, waits, _, num_evicted in followed[name]:
+def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(
+    devices: DeviceRanks, name: str
+) -> None:
+    case, num_reads = MAPPED[name]
+    for hazards, waits, _, num_evicted in followed(devices, *case):
         assert hazards == []
         assert (num_evicted > 0) == (name != "HashZch")
         in_steps = waits[waits.index(STEP) :]
@@ -217,16 +180,15 @@ def test_the_host_waits_once_in_a_lookup_that_gives_ids_rows(followed: Followed,
         ]
         in_torchrec = [trace for trace in in_mapping if "update_mch <" in trace]
         reads = [trace for trace in in_mapping if "_learn < lookup/mapped_ids.py" in trace]
-        assert len(reads) == MAPPED_READS[name], reads
+        assert len(reads) == num_reads, reads
         assert len(in_mapping) == len(reads) + len(in_torchrec), in_mapping
         assert bool(in_torchrec) == name.startswith("MCH")
 
 
-@pytest.mark.parametrize("name", PIPELINES)
 def test_the_last_stage_of_a_pipeline_reads_once_in_a_step_and_others_never(
-    followed: Followed, name: str
+    devices: DeviceRanks,
 ) -> None:
-    for rank, (hazards, waits) in enumerate(followed[name]):
+    for rank, (hazards, waits) in enumerate(followed(devices, *PIPELINE)):
         assert hazards == []
         steps = steady_steps(waits)
         assert len(steps) >= 2

@@ -4,6 +4,7 @@ host memory."""
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -46,6 +47,7 @@ def fit_after_another() -> None:
     trainer.fit(Bag(), DataLoader(torch.arange(32).view(8, 4), batch_size=2))
 
 
+@pytest.mark.slow
 def test_what_torch_has_kept_of_an_earlier_model_is_free() -> None:
     with device_ranks(1, DEVICE_BYTES) as ranks:
         (seen,) = ranks.call(fit_after_another)

@@ -1,4 +1,4 @@
-"""Losses over all ranks' keys and over sampled rows, and the best rows, are those of one process."""
+"""Losses over all ranks' keys, and the best rows, are those of one process."""
 
 from typing import Any
 
@@ -14,29 +14,21 @@ from lightning_distrec.retrieval import (
     SampledFrequency,
     contrastive_loss,
     in_batch_loss,
-    sampled_softmax_loss,
     target_ranks_in_table,
     top_k,
 )
-from lightning_distrec.retrieval.sampled_softmax import SAMPLERS
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.retrieval_models import (
     DIM,
     ROWS,
     Batch,
-    Retrieving,
-    differences,
-    make_batch,
     seeded,
     strategy_of,
-    train,
-    train_plain,
 )
 from tests.support.trainers import make_trainer
 
 SIZES = (4, 1, 0)
 """How many queries each of three ranks has."""
-STEPS = 3
 
 
 def _tensors(seed: int) -> dict[str, Tensor]:
@@ -113,63 +105,12 @@ def test_gradients_of_keys_come_back_from_all_ranks() -> None:
     assert torch.equal(actual[0]["frequency"][-1][1], actual[1]["frequency"][-1][1])
 
 
-def sampled(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
-    return sampled_softmax_loss(
-        queries,
-        model.table,
-        batch["targets"],
-        num_negatives=6,
-        step=len(model.losses),
-        sampler="log_uniform",
-        reduction="global_mean",
-    )
-
-
-def sampled_plain(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
-    draw = torch.Generator().manual_seed(len(model.losses))
-    negatives = SAMPLERS["log_uniform"].draw(6, ROWS, draw)
-    is_counted = batch["targets"] >= 0
-    targets, queries = batch["targets"][is_counted], queries[is_counted]
-    ids = torch.cat([targets[:, None], negatives.expand(len(targets), -1)], 1)
-    shares = ((ids + 2.0) / (ids + 1.0)).log() / torch.tensor(ROWS + 1.0).log()
-    logits = (model.weight[ids] * queries[:, None]).sum(2)
-    logits[:, 1:] -= (6 * shares[:, 1:]).log()
-    logits[:, 1:][ids[:, 1:] == targets[:, None]] = -torch.inf
-    return functional.cross_entropy(logits, torch.zeros_like(targets))
-
-
-def _batches() -> list[list[Batch]]:
-    steps = []
-    for step in range(STEPS):
-        steps.append([
-            make_batch(10 * step + rank, size, ignored=True) for rank, size in enumerate((5, 2, 1))
-        ])
-    return steps
-
-
-def _train_sampled(kind: str, sharding_type: str, optimizer: str) -> dict[str, Any]:
-    strategy = strategy_of(
-        kind,
-        sharding_type,
-        loss_reduction="rank_mean",
-        find_unused_parameters=True,
-    )
-    return train(seeded(kind, sampled, optimizer), _batches(), strategy)
-
-
-SAMPLED = {
-    "row_wise": ("embedding", "row_wise", "SGD"),
-    "column_wise": ("collection", "column_wise", "Adam"),
-    "table_wise": ("collection", "table_wise", "SGD"),
-}
-
-
 class Searching(pl.LightningModule):
     """Finds the best rows of its table in predict_step."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.retrieving = seeded(kind, sampled, "SGD")
+        self.retrieving = seeded(kind, functional.cross_entropy, "SGD")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, ...]:
         queries, seen = batch["queries"], batch["seen"]
@@ -203,18 +144,8 @@ SEARCHES = {
 }
 
 
-def test_sampled_losses_and_the_best_rows_are_those_of_one_process() -> None:
-    calls: dict[str, tuple[Any, ...]] = {
-        case: (_train_sampled, *args) for case, args in SAMPLED.items()
-    }
-    calls |= {case: (_search, *args) for case, args in SEARCHES.items()}
-    actual = run_each_on_ranks(calls, 3)
-    for case, (kind, _, optimizer) in SAMPLED.items():
-        expected = train_plain(seeded(kind, sampled_plain, optimizer), _batches())
-        difference = differences(actual[0][case]["state"], expected)
-        assert max(difference.values()) < 1e-5, f"{case}: {difference}"
-        steps = zip(*(results[case]["losses"] for results in actual), strict=True)
-        assert [sum(step) / 3 for step in steps] == pytest.approx(expected.losses, rel=1e-5), case
+def test_the_best_rows_are_those_of_one_process() -> None:
+    actual = run_each_on_ranks({case: (_search, *args) for case, args in SEARCHES.items()}, 3)
     batch = _search_batch()
     for case, (kind, _) in SEARCHES.items():
         weight = Searching(kind).retrieving.weight.detach()

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from lightning_distrec.retrieval import softmax_loss
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.retrieval_models import (
     ROWS,
@@ -27,6 +29,7 @@ from tests.support.trainers import make_trainer
 STEPS = 3
 LIMIT = 2e-6
 
+Loss = Callable[[Retrieving, Tensor, Batch], Tensor]
 Logits = Callable[[Retrieving, Tensor], Tensor]
 
 LOGITS: dict[str, Logits] = {
@@ -72,18 +75,45 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flat": _flat,
 }
 
-CASES: dict[str, tuple[str, str, str, str]] = {}
-"""Name -> logits, loss, optimizer, sharding type."""
-for number, logits_name in enumerate(LOGITS):
-    loss_name = list(LOSSES)[number % len(LOSSES)]
-    optimizer = ["SGD", "Adagrad", "Adam"][number % 3]
-    sharding_type = ["row_wise", "row_wise", "table_wise", "column_wise"][number % 4]
-    CASES[logits_name] = (logits_name, loss_name, optimizer, sharding_type)
+
+def _without_graph(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    logits = queries @ model.weight.T
+    with torch.no_grad():
+        # As in torch, no gradient comes through what is made here.
+        sharper = logits / 0.5
+    constant = functional.cross_entropy(sharper, batch["targets"])
+    assert not constant.requires_grad
+    return functional.cross_entropy(logits, batch["targets"]) + constant
 
 
-def loss_of(logits: str, loss: str, model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+def _with_all_digits(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            logits = queries @ model.weight.T
+        return functional.cross_entropy(logits, batch["targets"])
+
+
+def _full(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
+    if dist.is_initialized():
+        return softmax_loss(queries, model.table, batch["targets"], max_bytes=512)
+    return functional.cross_entropy(queries @ model.weight.T, batch["targets"])
+
+
+WHOLE: dict[str, Loss] = {
+    "softmax_loss": _full,
+    "under no_grad": _without_graph,
+    "without autocast": _with_all_digits,
+}
+"""Losses of queries and a batch."""
+NAMES = [*LOGITS, *WHOLE]
+
+
+def loss_of(name: str, model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
     """Return the loss of a module that knows nothing of shards."""
-    return LOSSES[loss](LOGITS[logits](model, queries), batch["targets"])
+    if name in WHOLE:
+        return WHOLE[name](model, queries, batch)
+    loss = list(LOSSES.values())[NAMES.index(name) % len(LOSSES)]
+    return loss(LOGITS[name](model, queries), batch["targets"])
 
 
 def _batches(sizes: tuple[int, ...]) -> list[list[Batch]]:
@@ -93,32 +123,31 @@ def _batches(sizes: tuple[int, ...]) -> list[list[Batch]]:
     return steps
 
 
-def _kind(sizes: tuple[int, ...]) -> str:
+def _model(name: str, sizes: tuple[int, ...]) -> Retrieving:
     # Bags show how many examples a rank has, by which its loss is weighted.
-    return "embedding" if len(set(sizes)) == 1 else "bags"
+    kind = "embedding" if len(set(sizes)) == 1 else "bags"
+    optimizer = ("SGD", "Adagrad", "Adam")[NAMES.index(name) % 3]
+    return seeded(kind, partial(loss_of, name), optimizer)
 
 
-def _train(case: str, sizes: tuple[int, ...]) -> dict[str, Any]:
-    logits, loss, optimizer, sharding_type = CASES[case]
-    if len(sizes) == 1:
-        # One rank would have several column shards, of which each is no weight.
-        sharding_type = "row_wise"
-    kind = _kind(sizes)
-    strategy = strategy_of(kind, sharding_type, find_unused_parameters=True)
+def _train(name: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+    model = _model(name, sizes)
+    sharding_type = ("row_wise", "row_wise", "table_wise", "column_wise")[NAMES.index(name) % 4]
+    strategy = strategy_of(model.kind, sharding_type, find_unused_parameters=True)
     # By its path, for a table whose weight is read stays whole otherwise.
-    strategy["convert_embeddings"] = ["items"] if kind == "embedding" else "all"
-    model = seeded(kind, partial(loss_of, logits, loss), optimizer)
+    strategy["convert_embeddings"] = ["items"] if model.kind == "embedding" else "all"
+    if name == "softmax_loss":
+        strategy["embedding_update"] = "sparse"
     return train(model, _batches(sizes), strategy)
 
 
-@pytest.mark.parametrize("sizes", [(5,), (4, 4), (2, 4), (4, 1, 3)])
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 1, 3)])
 def test_losses_and_weights_are_those_of_one_process(sizes: tuple[int, ...]) -> None:
-    actual = run_each_on_ranks({case: (_train, case, sizes) for case in CASES}, len(sizes))
-    for case, (logits, loss, optimizer, _) in CASES.items():
-        model = seeded(_kind(sizes), partial(loss_of, logits, loss), optimizer)
-        expected = train_plain(model, _batches(sizes))
-        difference = differences(actual[0][case]["state"], expected)
-        assert max(difference.values()) < LIMIT, f"{case}: {difference}"
+    actual = run_each_on_ranks({name: (_train, name, sizes) for name in NAMES}, len(sizes))
+    for name in NAMES:
+        expected = train_plain(_model(name, sizes), _batches(sizes))
+        difference = differences(actual[0][name]["state"], expected)
+        assert max(difference.values()) < LIMIT, f"{name}: {difference}"
 
 
 class Evaluated(Retrieving):
@@ -152,48 +181,14 @@ def _evaluated(step: str) -> list[Tensor]:
     return model.results
 
 
-@pytest.mark.parametrize("step", ["validate", "predict"])
-def test_the_best_rows_of_an_evaluation_are_those_of_one_process(step: str) -> None:
-    actual = run_each_on_ranks({step: (_evaluated, step)}, 2)
+def test_the_best_rows_of_an_evaluation_are_those_of_one_process() -> None:
+    steps = ("validate", "predict")
+    actual = run_each_on_ranks({step: (_evaluated, step) for step in steps}, 2)
     torch.manual_seed(3)
     expected = Evaluated("embedding", functional.cross_entropy, "SGD")
     for rank in range(2):
         expected.on_validation_start()
         with torch.no_grad():
             expected.validation_step(make_batch(rank, 4 - rank), 0)
-        torch.testing.assert_close(actual[rank][step], expected.results)
-
-
-def _without_graph(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
-    logits = queries @ model.weight.T
-    with torch.no_grad():
-        # As in torch, no gradient comes through what is made here.
-        sharper = logits / 0.5
-    constant = functional.cross_entropy(sharper, batch["targets"])
-    assert not constant.requires_grad
-    return functional.cross_entropy(logits, batch["targets"]) + constant
-
-
-def _with_all_digits(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with torch.autocast("cpu", enabled=False):
-            logits = queries @ model.weight.T
-        return functional.cross_entropy(logits, batch["targets"])
-
-
-CONTEXTS = {"no_grad": _without_graph, "autocast": _with_all_digits}
-
-
-def _train_in(context: str) -> dict[str, Any]:
-    strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True)
-    strategy["convert_embeddings"] = ["items"]
-    model = seeded("embedding", CONTEXTS[context], "SGD")
-    return train(model, _batches((4, 4)), strategy)
-
-
-def test_contexts_of_a_product_hold_for_its_loss() -> None:
-    actual = run_each_on_ranks({context: (_train_in, context) for context in CONTEXTS}, 2)
-    for context, loss in CONTEXTS.items():
-        expected = train_plain(seeded("embedding", loss, "SGD"), _batches((4, 4)))
-        difference = differences(actual[0][context]["state"], expected)
-        assert max(difference.values()) < LIMIT, f"{context}: {difference}"
+        for step in steps:
+            torch.testing.assert_close(actual[rank][step], expected.results)

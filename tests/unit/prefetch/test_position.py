@@ -129,24 +129,6 @@ JOBS = {
 RANKS, SIZES = st.integers(1, 4), st.integers(1, 5)
 
 
-@settings(max_examples=100, deadline=None)
-@given(data=st.data(), num_ranks=RANKS, batch_size=SIZES, **JOBS)
-def test_on_the_same_ranks_the_rest_of_the_epoch_is_that_of_the_plain_loader(
-    data, num_ranks, batch_size, length, shuffle, drop_last, drop_uneven, epoch
-):
-    for rank in range(num_ranks):
-        job = (length, num_ranks, rank, batch_size, epoch, drop_last, drop_uneven, shuffle)
-        plain = _all_of(_dealt(*job))
-        wrapped = _wrapped(_dealt(*job))
-        if not plain:
-            continue
-        count = data.draw(st.integers(1, len(plain)))
-        assert _first_of(wrapped, count) == plain[:count]
-        remaining = _resumed(_wrapped(_dealt(*job)), wrapped.state_dict())
-        # a position at the end is the beginning of the next epoch
-        assert remaining == (plain[count:] or plain)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     data=st.data(),
@@ -309,25 +291,10 @@ def test_a_generator_of_the_samplers_own_goes_on_from_epoch_to_epoch():
     assert [_resumed(resumed, state), _all_of(resumed)] == [epochs[1][2:], epochs[2]]
 
 
-def test_nothing_is_loaded_of_what_is_skipped():
-    state = _state_after(_dealt(1000, 2, 1, 10), 40)
-    loader = _dealt(1000, 2, 1, 10)
-    remaining = _resumed(_wrapped(loader), state)
-    assert len(remaining) == 10
-    assert loader.dataset.loaded == [sample for batch in remaining for sample in batch]
-
-
 def _state_after(loader: DataLoader[int], count: int, rank: int = 0, num_ranks: int = 1) -> State:
     wrapped = _wrapped(loader, rank, num_ranks)
     assert len(_first_of(wrapped, count)) == count
     return dict(wrapped.state_dict())
-
-
-def test_a_count_that_is_behind_stays_behind():
-    state = _state_after(_dealt(40, 2, 0, 2), 4)
-    assert rescale(4, state, 1, 2) == 8
-    assert rescale(3, state, 1, 2) == 7
-    assert rescale(3, state, 2, 2) == 3
 
 
 def test_samplers_wrapped_by_lightning_go_on_with_the_order_of_the_wrapped_one():
@@ -371,13 +338,6 @@ def test_ranks_with_orders_of_their_own_go_on_from_their_own_states():
     assert [_resumed(*pair) for pair in zip(resumed, states, strict=True)] == [
         order[2:] for order in orders
     ]
-
-
-def test_ranks_with_batches_of_unequal_size_go_on_from_their_own_states():
-    loaders = [_dealt(40, 2, rank, 2 + rank) for rank in range(2)]
-    wholes = [_all_of(loader) for loader in loaders]
-    resumed = [_resumed(_wrapped(loader), _state_after(loader, 3)) for loader in loaders]
-    assert resumed == [whole[3:] for whole in wholes]
 
 
 def test_one_state_is_made_of_all_ranks_only_where_it_is_the_same_to_all():
@@ -617,37 +577,6 @@ def test_a_shortened_loader_goes_on_to_where_it_was_shortened():
     whole += [batch.tolist() for batch in iterator]
     assert len(whole) == 3
     assert _resumed(_wrapped(copy(shortened), 0, 2), state) == whole[1:]
-
-
-def test_what_others_see_is_the_loader():
-    loader = _dealt(12, 2, 1, 2)
-    wrapped = _wrapped(loader)
-    assert wrapped.dataset is loader.dataset
-    list(islice(iter(wrapped), 1))
-    assert wrapped.sampler is loader.sampler
-    assert wrapped.batch_sampler is loader.batch_sampler
-    assert type(loader.batch_sampler) is BatchSampler
-    wrapped.worker_init_fn = print
-    assert loader.worker_init_fn is print
-
-
-def test_a_subclass_may_look_at_its_samplers_while_it_begins():
-    class Looking(DataLoader[int]):
-        def __iter__(self) -> Any:
-            assert len(self) == 6
-            self.batch_sampler.sampler.set_epoch(3)
-            yield from super().__iter__()
-
-    def make() -> DataLoader[int]:
-        template = _dealt(12, 1, 0, 2)
-        return Looking(template.dataset, 2, sampler=template.sampler)
-
-    whole = _all_of(make())
-    state = _state_after(make(), 2)
-    assert state["of_epoch"][0] == 3
-    resumed = make()
-    resumed.sampler.set_epoch(3)
-    assert _resumed(_wrapped(resumed), state) == whole[2:]
 
 
 class Recorder(pl.LightningModule):

@@ -13,11 +13,9 @@ from lightning_distrec.errors import ConfigError, IdsError
 from lightning_distrec.retrieval import (
     SampledFrequency,
     by_frequency,
-    contrastive_loss,
     in_batch_loss,
     sampled_softmax_loss,
     softmax_loss,
-    target_ranks_in_table,
     top_k,
 )
 from lightning_distrec.retrieval.sampled_softmax import SAMPLERS
@@ -43,8 +41,10 @@ def _tensors(*shape: int) -> tuple[nn.Embedding, Tensor, Tensor]:
     return nn.Embedding(ROWS, DIM), queries, torch.randint(ROWS, shape)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"ignore_index": 7}])
+@pytest.mark.parametrize(
+    ("reduction", "options"),
+    [("mean", {"ignore_index": 7}), ("sum", {"label_smoothing": 0.3}), ("none", {})],
+)
 def test_losses_and_gradients_are_those_of_cross_entropy(
     reduction: Any, options: dict[str, Any]
 ) -> None:
@@ -101,18 +101,6 @@ def test_bad_input_is_refused() -> None:
         softmax_loss(queries, table, targets * 0 + ROWS)
     with pytest.raises(ConfigError, match="reduction='max'"):
         softmax_loss(queries, table, targets, reduction="max")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="reduction='max'"):
-        sampled_softmax_loss(
-            queries,
-            table,
-            targets,
-            num_negatives=2,
-            step=0,
-            reduction="max",  # type: ignore[arg-type]
-        )
-    for loss in (in_batch_loss, contrastive_loss):
-        with pytest.raises(ConfigError, match="reduction='max'"):
-            loss(queries, queries, targets, reduction="max")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="k=41 must be 1 to 40"):
         top_k(queries, table, ROWS + 1)
     with pytest.raises(ConfigError, match="keys .*2, 8.* must be .queries, dim."):
@@ -156,13 +144,6 @@ def test_sampled_losses_come_close_to_the_full_one() -> None:
         assert (abs(float(sampled) - full) < 0.1) == is_close
 
 
-def test_the_rank_of_a_target_is_its_place_in_top_k() -> None:
-    table, queries, targets = _tensors(6)
-    _, order = top_k(queries, table, ROWS)
-    places = (order == targets[:, None]).int().argmax(1) + 1
-    assert torch.equal(target_ranks_in_table(queries, table, targets), places)
-
-
 def test_frequencies_follow_batches_and_stay_in_evaluation() -> None:
     frequency = SampledFrequency(100)
     for step in range(200):
@@ -172,7 +153,7 @@ def test_frequencies_follow_batches_and_stay_in_evaluation() -> None:
     assert torch.equal(frequency(torch.tensor([1, 2])).exp(), before)
 
 
-@pytest.mark.parametrize("counts", [[[1, 2]], [1, -1], [0, 0], [1.0, float("nan")]])
-def test_what_are_no_counts_is_refused(counts: Any) -> None:
-    with pytest.raises(ConfigError, match=r"by_frequency: counts .* must be \(num_rows,\)"):
-        by_frequency(torch.tensor(counts))
+def test_what_are_no_counts_is_refused() -> None:
+    for counts in ([[1, 2]], [1, -1], [0, 0], [1.0, float("nan")]):
+        with pytest.raises(ConfigError, match=r"by_frequency: counts .* must be \(num_rows,\)"):
+            by_frequency(torch.tensor(counts))
