@@ -36,7 +36,6 @@ class Tables(nn.Module):
         self.offsets = torch.tensor([0, 100, 200, 300])
         self.weight = nn.Parameter(torch.randn(100, 4))
         self.count = 0
-        self.previous: Tensor | None = None
         if has_bags:
             tables = [
                 EmbeddingBagConfig(
@@ -140,11 +139,6 @@ def _from_floats(m: Any, b: Any) -> Rows:
     return [m.t(columns[:, 0].long()), m.u(columns[:, 1:3].long())]
 
 
-def _stack_clamp_where(m: Any, b: Any) -> Rows:
-    stacked = torch.stack([b["a"], b["b"]], 1).clamp(max=70)[:, 0]
-    return [m.t(torch.where(b["mask"][:, 0], stacked, 0))]
-
-
 def _write_to_clone(m: Any, b: Any) -> Rows:
     x = b["x"].clone()
     x[b["mask"]] = 0
@@ -163,43 +157,15 @@ def _positions(m: Any, b: Any) -> Rows:
     return [m.t(columns), m.u(torch.arange(b["x"].size(0)))]
 
 
-def _columns_of_one_table(m: Any, b: Any) -> Rows:
-    x = b["x"] + m.offsets
-    return [m.t(x[:, 0]), m.u(x[:, 1]), m.t(x[:, 2:]), m.u(b["a"])]
-
-
 def _truncated(m: Any, b: Any) -> Rows:
     longest = int(b["len"].max())
     return [m.t(b["seq"][:, :longest])]
-
-
-def _unique(m: Any, b: Any) -> Rows:
-    unique, back = torch.unique(b["seq"], return_inverse=True)
-    return [m.t(unique)[back]]
-
-
-def _pad_sequences(m: Any, b: Any) -> Rows:
-    pairs = zip(b["seq"][:3], b["len"].tolist(), strict=False)
-    return [m.t(nn.utils.rnn.pad_sequence([ids[:n] for ids, n in pairs], batch_first=True))]
-
-
-def _kjt_offsets(m: Any, b: Any) -> Rows:
-    return m.bags(KeyedJaggedTensor.from_offsets_sync(["f", "g"], b["v"] + 1, b["o"]))
 
 
 def _kjt_permuted(m: Any, b: Any) -> Rows:
     values, lengths = torch.cat([b["v"], b["v"]]), torch.cat([b["l"], b["l"]])
     twice = KeyedJaggedTensor(["g", "x", "f", "y"], values, lengths=lengths)
     return m.bags(twice.permute([2, 0]))
-
-
-def _kjt_concat(m: Any, b: Any) -> Rows:
-    parts = [KeyedJaggedTensor([key], b["v2"], lengths=b["l2"]) for key in "fg"]
-    return m.bags(KeyedJaggedTensor.concat(parts))
-
-
-def _kjt_computed_lengths(m: Any, b: Any) -> Rows:
-    return m.bags(KeyedJaggedTensor(["f", "g"], b["v"], lengths=b["l"].clamp(max=9)))
 
 
 def _from_rows(m: Any, b: Any) -> Rows:
@@ -210,11 +176,6 @@ def _from_rows(m: Any, b: Any) -> Rows:
 def _two_bags(m: Any, first: Tensor, other: Tensor) -> Rows:
     values = torch.cat([first, other])
     return m.bags(KeyedJaggedTensor(["f", "g"], values, lengths=torch.ones_like(values)))
-
-
-def _from_bags(m: Any, b: Any) -> Rows:
-    bags = _two_bags(m, b["a"], b["b"])
-    return [*bags, m.u((bags[0].sum(1) > 0).long())]
 
 
 def _branch_on_rows(m: Any, b: Any) -> Rows:
@@ -232,19 +193,10 @@ def _counter(m: Any, b: Any) -> Rows:
     return [m.t(b["x"] + m.count)]
 
 
-def _previous_batch(m: Any, b: Any) -> Rows:
-    previous = b["a"] if m.previous is None else m.previous
-    m.previous = b["a"].clone()
-    return [m.t(previous[:10] + 1)]
-
-
 def _changing_buffer(m: Any, b: Any) -> Rows:
     rows = m.t(m.item_to_category[b["a"]])
     m.item_to_category.add_(1).remainder_(50)
     return [rows]
-
-
-GLOBAL_OFFSETS = torch.tensor([0, 100, 200, 300])
 
 
 # -- what changes after the trial
@@ -299,35 +251,21 @@ IN_PLACE = "a tensor that the step computes is changed in place"
 AFTER_A_READ = "Python has read a value before the call: it depends on rows of"
 SHAPES: dict[str, Shape] = {
     "attribute_offsets": Shape(lambda m, b: [m.t(b["x"] + m.offsets)], plain),
-    "numpy_offsets": Shape(
-        lambda m, b: [m.t(b["x"] + b["x"].new_tensor(np.array([0, 100, 200, 300])))], plain
-    ),
     "cat_two": Shape(lambda m, b: [m.t(torch.cat([b["a"], b["b"]]))], plain),
     "hashing": Shape(lambda m, b: [m.t((b["x"] * 2654435761 + 12345) % ROWS)], plain),
     "from_floats": Shape(_from_floats, plain, calls=2),
     "batch_size_is_num_buckets": Shape(lambda m, b: [m.t(b["x"] % 16)], plain),
-    "stack_clamp_where": Shape(_stack_clamp_where, plain),
     "write_to_clone": Shape(_write_to_clone, plain, 0, IN_PLACE),
     "write_to_batch": Shape(_write_to_batch, plain, 0, "['x'] is changed in place"),
-    "transposed": Shape(lambda m, b: [m.t(b["x"].T.reshape(-1))], plain),
     "item_to_category": Shape(lambda m, b: [m.t(m.item_to_category[b["a"]])], plain),
     "positions": Shape(_positions, plain, calls=2),
-    "columns_of_one_table": Shape(_columns_of_one_table, plain, calls=4),
-    "truncate_to_longest": Shape(_truncated, ragged, 0, READS_BATCH),
     "truncate_shorter": Shape(_truncated, padded, 0, READS_BATCH),
     "shifted": Shape(lambda m, b: [m.t(b["seq"][:, :-1]), m.u(b["seq"][:, 1:])], ragged, calls=2),
-    "last_four": Shape(lambda m, b: [m.t(b["seq"][:, -4:] + 1)], ragged),
     "mask_select": Shape(lambda m, b: [m.t(b["seq"][b["seq"] > 10])], ragged),
     "last_of_each": Shape(
         lambda m, b: [m.t(b["seq"].gather(1, (b["len"] - 1).unsqueeze(1)))], ragged
     ),
-    "unique_ids": Shape(_unique, ragged),
-    "pad_sequences": Shape(_pad_sequences, ragged, 0, "changes from step to step"),
-    "kjt_offsets": Shape(_kjt_offsets, jagged),
     "kjt_permuted": Shape(_kjt_permuted, jagged),
-    "kjt_concat": Shape(_kjt_concat, jagged),
-    "kjt_computed_lengths": Shape(_kjt_computed_lengths, jagged),
-    "two_towers": Shape(lambda m, b: [m.t(b["a"] % 50) @ m.u(b["b"] + 1).T], plain, calls=2),
     "roll_negatives": Shape(
         lambda m, b: [m.t(b["a"]), m.u(b["a"].roll(1))], plain, calls=2, found=1
     ),
@@ -344,7 +282,6 @@ SHAPES: dict[str, Shape] = {
         lambda m, b: [m.t(b["x"] + random.randint(0, 3))], plain, 0, PYTHON_DRAWS
     ),
     "from_rows": Shape(_from_rows, plain, 1, ROWS_READ, found=1),
-    "from_bags": Shape(_from_bags, plain, 1, ROWS_READ),
     "from_weight": Shape(
         lambda m, b: [m.u(m.weight[b["a"]].argmax(1))], plain, 0, "it depends on the weight"
     ),
@@ -356,13 +293,8 @@ SHAPES: dict[str, Shape] = {
     ),
     "branch_on_rows": Shape(_branch_on_rows, plain, 1, AFTER_A_READ),
     "assert_range": Shape(_assert_range, plain, 0, READS_BATCH),
-    "through_numpy": Shape(lambda m, b: [m.t(torch.from_numpy(b["x"].numpy() + 1))], plain, 0, ""),
     "counter": Shape(_counter, plain, 0, ""),
-    "previous_batch": Shape(_previous_batch, plain, 0, ""),
     "changing_buffer": Shape(_changing_buffer, plain, 0, "item_to_category changes"),
-    "global_offsets": Shape(
-        lambda m, b: [m.t(b["x"] + GLOBAL_OFFSETS)], plain, 0, "a tensor of unknown origin"
-    ),
     "bucketize": Shape(
         lambda m, b: [m.t(torch.bucketize(b["y"], torch.linspace(0, 1, 20)))], plain
     ),

@@ -95,9 +95,13 @@ class Watched(pl.LightningModule):
 
     def on_train_end(self) -> None:
         self.final_state = whole_state(self)
-        self.ahead = {
-            kind: count.ahead for kind, count in self.trainer.strategy.lookups_ahead.items()
-        }
+        self.on_validation_end()
+
+    def on_validation_end(self) -> None:
+        counts = self.trainer.strategy.lookups_ahead
+        self.ahead |= {kind: count.ahead for kind, count in counts.items()}
+
+    on_test_end = on_predict_end = on_validation_end
 
 
 class ComputesIds(Watched):

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -56,20 +56,6 @@ class TwoLoaders(Watched):
         losses = [self.loss_of(part) for part in batch.values() if part is not None]
         self.note("training", names_in(batch), batch_idx, float(sum(losses)))
         return torch.stack(losses).sum()
-
-
-class SkipsSome(Watched):
-    """Returns None from all steps, and trains in some of them."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx % 3 != 1:
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
 
 
 class EndsEpochs(Watched):
@@ -182,11 +168,6 @@ def _predict(trainer: pl.Trainer, model: Watched) -> Any:
     return predicted, quiet
 
 
-def _early_stopping(depth: int) -> Seen:
-    stopping = EarlyStopping("val_loss", patience=1, check_on_train_epoch_end=False, min_delta=10.0)
-    return fit(depth, partial(sized, 6), partial(sized, 2, 500), max_epochs=5, callbacks=[stopping])
-
-
 def _combined(depth: int, mode: Any, first: Callable[[], Any], other: Callable[[], Any]) -> Seen:
     return fit(
         depth,
@@ -228,9 +209,6 @@ def _shuffled(depth: int) -> Seen:
 val = partial(sized, 2, 500)
 SCENARIOS: dict[str, Scenario] = {
     "three epochs": partial(fit, train=partial(sized, 4), val=val, max_epochs=3),
-    "limit_val_batches": partial(
-        fit, train=partial(sized, 2), val=several, limit_val_batches=2, max_epochs=2
-    ),
     "val_check_interval over epochs": partial(
         fit,
         train=partial(sized, 5),
@@ -258,17 +236,11 @@ SCENARIOS: dict[str, Scenario] = {
     "the same, unsized": partial(
         fit, train=partial(unsized, 6), val=val, model=EndsEpochs, max_epochs=3
     ),
-    "early stopping": _early_stopping,
     "should_stop": partial(fit, train=partial(sized, 4), val=val, model=StopsItself, max_epochs=3),
-    "overfit_batches": partial(
-        fit, train=partial(sized, 6), val=val, overfit_batches=2, max_epochs=3
-    ),
-    "fast_dev_run": partial(fit, train=partial(sized, 6), val=val, fast_dev_run=2, logger=False),
     "by hand": partial(fit, train=partial(sized, 5), val=val, model=ByHand, max_epochs=2),
     "dataloader_iter": partial(
         fit, train=partial(sized, 5), val=val, model=TakesIterator, max_epochs=2
     ),
-    "skips some": partial(fit, train=partial(unsized, 7), model=SkipsSome, max_epochs=2),
     "transfers": partial(
         seen_by,
         act=lambda t, m: (t.fit(m, unsized(4), several()), t.predict(m, several())),
@@ -279,9 +251,6 @@ SCENARIOS: dict[str, Scenario] = {
     "fit, validate, test, predict": partial(seen_by, act=_validate_test_predict),
     "predict": partial(seen_by, act=_predict, callbacks=[KeepsIndices()]),
     "shuffled": _shuffled,
-    "min_size": partial(
-        _combined, mode="min_size", first=partial(sized, 5), other=partial(sized, 3, 50)
-    ),
     "max_size_cycle unsized": partial(
         _combined, mode="max_size_cycle", first=partial(unsized, 3), other=partial(unsized, 5, 50)
     ),

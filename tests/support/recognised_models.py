@@ -109,27 +109,26 @@ class Recommender(pl.LightningModule):
         self.keep()
 
 
+def collection(is_weighted: bool = False) -> EmbeddingBagCollection:
+    """Return two tables of bags."""
+    tables = []
+    for name, dim, features in (("t", DIM, ["f"]), ("u", 2 * DIM, ["g", "f"])):
+        config = EmbeddingBagConfig(
+            name=name, num_embeddings=ROWS, embedding_dim=dim, feature_names=features
+        )
+        tables.append(config)
+    return EmbeddingBagCollection(tables=tables, is_weighted=is_weighted)
+
+
 class Bags(Recommender):
     """Over an EmbeddingBagCollection of two tables."""
 
-    weighted = False
-
     def build(self) -> None:
-        self.ebc = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"]
-                ),
-                EmbeddingBagConfig(
-                    name="u", num_embeddings=ROWS, embedding_dim=2 * DIM, feature_names=["g", "f"]
-                ),
-            ],
-            is_weighted=self.weighted,
-        )
+        self.ebc = collection()
 
     def features(self, batch: Any) -> KeyedJaggedTensor:
         """Return what is looked up."""
-        raise NotImplementedError
+        return jagged(batch, lengths=batch["lengths"])
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         return self.ebc(self.features(batch)).values()
@@ -140,39 +139,14 @@ def jagged(batch: Batch, **parts: Any) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(["f", "g"], batch["values"], **parts)
 
 
-class BagsOf(Bags):
-    """Looks up what a function makes of the batch."""
-
-    def __init__(self, features: Callable[[Batch], Any], optimizer: str, **options: Any) -> None:
-        self.make, self.weighted = features, options.get("weighted", False)
-        self.prepare = options.get("prepare", lambda batch, step: batch)
-        super().__init__(optimizer)
-
-    def prepared(self, batch: Batch, step: int) -> Any:
-        return self.prepare(batch, step)
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return self.make(batch)
-
-
-def bags_of(features: Callable[[Batch], Any], **options: Any) -> Any:
-    """Return what makes a module of bags. options: weighted, and prepare, which changes batches."""
-    return partial(BagsOf, features, **options)
-
-
 class Sequences(Recommender):
     """Over an EmbeddingCollection."""
 
     def build(self) -> None:
+        shape = {"num_embeddings": ROWS, "embedding_dim": DIM}
+        pairs = (("t", "f"), ("u", "g"))
         self.ec = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(
-                    name="t", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"]
-                ),
-                EmbeddingConfig(
-                    name="u", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["g"]
-                ),
-            ]
+            tables=[EmbeddingConfig(name=t, feature_names=[f], **shape) for t, f in pairs]
         )
 
     def prepared(self, batch: Batch, step: int) -> Any:
@@ -226,6 +200,12 @@ def rows_of(look_up: Any, tables: dict[str, Any] | None = None, **options: Any) 
     return partial(RowsOf, look_up, ONE if tables is None else tables, **options)
 
 
+def bags_of(features: Callable[[Batch], Any], is_weighted: bool = False, **options: Any) -> Any:
+    """Return what makes a module of bags, which looks up what a function makes of the batch."""
+    tables = {"ebc": partial(collection, is_weighted)}
+    return rows_of(lambda m, batch, step: m.ebc(features(batch)).values(), tables, **options)
+
+
 def _three_calls(m: Any, batch: Batch, step: int) -> Tensor:
     user = m.table(batch["user"])
     return (user * m.table(batch["positive"]) - user * m.table(batch["negative"])).mean(1)
@@ -241,16 +221,6 @@ def _columns(m: Any, batch: Batch, step: int) -> Tensor:
 
 def _bags_by_offsets(m: Any, batch: Batch, step: int) -> Tensor:
     return m.table(batch["values"], batch["offsets"], per_sample_weights=batch["weights"])
-
-
-def _bags_of_made_offsets(m: Any, batch: Batch, step: int) -> Tensor:
-    ids = batch["sparse"].view(-1)
-    return m.table(ids, torch.arange(0, len(ids), COLUMNS))
-
-
-def _one_each(batch: Batch) -> KeyedJaggedTensor:
-    lengths = torch.full((2 * len(batch["label"]),), 3)
-    return KeyedJaggedTensor(["f", "g"], batch["sparse"].view(-1), lengths=lengths)
 
 
 class Hooks:
@@ -280,9 +250,6 @@ class Hooked(Hooks, Bags):
     def __init__(self, optimizer: str = "SGD") -> None:
         super().__init__(optimizer)
         self.calls = {"before": 0, "transfer": 0, "after": 0}
-
-    def features(self, batch: Any) -> KeyedJaggedTensor:
-        return jagged(batch, lengths=batch["lengths"])
 
 
 class HookedData(Hooks, pl.LightningDataModule):
@@ -343,16 +310,6 @@ def _target_last(m: Any, batch: Batch, step: int) -> Tensor:
     return (learning * (1 + targets[0] + targets[1])).mean(1)
 
 
-class TargetBags(Bags):
-    """Looks bags of a target up without a gradient, before those that learn."""
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            target = self.ebc(batch["features"]).values()
-        assert not target.requires_grad
-        return self.ebc(jagged(batch, lengths=batch["lengths"])).values() * (1 + target)
-
-
 def _changes_rate(m: Any, batch: Batch, step: int) -> Tensor:
     if m._trainer is not None:
         m.trainer.optimizers[0].param_groups[0]["lr"] = 0.5 / (1 + step)
@@ -368,18 +325,6 @@ def _freezes(m: Any, batch: Batch, step: int) -> Tensor:
 def _every_other(m: Any, batch: Batch, step: int, parity: int = 0) -> Tensor:
     rows = m.table(batch["user"])
     return (rows * m.other(batch["positive"]) if step % 2 == parity else rows).mean(1)
-
-
-class EveryOtherBags(Bags):
-    """Looks its collection up in every other step only."""
-
-    def build(self) -> None:
-        super().build()
-        self.table = nn.Embedding(ROWS, 5 * DIM)
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        rows = self.table(batch["user"][:, 0])
-        return rows if batch_idx % 2 else rows + self.ebc(batch["features"]).values()
 
 
 class Alternates(Recommender):
@@ -507,36 +452,33 @@ ROW_WISE, COLUMN_WISE, TABLE_WISE = (
     {"sharding_types": [f"{way}_wise"]} for way in ("row", "column", "table")
 )
 OFF = {"computed_ids": False}
-COPIES = {"tables": {name: {"sharding_types": ["data_parallel"]} for name in ("t", "u")}}
 DENSE_SHARDED = {"dense": "fsdp", "fsdp": {"min_num_parameters": 8}}
 
-BY_LENGTHS = bags_of(lambda b: jagged(b, lengths=b["lengths"]))
 SYNCED = bags_of(
     lambda b: KeyedJaggedTensor.from_offsets_sync(["f", "g"], b["values"], b["offsets"])
 )
-WEIGHTED = bags_of(lambda b: jagged(b, offsets=b["offsets"], weights=b["weights"]), weighted=True)
+WEIGHTED = bags_of(
+    lambda b: jagged(b, offsets=b["offsets"], weights=b["weights"]), is_weighted=True
+)
 SIX_COLUMNS = rows_of(_columns, {f"t{i}": embedding for i in range(COLUMNS)})
 BY_OFFSETS = rows_of(_bags_by_offsets, {"table": partial(bag, include_last_offset=True)})
 
 AHEAD: dict[str, Case] = {
     "a KeyedJaggedTensor": Case(bags_of(lambda b: b["features"]), "SGD", TABLE_WISE),
-    "the same, clipped": Case(
-        bags_of(lambda b: b["features"]), "SGD", ROW_WISE, {"gradient_clip_val": 0.05}
-    ),
-    "of lengths": Case(BY_LENGTHS, "Adagrad", ROW_WISE),
+    "of lengths": Case(Bags, "Adagrad", ROW_WISE),
     "of offsets, synchronized": Case(SYNCED, "Adam", COLUMN_WISE),
     "with weights": Case(WEIGHTED, "SGD", COLUMN_WISE),
-    "of made lengths": Case(bags_of(_one_each), "Adam", ROW_WISE, {"precision": "bf16-mixed"}),
     "sequences": Case(Sequences, "Adam", ROW_WISE),
     "columns": Case(SIX_COLUMNS, "Adam", ROW_WISE),
-    "columns, whole": Case(SIX_COLUMNS, "SGD", TABLE_WISE),
     "bags by offsets": Case(BY_OFFSETS, "Adagrad", TABLE_WISE),
-    "bags of made offsets": Case(rows_of(_bags_of_made_offsets, {"table": bag}), "SGD", ROW_WISE),
-    "three calls": Case(
+    "three calls, sparse updates": Case(
         rows_of(_three_calls), "Adagrad", TABLE_WISE | {"embedding_update": "sparse"}, depth=2
     ),
-    "three calls, accumulated": Case(
-        rows_of(_three_calls), "Adam", COLUMN_WISE, {"accumulate_grad_batches": 2}
+    "three calls, accumulated in 16 bits": Case(
+        rows_of(_three_calls),
+        "Adam",
+        COLUMN_WISE,
+        {"accumulate_grad_batches": 2, "precision": "bf16-mixed", "gradient_clip_val": 0.05},
     ),
     "three calls, dense layers sharded": Case(
         rows_of(_three_calls), "SGD", ROW_WISE | DENSE_SHARDED
@@ -545,21 +487,19 @@ AHEAD: dict[str, Case] = {
 CHANGING: dict[str, Case] = {
     "target first": Case(rows_of(_target_first), "SGD", ROW_WISE, depth=2),
     "target last": Case(rows_of(_target_last), "Adagrad", COLUMN_WISE),
-    "target of bags": Case(TargetBags, "Adam", ROW_WISE),
     "rate": Case(rows_of(_changes_rate), "SGD", ROW_WISE),
     "frozen": Case(rows_of(_freezes, TWO), "Adam", TABLE_WISE),
     "alternates": Case(Alternates, "Adam", TABLE_WISE),
 }
 MADE: dict[str, Case] = {
     "hooks of the module": Case(Hooked, "SGD", ROW_WISE),
-    "hooks of the datamodule": Case(BY_LENGTHS, "Adam", TABLE_WISE, data=HookedData),
+    "hooks of the datamodule": Case(Bags, "Adam", TABLE_WISE, data=HookedData),
     "declared": Case(Declares, "Adagrad", ROW_WISE),
 }
 LATER = partial(_every_other, parity=1)
 SOME: dict[str, tuple[Case, tuple[int, int]]] = {
     "every other": (Case(rows_of(_every_other, TWO), "SGD", ROW_WISE), (8, 6)),
     "every other, later": (Case(rows_of(LATER, TWO), "Adam", ROW_WISE), (7, 4)),
-    "every other, copies": (Case(EveryOtherBags, "Adam", COPIES), (8, 6)),
     "hashed": (Case(bags_of(_hashed), "SGD", ROW_WISE | {"prefetch": OFF}), (STEPS, 0)),
     "one of two": (
         Case(rows_of(_one_of_two, TWO), "Adagrad", ROW_WISE | {"prefetch": OFF}),
@@ -583,71 +523,9 @@ UNCOUNTED: dict[str, Case] = {
         bags_of(_with_read_lengths, prepare=_one_each_at_first), "SGD", ROW_WISE
     ),
     "gradients used at the beginning of the next step": Case(StepsFirst, "Adam", ROW_WISE),
-    "the same, whole": Case(StepsFirst, "SGD", TABLE_WISE),
     "rank 0 looks at its rows earlier": Case(LooksOnRankZero, "SGD", TABLE_WISE),
 }
 CASES = AHEAD | CHANGING | MADE | {name: case for name, (case, _) in SOME.items()} | UNCOUNTED
-
-
-class Evaluated(Recommender):
-    """Has all steps; the second validation loader's batches are tuples, and ids of predictions are
-    computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all_counts: dict[str, tuple[int, int]] = {}
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return _two_of_one_table(self, batch, batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        first, other = (batch["user"], batch["negative"]) if dataloader_idx == 0 else batch
-        score = self.score(self.table(first) * self.table(other)).mean()
-        self.log("validated", score, sync_dist=True, batch_size=1)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        score = self.score(self.table(batch["sparse"][:, 1])).mean()
-        self.log("tested", score, sync_dist=True, batch_size=1)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.score(self.table(batch[0] * 7 % ROWS).mean(1))
-
-    def keep_more(self) -> None:
-        """Keep the lookups of the run that ends."""
-        self.keep()
-        self.all_counts |= self.counts
-
-    on_validation_end = on_test_end = on_predict_end = keep_more
-
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self.keep_more()
-
-
-def evaluate(depth: int) -> dict[str, Any]:
-    """Fit with two validation loaders, test and predict; returns what was logged, predicted and
-    counted."""
-    rank = rank_and_num_ranks()[0]
-    model = Evaluated()
-
-    def loader(make: Callable[[Batch], Any], first: int, steps: int = STEPS) -> DataLoader:
-        batches = [make(draw(step, rank, size=6)) for step in range(first, first + steps)]
-        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-
-    pairs = loader(lambda batch: (batch["sparse"][:, :5], batch["user"]), 20)
-    validating = [loader(dict, 10), pairs]
-    options: dict[str, Any] = {"convert_embeddings": "all", "prefetch": {"depth": depth}}
-    trainer = make_trainer(options, num_sanity_val_steps=1)
-    metrics = []
-    trainer.fit(model, loader(dict, 0), validating)
-    metrics.append(dict(trainer.callback_metrics))
-    trainer.validate(model, validating, verbose=False)
-    metrics.append(dict(trainer.callback_metrics))
-    trainer.test(model, loader(dict, 30), verbose=False)
-    metrics.append(dict(trainer.callback_metrics))
-    predicted = trainer.predict(model, loader(lambda batch: [batch["user"]], 40, 2 * STEPS))
-    numbers = {"metrics": metrics, "predicted": predicted, "state": model.final_state}
-    return {"numbers": numbers, "counts": model.all_counts}
 
 
 class GoesWrong(Recommender):

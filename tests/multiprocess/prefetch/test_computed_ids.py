@@ -25,11 +25,8 @@ CHANGES = {
 DIFFER = (*CHANGES, *(name for name in SHAPES if name.endswith("_on_rank_1")))
 ALONE = ("python_random", "branch_on_rows", *DIFFER)
 """Shapes that no computed input may follow."""
-QUICK = [
-    *("attribute_offsets", "from_floats", "batch_size_is_num_buckets", "write_to_clone"),
-    *("item_to_category", "positions", "kjt_concat", "random_negatives_of_one_table", "from_rows"),
-    *("write_to_batch", "changing_buffer", "counter", "shifted"),
-]
+OTHERS = ("cat_two", "hashing", "roll_negatives")
+TOGETHER = [name for name in SHAPES if name not in (*READING, *ALONE, *OTHERS)]
 
 
 def fit(names: Any, **options: Any) -> list[tuple[Fitted, Fitted]]:
@@ -64,7 +61,7 @@ def expected_ahead(*names: str) -> int:
 
 
 def test_what_is_computed_in_the_step_is_prefetched_or_refused_with_the_reason() -> None:
-    names = QUICK
+    names = TOGETHER
     per_rank_results = fit(names)
     for _, ahead in per_rank_results:
         assert ahead_in_last_epoch(ahead) == expected_ahead(*names)
@@ -79,23 +76,8 @@ def test_what_is_computed_in_the_step_is_prefetched_or_refused_with_the_reason()
     assert per_rank_results[1][1].warnings == []
 
 
-@pytest.mark.slow
-def test_of_many_shapes_one_that_a_rank_refuses_does_not_hold_up_the_others() -> None:
-    names = [name for name in SHAPES if name not in (*READING, *ALONE)]
-    per_rank_results = fit(names)
-    expected = [f"'tables.{name}." for name in names if SHAPES[name].refused is not None]
-    refused = [
-        warning
-        for warning in per_rank_results[0][1].warnings
-        if not any(name in warning for name in expected)
-    ]
-    assert len(refused) < 6, refused
-    for _, ahead in per_rank_results:
-        assert ahead_in_last_epoch(ahead) >= expected_ahead(*names) - len(refused) * (STEPS - 2)
-
-
 def test_what_follows_a_value_that_python_has_read_is_looked_up_as_it_is_called() -> None:
-    names = ["cat_two", "roll_negatives", *READING, "hashing"]
+    names = [*OTHERS[::2], *READING, "hashing"]
     per_rank_results = fit(names)
     warnings = per_rank_results[0][1].warnings
     assert len(warnings) == len(READING) + 1, warnings

@@ -13,6 +13,7 @@ from tests.support.ranks import run_on_ranks, run_on_warm_ranks
 
 QUICK = [
     "three epochs",
+    "fit, validate, test, predict",
     "on_train_batch_start returns -1",
     "the same, unsized",
     "by hand",
@@ -54,6 +55,10 @@ def test_loops_see_what_they_see_without_prefetching(names: list[str]) -> None:
             # Two lookups in each of twelve steps, but for those that begin an epoch.
             assert runs["three epochs"][3].ahead["training 0"] == 18
             assert "training 0" not in runs["dataloader_iter"][3].ahead
+            # Two in each step but the first of a loader's: of loaders of 3, 2, 1 and 4 batches.
+            ahead = runs["fit, validate, test, predict"][3].ahead
+            assert [ahead[f"prediction {i}"] for i in range(4)] == [4, 2, 0, 6]
+            assert (ahead["test 0"], ahead["validation 3"]) == (4, 6)
             assert runs["three epochs"][1].ahead == {}
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import recognised_models as models
 from tests.support.ranks import run_each_on_ranks, run_on_ranks
@@ -80,23 +79,6 @@ def test_what_is_left_out_or_computed_in_the_step_is_looked_up_there() -> None:
 
 def test_what_looks_otherwise_in_the_first_batch_or_is_used_early_changes_no_number() -> None:
     _agree(UNCOUNTED)
-
-
-def test_the_steps_of_evaluation_have_inputs_of_their_own() -> None:
-    calls = {str(depth): (models.evaluate, depth) for depth in (1, 3)}
-    for results in run_each_on_ranks(calls, 2):
-        plain, ahead = results["1"]["numbers"], results["3"]["numbers"]
-        torch.testing.assert_close(ahead, plain, atol=0, rtol=0)
-        assert len(ahead["predicted"]) == 2 * STEPS
-        assert sum(map(len, ahead["metrics"])) >= 6
-        assert results["3"]["counts"] == {
-            "training 0": (2 * STEPS, 2 * (STEPS - 1)),
-            "validation 0": (2 * STEPS, 2 * (STEPS - 1)),
-            "validation 1": (2 * STEPS, 2 * (STEPS - 1)),
-            "test 0": (STEPS, STEPS - 1),
-            # three steps are recorded, and two batches drawn before the last of them ends
-            "prediction 0": (2 * STEPS, 2 * STEPS - 5),
-        }
 
 
 BREAKS: dict[str, tuple[int, str, str]] = {
