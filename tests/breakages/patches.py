@@ -378,7 +378,7 @@ BREAKAGES = (
         r"raise ValueError\(difference\)",
         "pass",
         "A batch whose features come in another order fails, though it trains unsharded.",
-        ("multiprocess/prefetch/test_feature_order.py",),
+        ("multiprocess/prefetch/test_recognised_inputs.py",),
     ),
     Breakage(
         "stale-attempt-trusted",

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 
+from lightning_distrec.errors import DistRecError
 from tests.support.embedding_models import whole_state
 from tests.support.plain_loop import OPTIMIZERS
 from tests.support.ranks import rank_and_num_ranks
@@ -424,6 +425,72 @@ def _with_read_lengths(batch: Batch) -> KeyedJaggedTensor:
     return features
 
 
+# -- features in changing orders, or without one of them
+
+ORDERS = ("fgh", "fgh", "fgh", "hfg", "hfg", "fgh", "gfh", "fgh")
+MISSING = ("fgh",) * 5 + ("fg", "fgh")
+Ids = dict[str, Tensor]
+Form = tuple[Callable[[Ids], Any], Callable[[Any], KeyedJaggedTensor] | None]
+
+
+def one_each(keys: Iterable[str], ids: Iterable[Tensor]) -> KeyedJaggedTensor:
+    """Return features with one id in each bag."""
+    values = torch.cat(list(ids))
+    return KeyedJaggedTensor(list(keys), values, lengths=torch.ones_like(values))
+
+
+def _by_names(ids: Ids) -> Any:
+    features = one_each(ids, ids.values())
+    return {"names": list(ids), "values": features.values(), "lengths": features.lengths()}
+
+
+FORMS: dict[str, Form] = {
+    "a KeyedJaggedTensor": (
+        lambda ids: {"features": one_each(ids, ids.values())},
+        lambda batch: batch["features"],
+    ),
+    "names, ids and lengths": (
+        _by_names,
+        lambda b: KeyedJaggedTensor(b["names"], b["values"], lengths=b["lengths"]),
+    ),
+    "a dict": (dict, lambda batch: one_each(batch, batch.values())),
+    "a KeyedJaggedTensor of each": (
+        lambda ids: {key: one_each([key], [feature]) for key, feature in ids.items()},
+        lambda batch: KeyedJaggedTensor.concat(list(batch.values())),
+    ),
+    "a table of each name": (lambda ids: list(ids.items()), None),
+}
+"""How a batch is made of ids; and what a collection is called with, None for no collection."""
+
+
+class Reordered(Recommender):
+    """Looks up features that come in changing orders."""
+
+    def __init__(self, form: str, orders: tuple[str, ...], optimizer: str) -> None:
+        self.form, self.orders = FORMS[form], orders
+        super().__init__(optimizer)
+
+    def build(self) -> None:
+        if self.form[1] is None:
+            self.tables = nn.ModuleDict({key: embedding() for key in "fgh"})
+            return
+        shape = {"num_embeddings": ROWS, "embedding_dim": DIM}
+        self.ebc = EmbeddingBagCollection([
+            EmbeddingBagConfig(name=f"t_{key}", feature_names=[key], **shape) for key in "fgh"
+        ])
+
+    def prepared(self, batch: Batch, step: int) -> Any:
+        ids = dict(zip("fgh", batch["sparse"].clone().unbind(1)[:3], strict=True))
+        return self.form[0]({key: ids[key].clone() for key in self.orders[step]})
+
+    def rows(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.form[1] is None:
+            rows = {name: self.tables[name](ids) for name, ids in batch}
+        else:
+            rows = self.ebc(self.form[1](batch)).to_dict()
+        return torch.cat([rows[key] for key in "fgh"], 1)
+
+
 class LooksOnRankZero(Bags):
     """Rank 0 looks at its rows before all ranks add a number up."""
 
@@ -446,6 +513,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     data: Callable[[list[Any]], Any] | None = None
     depth: int = 3
+    steps: int = STEPS
 
 
 ROW_WISE, COLUMN_WISE, TABLE_WISE = (
@@ -464,7 +532,7 @@ SIX_COLUMNS = rows_of(_columns, {f"t{i}": embedding for i in range(COLUMNS)})
 BY_OFFSETS = rows_of(_bags_by_offsets, {"table": partial(bag, include_last_offset=True)})
 
 AHEAD: dict[str, Case] = {
-    "a KeyedJaggedTensor": Case(bags_of(lambda b: b["features"]), "SGD", TABLE_WISE),
+    "features of the batch": Case(bags_of(lambda b: b["features"]), "SGD", TABLE_WISE),
     "of lengths": Case(Bags, "Adagrad", ROW_WISE),
     "of offsets, synchronized": Case(SYNCED, "Adam", COLUMN_WISE),
     "with weights": Case(WEIGHTED, "SGD", COLUMN_WISE),
@@ -525,7 +593,20 @@ UNCOUNTED: dict[str, Case] = {
     "gradients used at the beginning of the next step": Case(StepsFirst, "Adam", ROW_WISE),
     "rank 0 looks at its rows earlier": Case(LooksOnRankZero, "SGD", TABLE_WISE),
 }
-CASES = AHEAD | CHANGING | MADE | {name: case for name, (case, _) in SOME.items()} | UNCOUNTED
+REORDERED = {name: Case(partial(Reordered, name, ORDERS), steps=8) for name in FORMS}
+LACKING = {
+    f"{name}, one is missing": Case(partial(Reordered, name, MISSING), steps=7)
+    for name in ("a KeyedJaggedTensor", "names, ids and lengths", "a dict")
+}
+CASES = (
+    REORDERED
+    | LACKING
+    | AHEAD
+    | CHANGING
+    | MADE
+    | {name: case for name, (case, _) in SOME.items()}
+    | UNCOUNTED
+)
 
 
 class GoesWrong(Recommender):
@@ -584,66 +665,66 @@ def fit(
     optimizer: str = "SGD",
     strategy: dict[str, Any] | None = None,
     trainer: dict[str, Any] | None = None,
-    datamodule: Callable[[list[Any]], Any] | None = None,
+    data: Callable[[list[Any]], Any] | None = None,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """Train on this rank; returns losses, state, counts, the reasons that were said, calls of
-    hooks."""
+    hooks. data: makes a datamodule of batches."""
     model = kind(optimizer)
-    batches = [model.prepared(draw(step, rank_and_num_ranks()[0]), step) for step in range(STEPS)]
+    batches = [model.prepared(draw(step, rank_and_num_ranks()[0]), step) for step in range(steps)]
     model.losses.clear()
     started = {name: value.clone() for name, value in model.state_dict().items()}
-    data: Any = DataLoader(batches, batch_size=None) if datamodule is None else datamodule(batches)  # type: ignore[arg-type]
+    source: Any = DataLoader(batches, batch_size=None, collate_fn=_as_it_is)  # type: ignore[arg-type]
+    source = {"train_dataloaders": source} if data is None else {"datamodule": data(batches)}
     prefetch = {"depth": depth} | (strategy or {}).get("prefetch", {})
     options = {"convert_embeddings": "all"} | (strategy or {}) | {"prefetch": prefetch}
+    error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         running = make_trainer(options, **(trainer or {}))
-        if datamodule is None:
-            running.fit(model, data)
-        else:
-            running.fit(model, datamodule=data)
-    calls = getattr(model if datamodule is None else data, "calls", None)
+        try:
+            running.fit(model, **source)
+        except DistRecError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    said = [str(warning.message) for warning in caught]
+    state = model.final_state
+    moved = {
+        name: float((state[name] - value).abs().max())
+        for name, value in started.items()
+        if name in state  # on ranks without the whole state, nothing
+    }
     return {
         "losses": model.losses,
         "logged": {name: float(value) for name, value in running.callback_metrics.items()},
-        "state": model.final_state,
+        "state": state,
+        "error": error,
         "counts": model.counts,
-        "said": [
-            str(warning.message)
-            for warning in caught
-            if "looked up as it is called" in str(warning.message)
-        ],
-        "calls": calls,
+        "said": [text for text in said if "looked up as it is called" in text],
+        "calls": getattr(source.get("datamodule", model), "calls", None),
         "declared": _declared(model),
-        "moved": moved(started, model.final_state),
+        "moved": moved,
     }
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _declared(model: Recommender) -> tuple[int, bool] | None:
     if not isinstance(model, Declares):
         return None
-    return len(model.made), all(
-        made is other for made, other in zip(model.made, model.in_step, strict=False)
-    )
-
-
-def moved(earlier: dict[str, Tensor], later: dict[str, Tensor]) -> dict[str, float]:
-    """Return how far each weight moved; on ranks without the whole state, nothing."""
-    return {
-        name: float((later[name] - value).abs().max())
-        for name, value in earlier.items()
-        if name in later
-    }
+    pairs = zip(model.made, model.in_step, strict=False)
+    return len(model.made), all(made is other for made, other in pairs)
 
 
 def compare(name: str) -> dict[str, Any]:
     """Return what a case's fit with look-ahead found, and in "different" what is not as without it,
     bit for bit."""
     case = CASES[name]
-    arguments = case.optimizer, case.strategy, case.trainer, case.data
+    arguments = case.optimizer, case.strategy, case.trainer, case.data, case.steps
     plain, ahead = fit(case.model, 1, *arguments), fit(case.model, case.depth, *arguments)
     expected, state = plain["state"], ahead.pop("state")
-    different = [key for key in ("losses", "logged") if plain[key] != ahead[key]]
+    different = [key for key in ("losses", "logged", "error") if plain[key] != ahead[key]]
     assert state.keys() == expected.keys()
     different += [key for key, value in state.items() if not torch.equal(value, expected[key])]
     return ahead | {"different": different, "plain calls": plain["calls"]}

@@ -1,5 +1,4 @@
-"""What comes after a fit on CUDA devices in host memory: other strategies, other ranks, machines
-without a GPU."""
+"""What comes after a fit on CUDA devices in host memory: other ranks, machines without a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.export_checkpoint import export
 from tests.support.click_model import EvaluatedModel, rank_loader, seeded
 from tests.support.embedding_models import TwoTower, loader, pairs
-from tests.support.host_cuda.matrix import CASES, STRATEGIES, Case, batches_of, module_of
+from tests.support.host_cuda.matrix import STRATEGIES
 from tests.support.host_cuda.runs import DeviceRanks, device_ranks
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
@@ -23,12 +22,6 @@ from tests.support.trainers import DEFAULTS
 pytestmark = pytest.mark.slow
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-6}
-KINDS = {
-    "tables": CASES["bags, Adagrad"],
-    "fsdp": CASES["fsdp_tuned"],
-    "pipeline": CASES["pipeline_parallel"],
-}
-OTHERS = [("tables", "fsdp"), ("tables", "pipeline"), ("fsdp", "tables"), ("pipeline", "ddp")]
 
 
 def results_of(ranks: DeviceRanks, function: Any, *args: Any) -> list[Any]:
@@ -44,36 +37,6 @@ def trainer_of(strategy: Any, accelerator: str, **settings: Any) -> pl.Trainer:
     """Return a Trainer of all ranks."""
     fixed = DEFAULTS | {"accelerator": accelerator, "devices": rank_and_num_ranks()[1]}
     return pl.Trainer(strategy=strategy, **(fixed | settings))
-
-
-def fit_under(case: Case, other: str) -> tuple[str, set[str]]:
-    """Fit a case, then by another strategy, then as before; returns what the other said, and where
-    the module was."""
-    module = module_of(case)
-
-    def fit(strategy: Any) -> None:
-        trainer_of(strategy, "gpu", max_steps=2).fit(module, batches_of(case))
-
-    fit(STRATEGIES[case.strategy](**case.options))
-    refusal = ""
-    try:
-        fit(STRATEGIES[other]())
-    except Exception as error:
-        refusal = f"{type(error).__name__}: {error}"
-    places = {parameter.device.type for parameter in module.parameters()}
-    fit(STRATEGIES[case.strategy](**case.options))
-    return refusal, places
-
-
-@pytest.mark.parametrize(("kind", "other"), OTHERS, ids="-".join)
-def test_a_module_that_another_strategy_refuses_stays_on_its_devices(
-    devices: DeviceRanks, kind: str, other: str
-) -> None:
-    for refusal, places in results_of(devices, fit_under, KINDS[kind], other):
-        assert refusal.startswith("ConfigError: ")
-        assert "an earlier run under" in refusal
-        assert "cuda" in places
-        assert "cpu" not in places
 
 
 def fit_and_save(accelerator: str, path: str, earlier: str | None = None) -> dict[str, Tensor]:
@@ -101,13 +64,8 @@ def test_checkpoints_of_devices_are_resumed_on_cpus_and_on_other_numbers_of_rank
         trained["ebc.embedding_bags.wide.weight"], expected["ebc.embedding_bags.wide.weight"]
     )
     with device_ranks(1) as device:
-        actual = {
-            "one device": results_of(device, fit_and_save, "gpu", str(tmp_path / "one"), saved)[0]
-        }
-    with device_ranks(4) as more:
-        actual["four devices"] = results_of(
-            more, fit_and_save, "gpu", str(tmp_path / "four"), saved
-        )[0]
+        (one,) = results_of(device, fit_and_save, "gpu", str(tmp_path / "one"), saved)
+    actual = {"one device": one}
     actual["two CPUs"] = run_on_warm_ranks(fit_and_save, 2, "cpu", str(tmp_path / "cpus"), saved)[0]
     for name, state in actual.items():
         torch.testing.assert_close(

@@ -12,7 +12,17 @@ import pytest
 
 from tests.support import recognised_models as models
 from tests.support.ranks import run_each_on_ranks, run_on_ranks
-from tests.support.recognised_models import AHEAD, CHANGING, MADE, SOME, STEPS, UNCOUNTED
+from tests.support.recognised_models import (
+    AHEAD,
+    CHANGING,
+    LACKING,
+    MADE,
+    MISSING,
+    REORDERED,
+    SOME,
+    STEPS,
+    UNCOUNTED,
+)
 
 
 def _agree(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
@@ -22,7 +32,7 @@ def _agree(names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
     results = {name: [rank_result[name] for rank_result in per_rank_results] for name in names}
     for name, case_results in results.items():
         for result in case_results:
-            assert result["different"] == [], name
+            assert (result["different"], result["error"]) == ([], ""), name
             assert len(result["losses"]) >= STEPS, name
         moved = {key: far for key, far in case_results[0]["moved"].items() if "score" not in key}
         assert max(moved.values()) > 1e-4, name
@@ -79,6 +89,29 @@ def test_what_is_left_out_or_computed_in_the_step_is_looked_up_there() -> None:
 
 def test_what_looks_otherwise_in_the_first_batch_or_is_used_early_changes_no_number() -> None:
     _agree(UNCOUNTED)
+
+
+SENT_OF_ORDERS = {
+    "a KeyedJaggedTensor": (8, 7),
+    "names, ids and lengths": (8, 4),
+    "a table of each name": (24, 12),
+}
+"""Of how many lookups how many are sent ahead, where that does not depend on what the step
+computes."""
+
+
+def test_features_in_another_order_are_looked_up_as_the_step_calls() -> None:
+    results = _agree(REORDERED)
+    for name, count in SENT_OF_ORDERS.items():
+        assert [result["counts"]["training 0"] for result in results[name]] == [count] * 2, name
+
+
+def test_a_missing_feature_is_named_as_without_look_ahead() -> None:
+    for results in run_each_on_ranks({name: (models.compare, name) for name in LACKING}, 2):
+        for result in results.values():
+            assert "needs the features ['h'], but was called with ['f', 'g']" in result["error"]
+            assert result["different"] == []
+            assert len(result["losses"]) == MISSING.index("fg")
 
 
 BREAKS: dict[str, tuple[int, str, str]] = {

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from lightning_distrec.prefetch.batch_objects import BatchObjects, tensors_in
+from lightning_distrec.prefetch.batch_objects import BatchObjects
 from lightning_distrec.prefetch.recorded_calls import RecordedCall
 from lightning_distrec.prefetch.sources import (
     BatchRoots,
     ConstantSource,
-    JaggedSource,
     LookupCall,
     PathSource,
     are_unwritten,
@@ -295,21 +294,6 @@ def test_a_call_with_several_arguments_is_built_from_another_batch(offsets: str,
         assert (argument is None) == (expected is None)
 
 
-def test_lengths_of_the_batch_are_preferred_to_those_that_only_look_regular() -> None:
-    def one_each(size: int) -> dict[str, Tensor]:
-        return {"values": _ids(2 * size, 1), "offsets": torch.arange(2 * size + 1)}
-
-    def expression(batch: dict[str, Tensor]) -> KeyedJaggedTensor:
-        features = KeyedJaggedTensor(["a", "b"], batch["values"], offsets=batch["offsets"])
-        features.lengths()
-        return features
-
-    batch, other = one_each(5), _batch(5, 20)
-    source = _source(batch, expression(batch))
-    assert isinstance(source, JaggedSource)
-    assert _same(source.get(BatchRoots(other)), expression(other))
-
-
 def test_a_view_of_another_number_of_columns_is_refused() -> None:
     batch = {"x": _ids(5, 1, 6)}
     views: list[Expression] = [lambda x: x[:, 4], lambda x: x[:, 1:-1], lambda x: x.view(-1, 3)]
@@ -322,13 +306,6 @@ def test_a_view_of_another_number_of_columns_is_refused() -> None:
             source.get(BatchRoots({"z": batch["x"]}))
 
 
-def test_two_entries_that_are_one_tensor_in_the_first_batch_are_distinguished_later() -> None:
-    ids = _ids(5, 1)
-    source = _source({"left": ids, "right": ids}, ids)
-    with pytest.raises(ValueError, match="was the same as"):
-        source.get(BatchRoots({"left": _ids(5, 2), "right": _ids(5, 3)}))
-
-
 def test_what_the_module_declares_is_found_beside_the_batch() -> None:
     declared = {"hashed": _ids(5, 1)}
     objects = BatchObjects(BatchRoots(_batch(5, 10), declared))
@@ -337,33 +314,6 @@ def test_what_the_module_declares_is_found_beside_the_batch() -> None:
     assert path_text(source.path) == "sparse_inputs(batch)['hashed']"
     later = {"hashed": _ids(4, 2)}
     assert source.get(BatchRoots(_batch(4, 20), later)) is later["hashed"]
-
-
-def test_paths_are_named_as_user_code_writes_them() -> None:
-    batch = _batch(5, 10)
-    objects = BatchObjects(BatchRoots(batch))
-    for expression, name in [
-        (FOUND["dict"], "batch['y']"),
-        (
-            lambda b: b["nested"][0]["deep"][1].right.inner.ids,
-            "batch['nested'][0]['deep'][1][1].inner.ids",
-        ),
-        (lambda b: b["example"].extras["extra"], "batch['example'].extras['extra']"),
-    ]:
-        source = objects.source_of(expression(batch))
-        assert isinstance(source, PathSource)
-        assert path_text(source.path) == name
-
-
-def test_tensors_in_finds_each_tensor_of_a_batch_once() -> None:
-    batch = _batch(5, 10)
-    actual = tensors_in(BatchRoots(batch))
-    expected = [expression(batch) for name, expression in FOUND.items() if name in WHOLE]
-    for tensor in expected:
-        assert sum(tensor is other for other in actual) == 1
-
-
-WHOLE = ("dict", "list, dict and tuple", "namedtuple", "attribute", "dataclass", "values of a kjt")
 
 
 def test_writes_in_place_after_the_stamp_are_noticed() -> None:
