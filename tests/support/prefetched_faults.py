@@ -95,9 +95,7 @@ def fails(
 def loader_fails(depth: int, kind: str) -> Seen:
     """Fit with a loader that fails on rank 1 at its fourth batch."""
     batch_number = 3 if rank_and_num_ranks()[0] == 1 else None
-    dataset = (
-        Numbered(6, fails_at=batch_number) if kind == "sized" else Stream(6, fails_at=batch_number)
-    )
+    dataset = (Numbered if kind == "sized" else Stream)(6, 0, batch_number)
     return fit(depth, lambda: DataLoader(dataset, batch_size=None), catch=(Exception,))
 
 

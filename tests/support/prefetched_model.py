@@ -123,52 +123,28 @@ class DeclaresIds(ComputesIds):
         return Watched.look_up(self, batch | {"single": self.sparse_inputs(batch)})
 
 
+def _noting(event: str) -> Any:
+    def hook(self: Any, trainer: pl.Trainer, module: Any, *values: Any) -> None:
+        loop = trainer.fit_loop.epoch_loop
+        progress, validation = loop.batch_progress, loop.val_loop.batch_progress
+        batches = [names_in(value) if isinstance(value, dict) else value for value in values]
+        counts = trainer.global_step, trainer.current_epoch
+        counts += progress.current.ready, progress.current.completed
+        module.note(event, *batches, *counts, trainer.is_last_batch, validation.is_last_batch)
+
+    return hook
+
+
 class Diarist(pl.Callback):
     """Writes into the model's diary what callbacks see."""
 
-    def _note(self, trainer: pl.Trainer, module: Any, event: str, *values: Any) -> None:
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress
-        seen = (
-            trainer.global_step,
-            trainer.current_epoch,
-            progress.current.ready,
-            progress.current.completed,
-        )
-        module.note(event, *values, *seen, trainer.is_last_batch, validation.is_last_batch)
-
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        self._note(trainer, module, "epoch starts")
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self._note(trainer, module, "epoch ends")
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self._note(trainer, module, "batch starts", names_in(batch), batch_idx)
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._note(trainer, module, "batch ends", names_in(batch), batch_idx)
-
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self._note(trainer, module, "validation starts")
-
-    def on_validation_end(self, trainer: Any, module: Any) -> None:
-        self._note(trainer, module, "validation ends")
-
-    def on_validation_batch_end(
-        self,
-        trainer: Any,
-        module: Any,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._note(
-            trainer, module, "validation batch ends", names_in(batch), batch_idx, dataloader_idx
-        )
+    on_train_epoch_start = _noting("epoch starts")
+    on_train_epoch_end = _noting("epoch ends")
+    on_train_batch_start = _noting("batch starts")
+    on_train_batch_end = _noting("batch ends")
+    on_validation_start = _noting("validation starts")
+    on_validation_end = _noting("validation ends")
+    on_validation_batch_end = _noting("validation batch ends")
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         with without_torch_function():  # this rank's shards, as plain tensors
@@ -197,24 +173,6 @@ class Written(Logger):
 # -- loaders; each gives the batches `first`, `first + 1`, ... of its rank
 
 
-class Stream(IterableDataset):
-    """Batches without a length. fails_at: the batch at which its disk is gone."""
-
-    def __init__(self, steps: int, first: int = 0, fails_at: int | None = None) -> None:
-        self.steps, self.first, self.fails_at, self.rank = (
-            steps,
-            first,
-            fails_at,
-            rank_and_num_ranks()[0],
-        )
-
-    def __iter__(self) -> Iterator[Batch]:
-        for number in range(self.steps):
-            if number == self.fails_at:
-                raise OSError("the disk went away")
-            yield named_batch(self.first + number, rank=self.rank)
-
-
 class Numbered(Dataset):
     """Batches by their number. fails_at: the batch at which its disk is gone."""
 
@@ -233,6 +191,17 @@ class Numbered(Dataset):
         if number == self.fails_at:
             raise OSError("the disk went away")
         return named_batch(self.first + number, self.size, self.rank)
+
+
+class Stream(IterableDataset):
+    """The same without a length."""
+
+    def __init__(self, *args: Any) -> None:
+        self.batches = Numbered(*args)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(len(self.batches)):
+            yield self.batches[number]
 
 
 def sized(steps: int, first: int = 0, **options: Any) -> DataLoader:

@@ -27,13 +27,7 @@ from tests.support.mapped_models import DynamicModel, ManagedModel, MchModel
 
 CASES: dict[str, tuple[Any, ...]] = {
     "bags, table- and row-wise": (follow_fit, Deaf, SGD, "table_wise", "row_wise"),
-    "bags, column-wise and table-row-wise": (
-        follow_fit,
-        Deaf,
-        Adam,
-        "column_wise",
-        "table_row_wise",
-    ),
+    "bags, column- and table-row-wise": (follow_fit, Deaf, Adam, "column_wise", "table_row_wise"),
     "sequences, row-wise": (follow_fit, Sequences, Adam, "", "row_wise"),
     "sequences, table-wise": (follow_fit, Sequences, SGD, "", "table_wise"),
     "a KeyedJaggedTensor in the batch": (follow_fit, JaggedBatches, Adagrad, "", "column_wise"),
