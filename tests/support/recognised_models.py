@@ -641,13 +641,13 @@ class GoesWrong(Recommender):
         return (rows * other).mean(1)
 
 
-def go_wrong(fault: str, ranks: tuple[int, ...], rows: str) -> tuple[str, str, float, int]:
+def go_wrong(fault: str, ranks: tuple[int, ...]) -> tuple[str, str, float, int]:
     """Train a model that goes wrong; returns what was raised, after how many seconds, in which
     step."""
     model = GoesWrong()
     model.fault, model.ranks = fault, ranks
     batches = [draw(step, rank_and_num_ranks()[0], size=6) for step in range(STEPS)]
-    options = {"convert_embeddings": "all", "sharding_types": [rows]}
+    options = {"convert_embeddings": "all", "sharding_types": ["row_wise"]}
     begin = time.perf_counter()
     try:
         make_trainer(options).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]

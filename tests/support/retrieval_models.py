@@ -116,9 +116,7 @@ def train(
     return {"state": model.final_state, "losses": model.losses}
 
 
-def train_plain(
-    model: Retrieving, batches: list[list[Batch]], accumulate: int = 1, num_ranks: int = 1
-) -> Retrieving:
+def train_plain(model: Retrieving, batches: list[list[Batch]], accumulate: int = 1) -> Retrieving:
     """Train by a plain loop on the batches of all ranks together."""
     optimizer = model.configure_optimizers()
     for step, ranks in enumerate(batches):

@@ -12,7 +12,7 @@ from tests.support.parameters import slow_except
 QUICK = [
     "bags, Adagrad",
     "bags, Adam",
-    "sequences, Adagrad",
+    "sequences, each id sent once",
     "16-mixed",
     "sparse updates, clipped",
     "sharded dense layers",

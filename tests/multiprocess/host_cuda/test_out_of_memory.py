@@ -1,5 +1,5 @@
 """A device without memory, at any stage of a job, is an error of torch or of ours on every rank;
-nothing hangs."""
+nothing hangs. What torch has kept of an earlier model is free."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +8,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from tests.support.host_cuda.matrix import CASES, STRATEGIES, batches_of, module_of
 from tests.support.host_cuda.runs import DeviceRanks, device_ranks
 from tests.support.ranks import RankFailed, rank_and_num_ranks, words_of_ranks
-from tests.support.trainers import DEFAULTS
+from tests.support.trainers import DEFAULTS, make_trainer
 
 LIMIT_SECONDS = 60
 MEMORY = 64 << 20
@@ -96,3 +97,45 @@ def test_a_full_device_is_an_error_on_every_rank_within_seconds(
         assert "OutOfMemoryError: CUDA out of memory" in said or (
             stage == "save" and rank not in ranks
         )
+
+
+TABLE_BYTES = 4 << 20
+DEVICE_BYTES = 4 * TABLE_BYTES
+DIM = 16
+
+
+class Bag(pl.LightningModule):
+    """One table, which is drawn again while it is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(TABLE_BYTES // DIM // 4, DIM, mode="sum")
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.bag(batch).mean()  # type: ignore[no-any-return]
+
+    def on_train_start(self) -> None:
+        nn.init.ones_(self.bag.weight)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_after_another() -> None:
+    """Fit when torch has kept most of the device."""
+    earlier = torch.empty(DEVICE_BYTES - TABLE_BYTES // 2, dtype=torch.uint8, device="cuda")
+    kept = earlier.numel()
+    del earlier
+    free, total = torch.cuda.mem_get_info()
+    assert free == total - kept < TABLE_BYTES, "the driver counts it as taken"
+    trainer = make_trainer(
+        {"convert_embeddings": "all"}, accelerator="gpu", max_steps=1, max_epochs=None
+    )
+    trainer.fit(Bag(), DataLoader(torch.arange(32).view(8, 4), batch_size=2))
+
+
+@pytest.mark.slow
+def test_what_torch_has_kept_of_an_earlier_model_is_free() -> None:
+    with device_ranks(1, DEVICE_BYTES) as ranks:
+        (seen,) = ranks.call(fit_after_another)
+    assert not seen.error, seen.error

@@ -10,10 +10,9 @@ import torch
 
 from lightning_distrec.prefetch.recorder import READS_BATCH
 from tests.support import computed_models as models
-from tests.support.computed_models import SHAPES, Fitted
+from tests.support.computed_models import SHAPES, STEPS, Fitted
 from tests.support.ranks import run_on_warm_ranks
 
-STEPS = 11
 READING = [name for name, shape in SHAPES.items() if shape.refused == READS_BATCH]
 """Shapes that read a value of the batch: what follows them in a step may depend on it."""
 CHANGES = {
@@ -29,10 +28,10 @@ OTHERS = ("cat_two", "hashing", "roll_negatives")
 TOGETHER = [name for name in SHAPES if name not in (*READING, *ALONE, *OTHERS)]
 
 
-def fit(names: Any, **options: Any) -> list[tuple[Fitted, Fitted]]:
+def fit(names: Any) -> list[tuple[Fitted, Fitted]]:
     """Return what each rank found; no number is another one than without look-ahead."""
     per_rank_results: list[tuple[Fitted, Fitted]] = run_on_warm_ranks(
-        models.fit_at_both_depths, 2, names, options
+        models.fit_at_both_depths, 2, names
     )
     for plain, ahead in per_rank_results:
         assert (plain.error, ahead.error) == ("", "")
@@ -61,12 +60,11 @@ def expected_ahead(*names: str) -> int:
 
 
 def test_what_is_computed_in_the_step_is_prefetched_or_refused_with_the_reason() -> None:
-    names = TOGETHER
-    per_rank_results = fit(names)
+    per_rank_results = fit(TOGETHER)
     for _, ahead in per_rank_results:
-        assert ahead_in_last_epoch(ahead) == expected_ahead(*names)
+        assert ahead_in_last_epoch(ahead) == expected_ahead(*TOGETHER)
     warnings = per_rank_results[0][1].warnings
-    refused = [name for name in names if SHAPES[name].refused is not None]
+    refused = [name for name in TOGETHER if SHAPES[name].refused is not None]
     assert len(warnings) == len(refused), warnings
     for name in refused:
         shape_warnings = [warning for warning in warnings if f"'tables.{name}." in warning]

@@ -127,7 +127,7 @@ say."""
 @pytest.mark.parametrize("fault", BREAKS)
 def test_all_ranks_are_notified_of_a_step_that_goes_wrong_on_one(fault: str) -> None:
     faulty, message_there, message_elsewhere = BREAKS[fault]
-    per_rank_results = run_on_ranks(models.go_wrong, 2, fault, (faulty,), "row_wise")
+    per_rank_results = run_on_ranks(models.go_wrong, 2, fault, (faulty,))
     for rank, (kind, message, seconds, step) in enumerate(per_rank_results):
         assert step == 2
         assert seconds < 60
@@ -137,9 +137,7 @@ def test_all_ranks_are_notified_of_a_step_that_goes_wrong_on_one(fault: str) -> 
 
 
 def test_what_differs_on_all_ranks_ends_no_run() -> None:
-    calls = {
-        fault: (models.go_wrong, fault, (0, 1), "row_wise") for fault in ("second entry", "written")
-    }
+    calls = {fault: (models.go_wrong, fault, (0, 1)) for fault in ("second entry", "written")}
     for results in run_each_on_ranks(calls, 2):
         assert {(result[1], result[3]) for result in results.values()} == {
             ("nothing was raised", STEPS - 1)

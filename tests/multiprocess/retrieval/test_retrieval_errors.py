@@ -185,6 +185,8 @@ def test_an_update_inside_of_backward_is_refused_by_its_option() -> None:
 SCORES: dict[str, tuple[Any, str]] = {
     "softmax": (lambda x, t: x.softmax(1), "softmax"),
     "a mask": (lambda x, t: x.masked_fill(x > 0, 0.0), "gt"),
+    "some rows": (lambda x, t: x[:, 1:], "__getitem__"),
+    "a bias of each query": (lambda x, t: x + t[:, None], "add"),
     "in place": (lambda x, t: x.div_(2.0), "div_"),
     "a transposed loss": (lambda x, t: functional.cross_entropy(x.T, t), "permute|T"),
     "weighted classes": (
@@ -192,8 +194,11 @@ SCORES: dict[str, tuple[Any, str]] = {
         "cross_entropy",
     ),
     "worst rows": (lambda x, t: x.topk(2, largest=False), "topk"),
+    "best queries": (lambda x, t: x.argmax(0), "argmax"),
     "all values": (lambda x, t: x.sum(), "sum"),
     "another's scores": (lambda x, t: torch.ones(4, ROWS) - x, "sub|rsub"),
+    "a product of both": (lambda x, t: x * x, "mul"),
+    "stacked scores": (lambda x, t: torch.stack([torch.ones(4, ROWS), x]), "stack"),
     "joined scores": (lambda x, t: torch.cat([x, torch.ones(4, 1)], 1), "cat"),
     "printed values": (lambda x, t: x.tolist(), "tolist"),
     "a gradient of the best": (lambda x, t: x.topk(2).values.sum().backward(), "the gradient"),

@@ -107,6 +107,10 @@ CASES: dict[str, Case] = {
     "bags, replicated and by columns": Case(options={"tables": MIXED}),
     "bags, weighted": Case(model=Weighted),
     "sequences, Adagrad": Case(model=SequencesEvaluated),
+    "sequences, each id sent once": Case(
+        SequencesEvaluated,
+        options={"tables": {"*": {"pooling_factor": 50}}, "sharding_types": ["table_wise"]},
+    ),
     "nn.Embedding, Adam": Case(Embeddings, ADAM, {"convert_embeddings": "all"}),
     "bf16-mixed": Case(trainer={"precision": "bf16-mixed"}),
     "16-mixed": Case(

@@ -170,26 +170,20 @@ FOUND: dict[str, Expression] = {
 
 
 @pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("size", [3, 1, 0, 8])
-def test_what_is_part_of_the_batch_is_found_in_batches_of_any_size(name: str, size: int) -> None:
-    if size == 0 and name == "kjt by offsets, synced":
-        pytest.skip("torchrec cannot synchronize an empty KeyedJaggedTensor of offsets")
-    batch, other = _batch(5, 10), _batch(size, 20)
+def test_what_is_part_of_the_batch_is_found_in_batches_of_any_size(name: str) -> None:
+    batch, another = _batch(5, 10), _batch(5, 20)
     source = _source(batch, FOUND[name](batch))
     assert not isinstance(source, str), source
-    assert _same(source.get(BatchRoots(batch)), FOUND[name](batch))
-    actual, expected = source.get(BatchRoots(other)), FOUND[name](other)
-    assert _same(actual, expected)
-    assert is_same_input(expected, actual)
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_another_batch_is_not_taken_for_this_one(name: str) -> None:
-    batch, other = _batch(5, 10), _batch(5, 20)
-    source = _source(batch, FOUND[name](batch))
-    if isinstance(source, ConstantSource):
-        return
-    assert not is_same_input(FOUND[name](other), source.get(BatchRoots(batch)))
+    found = source.get(BatchRoots(batch))
+    assert _same(found, FOUND[name](batch))
+    assert is_same_input(FOUND[name](another), found) == isinstance(source, ConstantSource)
+    for size in (3, 1, 0, 8):
+        if size == 0 and name == "kjt by offsets, synced":
+            continue  # torchrec cannot synchronize an empty KeyedJaggedTensor of offsets
+        other = _batch(size, 20)
+        actual, expected = source.get(BatchRoots(other)), FOUND[name](other)
+        assert _same(actual, expected)
+        assert is_same_input(expected, actual)
 
 
 def _written(write: Callable[[dict[str, Any]], Any], read: Expression) -> Expression:
@@ -245,10 +239,9 @@ REFUSED: dict[str, tuple[Expression, str]] = {
 def test_what_is_computed_in_the_step_is_refused_with_the_reason(name: str) -> None:
     expression, reason = REFUSED[name]
     batch = _batch(5, 10)
-    objects = BatchObjects(BatchRoots(batch))
+    objects = BatchObjects(BatchRoots(batch))  # before the step, which may write to the batch
     source = objects.source_of(expression(batch))
-    assert isinstance(source, str), source
-    assert reason in source
+    assert reason in source, source
 
 
 def test_weights_that_the_step_computes_come_late() -> None:
