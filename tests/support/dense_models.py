@@ -57,6 +57,17 @@ class Recording(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Small(Recording):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+
 class BareAndTied(Recording):
     """Parameters at the root, two layers of one weight, and one that is frozen."""
 

@@ -13,16 +13,24 @@ Outcome = tuple[list[float], dict[str, Tensor]]
 """Losses of this rank, and weights."""
 
 
+def make_dense_trainer(strategy: Any, **settings: Any) -> pl.Trainer:
+    """Return a Trainer of all ranks, for two epochs."""
+    options = DEFAULTS | {"max_epochs": 2} | settings
+    return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **options)
+
+
+def whole_weights(trainer: pl.Trainer) -> dict[str, Tensor]:
+    """Return copies of the weights of the last fit, gathered where they are sharded."""
+    gather = getattr(trainer.strategy, "full_state_dict", trainer.lightning_module.state_dict)
+    return {name: value.clone() for name, value in gather().items()}
+
+
 def fit(kind: str, strategy: Any, **settings: Any) -> Outcome:
     """Train a module of `KINDS` for two epochs. settings: of the Trainer; ckpt_path: where to go on
     from."""
     pl.seed_everything(5)
     model = KINDS[kind]()
-    rank, num_ranks = rank_and_num_ranks()
     path = settings.pop("ckpt_path", None)
-    trainer = pl.Trainer(
-        strategy=strategy, devices=num_ranks, **(DEFAULTS | {"max_epochs": 2} | settings)
-    )
-    trainer.fit(model, loader(rank, num_ranks), ckpt_path=path)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    return model.losses, weights
+    trainer = make_dense_trainer(strategy, **settings)
+    trainer.fit(model, loader(*rank_and_num_ranks()), ckpt_path=path)
+    return model.losses, {name: value.clone() for name, value in model.state_dict().items()}

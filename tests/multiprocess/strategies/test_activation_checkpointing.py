@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError
 from tests.support.dense_models import WIDTH, Recording, loader
+from tests.support.dense_runs import make_dense_trainer, whole_weights
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
-from tests.support.trainers import DEFAULTS
 
 NUM_LAYERS, HIDDEN = 4, 2048
 
@@ -50,49 +50,25 @@ class Layer(nn.Module):
         return inputs + self.down(self.drop(self.up(self.norm(inputs)).tanh()))
 
 
-def _fit(strategy: Any, kind: type[Deep] = Deep, **settings: Any) -> dict[str, Any]:
+def _fit(strategy: Any, kind: type[Any] = Deep) -> dict[str, Any]:
     pl.seed_everything(5)
-    rank, num_ranks = rank_and_num_ranks()
     model = kind()
     forwards = [vars(layer).get("forward") for layer in model.layers]
-    trainer = pl.Trainer(strategy=strategy, devices=num_ranks, **DEFAULTS | settings)
-    trainer.fit(model, loader(rank, num_ranks, batch_size=8))
-    assert [vars(layer).get("forward") for layer in model.layers] == forwards, (
-        "layers are as before"
-    )
-    weights = (
-        model.state_dict()
-        if isinstance(strategy, TunedDDPStrategy)
-        else trainer.strategy.full_state_dict()
-    )
-    weights = {name: value.clone() for name, value in weights.items()}
+    trainer = make_dense_trainer(strategy, max_epochs=1)
+    trainer.fit(model, loader(*rank_and_num_ranks(), batch_size=8))
+    after = [vars(layer).get("forward") for layer in model.layers]
+    assert after == forwards, "layers are as before"
     # The least of all steps: in some, FSDP frees a buffer of an exchange later.
-    return {"losses": model.losses, "weights": weights, "kept": min(model.kept)}
+    kept = min(model.kept)
+    return {"losses": model.losses, "weights": whole_weights(trainer), "kept": kept}
 
 
-def _ddp(option: Any, **settings: Any) -> dict[str, Any]:
-    return _fit(TunedDDPStrategy(activation_checkpointing=option), **settings)
+def _ddp(option: Any) -> dict[str, Any]:
+    return _fit(TunedDDPStrategy(activation_checkpointing=option))
 
 
 def _fsdp(option: Any) -> dict[str, Any]:
     return _fit(TunedFSDPStrategy(wrap=["Layer"], activation_checkpointing=option))
-
-
-REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "activation_checkpointing: the module has no 'Laye', neither as a class nor as a path. Did "
-    "you mean 'Layer'": (
-        ["Laye"],
-        {},
-    ),
-    "'layers.0.up' is inside of 'layers.0', which recomputes it already": (
-        ["layers.0", "layers.0.up"],
-        {},
-    ),
-    "activation_checkpointing=True: the module has no layers of parts that repeat": (
-        True,
-        {"kind": "Flat"},
-    ),
-}
 
 
 class Flat(Recording):
@@ -106,62 +82,52 @@ class Flat(Recording):
         return self.layers(inputs)
 
 
-def _refusal(option: Any, kind: str = "Deep") -> str:
-    try:
-        _fit(TunedDDPStrategy(activation_checkpointing=option), {"Deep": Deep, "Flat": Flat}[kind])
-    except ConfigError as error:
-        return str(error)
-    return "no error"
+REFUSED: dict[str, tuple[Any, type]] = {
+    "the module has no 'Laye', neither as a class nor as a path. Did you mean 'Layer'": (
+        ["Laye"],
+        Deep,
+    ),
+    "'layers.0.up' is inside of 'layers.0', which recomputes it already": (
+        ["layers.0", "layers.0.up"],
+        Deep,
+    ),
+    "activation_checkpointing=True: the module has no layers of parts that repeat": (True, Flat),
+}
+
+
+def _refusal(option: Any, kind: type[Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        _fit(TunedDDPStrategy(activation_checkpointing=option), kind)
+    return str(refused.value)
 
 
 CASES: dict[str, tuple[Any, ...]] = {
     "ddp": (_ddp, False),
     "ddp, all": (_ddp, True),
-    "ddp, by class": (_ddp, ["Layer"]),
     "ddp, by path": (_ddp, ["layers.0", "layers.3"]),
     "fsdp": (_fsdp, False),
     "fsdp, all": (_fsdp, True),
 }
 
 
-@pytest.fixture(scope="module")
-def actual() -> list[dict[str, Any]]:
-    refusals = {
-        message: (_refusal, option, *extra.values()) for message, (option, extra) in REFUSED.items()
-    }
-    return run_each_on_ranks(CASES | refusals, 2)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "," in case])
-def test_recomputing_changes_no_bit(actual: list[dict[str, Any]], case: str) -> None:
-    for rank_result in actual:
-        plain = rank_result[case.partition(",")[0]]
-        assert rank_result[case]["losses"] == plain["losses"]
-        for name, value in plain["weights"].items():
-            assert torch.equal(rank_result[case]["weights"][name], value), name
-
-
-def test_recomputing_layers_keep_less(actual: list[dict[str, Any]]) -> None:
-    for rank_result in actual:
-        retained = {case: rank_result[case]["kept"] for case in CASES}
-        assert retained["ddp, all"] < 0.35 * retained["ddp"]
-        assert retained["ddp, all"] < retained["ddp, by path"] < retained["ddp"]
-        assert retained["fsdp, all"] < retained["fsdp"]
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_layers_that_cannot_recompute_are_refused(
-    actual: list[dict[str, Any]], message: str
-) -> None:
-    for rank_result in actual:
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(rank_result[message])
+def test_recomputing_changes_no_bit_and_keeps_less_or_is_refused() -> None:
+    refusals = {message: (_refusal, *arguments) for message, arguments in REFUSED.items()}
+    for rank in run_each_on_ranks(CASES | refusals, 2):
+        for case in ("ddp, all", "ddp, by path", "fsdp, all"):
+            plain = rank[case.partition(",")[0]]
+            assert rank[case]["losses"] == plain["losses"]
+            for name, value in plain["weights"].items():
+                assert torch.equal(rank[case]["weights"][name], value), name
+        kept = {case: rank[case]["kept"] for case in CASES}
+        assert kept["ddp, all"] < 0.35 * kept["ddp"]
+        assert kept["ddp, all"] < kept["ddp, by path"] < kept["ddp"]
+        assert kept["fsdp, all"] < kept["fsdp"]
+        for message in REFUSED:
+            assert message in rank[message]
 
 
 def test_what_the_option_cannot_be() -> None:
+    words = r"checkpointing='Layer': must be true or false, or a list: write \['Layer'\]"
     for strategy in (TunedDDPStrategy, TunedFSDPStrategy):
-        with pytest.raises(
-            ConfigError,
-            match=r"checkpointing='Layer': must be true or false, or a list: write \['Layer'\]",
-        ):
+        with pytest.raises(ConfigError, match=words):
             strategy(activation_checkpointing="Layer")

@@ -13,7 +13,7 @@ from lightning_distrec import TorchRecShardedStrategy, TunedFSDPStrategy
 from lightning_distrec.errors import ShardingError
 from tests.support.click_model import seeded
 from tests.support.embedding_models import TwoTower, loader, pairs, train_unsharded
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
 STEPS = 6
@@ -35,10 +35,10 @@ def _recommend(model: TwoTower, users: Tensor, items: Tensor) -> Tensor:
     return scores.topk(3).indices
 
 
-def _train_and_call(kind: type[TwoTower], depth: int) -> dict[str, Any]:
+def _train_and_call(kind: type[TwoTower]) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     model = seeded(kind)
-    trainer = make_trainer({"convert_embeddings": "all", "prefetch": {"depth": depth}})
+    trainer = make_trainer({"convert_embeddings": "all"})
     trainer.fit(model, loader([pairs(step, rank) for step in range(STEPS)]))
     users, items = pairs(STEPS, rank)
     called = model(users, items)
@@ -66,21 +66,14 @@ def _wanted(kind: type[TwoTower], num_ranks: int) -> list[dict[str, Any]]:
     return actual
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_trained_module_is_called_outside_of_the_trainer(num_ranks: int) -> None:
-    kinds: list[type[TwoTower]] = [TwoTower, SkipsEvenBatches] if num_ranks == 1 else [TwoTower]
-    cases = {
-        f"{kind.__name__} {depth}": (_train_and_call, kind, depth)
-        for kind in kinds
-        for depth in (1, 3)
-    }
-    actual = run_each_on_ranks(cases, num_ranks)
-    for name, (_, kind, _) in cases.items():
-        for rank, expected in enumerate(_wanted(kind, num_ranks)):
-            for label, values in expected.items():
-                torch.testing.assert_close(
-                    actual[rank][name][label], values, atol=1e-5, rtol=0, msg=f"{name}: {label}"
-                )
+@pytest.mark.parametrize(("num_ranks", "kind"), [(1, SkipsEvenBatches), (2, TwoTower)])
+def test_a_trained_module_is_called_outside_of_the_trainer(
+    num_ranks: int, kind: type[TwoTower]
+) -> None:
+    actual = run_on_warm_ranks(_train_and_call, num_ranks, kind)
+    for rank, expected in enumerate(_wanted(kind, num_ranks)):
+        for label, values in expected.items():
+            torch.testing.assert_close(actual[rank][label], values, atol=1e-5, rtol=0, msg=label)
 
 
 def _call_on_rank_0(strategy: type[DDPStrategy], options: dict[str, Any]) -> list[str]:
@@ -92,31 +85,25 @@ def _call_on_rank_0(strategy: type[DDPStrategy], options: dict[str, Any]) -> lis
     users, items = pairs(STEPS, rank)
     model(users, items)  # on every rank it is a lookup like others
     said = []
-    if rank == 0:
-        with pytest.raises(ShardingError) as refused:
-            model(users, items)
-        said.append(str(refused.value))
-    Trainer(strategy=strategy(**options), devices=2, **DEFAULTS).fit(model, batches)
-    if rank == 0:
-        with pytest.raises(ShardingError) as refused:
-            model(users, items)
-        said.append(str(refused.value))
+    for is_last in (False, True):
+        if rank == 0:
+            with pytest.raises(ShardingError) as refused:
+                model(users, items)
+            said.append(str(refused.value))
+        if not is_last:
+            Trainer(strategy=strategy(**options), devices=2, **DEFAULTS).fit(model, batches)
     return said
 
 
-def test_a_call_on_one_rank_alone_is_refused_with_two_ways_out() -> None:
-    cases = {
-        "tables": (_call_on_rank_0, TorchRecShardedStrategy, {"convert_embeddings": "all"}),
-        "fsdp": (_call_on_rank_0, TunedFSDPStrategy, {}),
-    }
-    for name, case in cases.items():
-        said = run_on_ranks(case[0], 2, *case[1:])[0]
-        assert (
-            "was called after the run on 1 of 2 ranks; others have begun another run." in said[0]
-        ), name
-        assert "others have reached the end of their program" in said[1], name
-        for words in (
-            "Call it on every rank",
-            "or call trainer.strategy.unshard() on every rank first",
-        ):
-            assert words in said[0], name
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [(TorchRecShardedStrategy, {"convert_embeddings": "all"}), (TunedFSDPStrategy, {})],
+)
+def test_a_call_on_one_rank_alone_is_refused_with_two_ways_out(
+    strategy: type[DDPStrategy], options: dict[str, Any]
+) -> None:
+    again, ended = run_on_ranks(_call_on_rank_0, 2, strategy, options)[0]
+    assert "was called after the run on 1 of 2 ranks; others have begun another run." in again
+    assert "Call it on every rank" in again
+    assert "or call trainer.strategy.unshard() on every rank first" in again
+    assert "others have reached the end of their program" in ended

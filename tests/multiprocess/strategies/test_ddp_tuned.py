@@ -11,12 +11,11 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import ConfigError
 from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader
-from tests.support.dense_runs import Outcome, fit
+from tests.support.dense_runs import Outcome, fit, make_dense_trainer
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -62,24 +61,6 @@ class WithoutMomentum(BareAndTied):
 
 
 KINDS["WithoutMomentum"] = WithoutMomentum
-
-
-def _resume(folder: str) -> tuple[list[float], list[float]]:
-    saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    straight = fit("BareAndTied", TunedDDPStrategy(), callbacks=[saving], enable_checkpointing=True)
-    pl.seed_everything(9)
-    model = BareAndTied()
-    rank, num_ranks = rank_and_num_ranks()
-    trainer = pl.Trainer(
-        strategy=TunedDDPStrategy(), devices=num_ranks, **DEFAULTS | {"max_epochs": 2}
-    )
-    trainer.fit(model, loader(rank, num_ranks), ckpt_path=f"{folder}/step=4.ckpt")
-    return straight[0][4:], model.losses
-
-
-def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    for straight, resumed in run_on_warm_ranks(_resume, 2, str(tmp_path)):
-        assert resumed == pytest.approx(straight, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -136,20 +117,19 @@ def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightni
 def _pickled() -> list[tuple[float, ...]]:
     """Return losses of a fit that goes on in a pickled copy of its trainer, and of one that goes on
     itself."""
-    rank, num_ranks = rank_and_num_ranks()
-    actual = []
+    batches, actual = loader(*rank_and_num_ranks()), []
     for is_pickled in (True, False):
         pl.seed_everything(5)
         model = BareAndTied()
-        trainer = pl.Trainer(strategy=TunedDDPStrategy(), devices=num_ranks, **DEFAULTS)
-        trainer.fit(model, loader(rank, num_ranks))
+        trainer = make_dense_trainer(TunedDDPStrategy(), max_epochs=1)
+        trainer.fit(model, batches)
         if is_pickled:
             torch.save(trainer, file := io.BytesIO())
             file.seek(0)
             trainer = torch.load(file, weights_only=False)
             trainer.strategy.connect(model := copy.deepcopy(model))
         trainer.fit_loop.max_epochs = 2
-        trainer.fit(model, loader(rank, num_ranks))
+        trainer.fit(model, batches)
         actual.append(tuple(model.losses))
     return actual
 

@@ -4,7 +4,6 @@ missing."""
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,21 +42,10 @@ def _predict(name: str) -> list[int] | str:
         return str(error)
 
 
-@pytest.fixture(scope="module")
-def predicted() -> list[dict[str, Any]]:
-    """What each rank predicted, by strategy."""
-    return run_each_on_ranks({name: (_predict, name) for name in STRATEGIES}, 2)
-
-
-def test_one_example_is_predicted_once_where_a_prediction_makes_no_exchange(
-    predicted: list[dict[str, Any]],
-) -> None:
+def test_one_example_is_predicted_once_or_ranks_that_take_part_need_a_batch() -> None:
+    predicted = run_each_on_ranks({name: (_predict, name) for name in STRATEGIES}, 2)
     assert [rank["ddp_tuned"] for rank in predicted] == [[14], []]
-
-
-@pytest.mark.parametrize("name", ["fsdp_tuned", "torchrec_sharded"])
-def test_ranks_that_take_part_in_a_prediction_need_a_batch(
-    predicted: list[dict[str, Any]], name: str
-) -> None:
+    words = "the ranks have 1, 0 batches of DataLoader: none that all of them have"
     for rank in predicted:
-        assert "the ranks have 1, 0 batches of DataLoader: none that all of them have" in rank[name]
+        assert words in rank["fsdp_tuned"]
+        assert words in rank["torchrec_sharded"]

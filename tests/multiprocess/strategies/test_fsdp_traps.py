@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError
-from tests.multiprocess.strategies.test_dense_strategies import Small, case
+from tests.multiprocess.strategies.test_dense_strategies import case
 from tests.support.cases import Case, check_refused
-from tests.support.dense_models import WIDTH, Recording, loader
+from tests.support.dense_models import WIDTH, Recording, Small, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
