@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -16,109 +16,58 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from lightning_distrec import TorchRecShardedStrategy, TunedDDPStrategy, TunedFSDPStrategy
 from tests.support.dense_models import Layers, Numbers, WithBatchNorm, loader
+from tests.support.dense_runs import make_dense_trainer, whole_weights
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS
 
 
 def _sharded(**options: Any) -> TunedFSDPStrategy:
     return TunedFSDPStrategy(**{"min_num_parameters": 8} | options)
 
 
-def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
-    options = DEFAULTS | {"max_epochs": 2} | settings
-    return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **options)
-
-
-def _whole(trainer: pl.Trainer) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in trainer.strategy.full_state_dict().items()}  # type: ignore[attr-defined]
-
-
-def _close(distrec: dict[str, Tensor], other: dict[str, Tensor], most: float = 1e-6) -> None:
-    assert distrec.keys() == other.keys()
-    for name, value in distrec.items():
-        torch.testing.assert_close(value, other[name], atol=most, rtol=most, msg=name)
-
-
-# ----------------------------------------------------------------------------------------------------- checkpoints
-
-
-def _straight(folder: str, strategy: Any = None, **settings: Any) -> list[float]:
+def _straight(folder: str, strategy: Any) -> list[float]:
     pl.seed_everything(5)
     model = Numbers()
     saving = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    trainer = _trainer(
-        strategy or _sharded(), callbacks=[saving], enable_checkpointing=True, **settings
-    )
+    trainer = make_dense_trainer(strategy, callbacks=[saving], enable_checkpointing=True)
     trainer.fit(model, loader(*rank_and_num_ranks()))
-    return model.losses
+    return model.losses[4:]
 
 
-def _straight_in_one_file(folder: str) -> list[float]:
-    return _straight(folder, _sharded(checkpoint={"distributed": False}))
-
-
-def _resumed(path: str, strategy: Any = None) -> list[float]:
+def _resumed(folder: str, strategy: Any) -> list[float]:
     pl.seed_everything(9)
-    model = Numbers()
-    _trainer(strategy or _sharded()).fit(model, loader(*rank_and_num_ranks()), ckpt_path=path)
+    model, path = Numbers(), f"{folder}/step=4.ckpt"
+    make_dense_trainer(strategy).fit(model, loader(*rank_and_num_ranks()), ckpt_path=path)
     return model.losses
-
-
-def _saved_and_resumed(folder: str) -> dict[str, list[float]]:
-    """A run that never stopped, and runs that go on from its first checkpoint."""
-    straight = _straight(folder)
-    one_file = _straight(f"{folder}/whole", _sharded(checkpoint={"distributed": False}))
-    ddp_values = _straight(f"{folder}/ddp", TunedDDPStrategy())
-    async_save = _straight(f"{folder}/async", _sharded(checkpoint={"async_save": True}))
-    return {
-        "straight": straight[4:],
-        "straight, one file": one_file[4:],
-        "straight, ddp": ddp_values[4:],
-        "straight, saved behind the steps": async_save[4:],
-        "resumed": _resumed(f"{folder}/step=4.ckpt"),
-        "in two replicas": _resumed(f"{folder}/step=4.ckpt", _sharded(replicas=2)),
-        "under ddp_tuned": _resumed(f"{folder}/step=4.ckpt", TunedDDPStrategy()),
-        "from one file": _resumed(f"{folder}/whole/step=4.ckpt"),
-        "from ddp_tuned": _resumed(f"{folder}/ddp/step=4.ckpt"),
-        "saved behind the steps": _resumed(f"{folder}/async/step=4.ckpt"),
-    }
-
-
-def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
-    for result in run_on_warm_ranks(_saved_and_resumed, 2, str(tmp_path)):
-        for case, losses in result.items():
-            assert losses == pytest.approx(result["straight"], abs=1e-5), case
 
 
 def _weights_of(path: str) -> dict[str, Tensor]:
     """The weights in a checkpoint, by a run on these ranks that starts from them."""
-    trainer = _trainer(_sharded(checkpoint={"start_from": path}), max_epochs=0)
+    trainer = make_dense_trainer(_sharded(checkpoint={"start_from": path}), max_epochs=0)
     trainer.fit(Numbers(), loader(*rank_and_num_ranks()))
-    return _whole(trainer)
+    return whole_weights(trainer)
 
 
-def test_checkpoints_load_on_any_number_of_ranks(tmp_path: Path) -> None:
-    run_on_warm_ranks(_straight, 2, str(tmp_path))
-    two, *_ = run_on_warm_ranks(_weights_of, 2, f"{tmp_path}/step=4.ckpt")
-    three, *_ = run_on_warm_ranks(_weights_of, 3, f"{tmp_path}/step=4.ckpt")
-    _close(two, three)
-    resumed = run_on_warm_ranks(_resumed, 3, f"{tmp_path}/step=4.ckpt")
-    assert all(losses for losses in resumed)
-
-
-def test_one_file_is_a_checkpoint_of_lightning(tmp_path: Path) -> None:
-    run_on_warm_ranks(_straight_in_one_file, 2, str(tmp_path))
-    whole, *_ = run_on_warm_ranks(_weights_of, 2, f"{tmp_path}/step=4.ckpt")
-    plain = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+def test_a_resumed_run_goes_on_as_one_that_never_stopped(tmp_path: Path) -> None:
+    parts, file, ddp = (str(tmp_path / name) for name in ("parts", "file", "ddp"))
+    calls: dict[str, tuple[Any, ...]] = {
+        "saved behind the steps": (_straight, parts, _sharded(checkpoint={"async_save": True})),
+        "in one file": (_straight, file, _sharded(checkpoint={"distributed": False})),
+        "ddp": (_straight, ddp, TunedDDPStrategy()),
+        "resumed in two replicas": (_resumed, parts, _sharded(replicas=2)),
+        "resumed under ddp_tuned": (_resumed, parts, TunedDDPStrategy()),
+        "resumed from one file": (_resumed, file, _sharded()),
+        "resumed from ddp_tuned": (_resumed, ddp, _sharded()),
+    }
+    for results in run_each_on_ranks(calls, 2):
+        for case, losses in results.items():
+            assert losses == pytest.approx(results["ddp"], abs=1e-5), case
+    weights, *_ = run_on_warm_ranks(_weights_of, 3, f"{parts}/step=4.ckpt")
+    plain = torch.load(f"{file}/step=4.ckpt", weights_only=True)
+    torch.testing.assert_close(weights, dict(plain["state_dict"]), atol=1e-6, rtol=1e-6)
     Numbers().load_state_dict(plain["state_dict"])
-    _close(whole, plain["state_dict"])
     (state,) = plain["optimizer_states"]
     moments = [values["exp_avg"].shape for values in state["state"].values()]
     assert moments == [parameter.shape for parameter in Numbers().parameters()]
-
-
-# ---------------------------------------------------------------------------------------- further
-# runs, and copies
 
 
 def _further_runs() -> tuple[list[float], list[float]]:
@@ -130,7 +79,7 @@ def _further_runs() -> tuple[list[float], list[float]]:
         pl.seed_everything(5)
         model = Layers()
         for _ in range(2):
-            trainer = _trainer(_sharded(), max_epochs=1)
+            trainer = make_dense_trainer(_sharded(), max_epochs=1)
             trainer.fit(model, loader(rank, num_ranks))
             if looks:
                 recorded = list(model.losses)
@@ -147,9 +96,9 @@ def _alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(rank)
     model = Layers()
     local = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = _trainer(_sharded())
+    trainer = make_dense_trainer(_sharded())
     trainer.validate(model, loader(rank, num_ranks), verbose=False)
-    return local, _whole(trainer)
+    return local, whole_weights(trainer)
 
 
 class KeepsCopies(pl.Callback):
@@ -175,68 +124,29 @@ class KeepsCopies(pl.Callback):
 def _copies(strategy: Any) -> tuple[list[float], list[float]]:
     pl.seed_everything(5)
     model, copies = Numbers(), KeepsCopies()
-    _trainer(strategy, callbacks=[copies]).fit(model, loader(*rank_and_num_ranks()))
+    make_dense_trainer(strategy, callbacks=[copies]).fit(model, loader(*rank_and_num_ranks()))
     if isinstance(strategy, TunedFSDPStrategy):
         assert isinstance(copies.copy, FSDPModule)
         assert all(isinstance(p, DTensor) for p in copies.copy.parameters() if p.dim())
     return model.losses, copies.losses
 
 
-def _averaged(strategy: Any) -> dict[str, Tensor]:
-    pl.seed_everything(5)
-    model = Layers()
-    trainer = _trainer(strategy, callbacks=[EMAWeightAveraging(decay=0.8)])
-    trainer.fit(model, loader(*rank_and_num_ranks()))
-    distrec = isinstance(strategy, TunedFSDPStrategy)
-    return (
-        _whole(trainer)
-        if distrec
-        else {name: value.clone() for name, value in model.state_dict().items()}
-    )
-
-
-def _both(run: Any, stock: Any = "ddp") -> tuple[Any, Any]:
-    return run(_sharded()), run(stock)
-
-
-LIVES: dict[str, tuple[Any, ...]] = {
-    "further runs": (_further_runs,),
-    "alone": (_alone,),
-    "copies": (_both, _copies),
-    "averaged": (_both, _averaged),
-}
-
-
-@pytest.fixture(scope="module")
-def lives() -> list[dict[str, Any]]:
-    return run_each_on_ranks(LIVES, 2)
-
-
-def test_a_validation_between_two_fits_changes_nothing(lives: list[dict[str, Any]]) -> None:
+def test_a_validation_between_two_fits_changes_nothing_and_may_come_first() -> None:
+    lives = run_each_on_ranks({"further runs": (_further_runs,), "alone": (_alone,)}, 2)
     for rank_result in lives:
         looked, plain = rank_result["further runs"]
         assert looked == pytest.approx(plain, abs=1e-6)
-
-
-def test_ranks_begin_with_the_weights_of_rank_0(lives: list[dict[str, Any]]) -> None:
     local, whole = lives[0]["alone"]
-    _close(local, whole)
+    torch.testing.assert_close(local, whole, atol=1e-6, rtol=1e-6)
     assert not torch.equal(lives[1]["alone"][0]["out.weight"], local["out.weight"])
 
 
-def test_deep_copies_keep_averages_and_run(lives: list[dict[str, Any]]) -> None:
-    for rank_result in lives:
-        distrec, stock = rank_result["copies"]
-        assert distrec[0] == pytest.approx(stock[0], abs=1e-5)
-        assert distrec[1] == pytest.approx(stock[1], abs=1e-4)
-
-
-def test_averages_of_lightning_are_those_of_ddp(lives: list[dict[str, Any]]) -> None:
-    distrec, stock = lives[0]["averaged"]
-    _close(distrec, stock, 1e-5)
-
-
-# ------------------------------------------------------------------------------------------------------ statistics
+def test_deep_copies_keep_averages_and_run() -> None:
+    calls = {"fsdp": (_copies, _sharded()), "ddp": (_copies, "ddp")}
+    for results in run_each_on_ranks(calls, 2):
+        (losses, of_copies), (expected, expected_of_copies) = results["fsdp"], results["ddp"]
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert of_copies == pytest.approx(expected_of_copies, abs=1e-4)
 
 
 class Validated(WithBatchNorm):
@@ -263,7 +173,7 @@ class Validated(WithBatchNorm):
 def _validated(strategy: Any, has_table: bool = False) -> list[float]:
     pl.seed_everything(5)
     model, data = Validated(has_table), loader(*rank_and_num_ranks())
-    trainer = _trainer(strategy, max_epochs=1, limit_train_batches=3)
+    trainer = make_dense_trainer(strategy, max_epochs=1, limit_train_batches=3)
     trainer.fit(model, data)
     return [trainer.validate(model, data, verbose=False)[0]["loss"] for _ in range(2)]
 
@@ -274,7 +184,6 @@ def test_an_evaluation_after_fit_has_rank_zeros_running_statistics_as_ddp() -> N
         "ddp": (_validated, "ddp"),
         "ddp_tuned": (_validated, TunedDDPStrategy()),
         "fsdp_tuned": (_validated, _sharded()),
-        "torchrec_sharded": (_validated, "torchrec_sharded"),
         "tables beside ddp": (_validated, "torchrec_sharded", True),
         "tables beside fsdp": (_validated, with_table, True),
     }

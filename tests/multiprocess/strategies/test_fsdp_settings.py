@@ -1,4 +1,4 @@
-"""Settings of `fsdp_tuned` against hand-written loops over fully_shard, and what is refused."""
+"""Settings of `fsdp_tuned`: what each does, and what is refused."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
@@ -26,74 +26,16 @@ from tests.support.dense_models import (
     Layers,
     Numbers,
     Recording,
+    Small,
     WithEmbedding,
     dense_batch,
     loader,
 )
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.dense_runs import make_dense_trainer, whole_weights
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 SMALL = {"min_num_parameters": 8}
-
-
-def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
-    options = DEFAULTS | {"max_epochs": 2} | settings
-    return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **options)
-
-
-class Plain(Recording):
-    """Layers, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 1)
-        )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.net(inputs)
-
-
-def _fit(precision: str) -> tuple[list[float], dict[str, Tensor]]:
-    pl.seed_everything(5)
-    model = Plain()
-    trainer = _trainer(TunedFSDPStrategy(**SMALL), precision=precision)
-    trainer.fit(model, loader(*rank_and_num_ranks()))
-    return model.losses, {
-        name: value.clone() for name, value in trainer.strategy.full_state_dict().items()
-    }
-
-
-def _by_hand(precision: str) -> tuple[list[float], dict[str, Tensor]]:
-    """The same, written with fully_shard and torch.autocast."""
-    pl.seed_everything(5)
-    is_mixed = precision == "bf16-mixed"
-    model = Plain() if is_mixed else Plain().to(torch.bfloat16)
-    policy = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        if is_mixed
-        else None
-    )
-    options: dict[str, Any] = {"mp_policy": policy} if policy else {}
-    for layer in (model.net[0], model.net[1], model.net[3]):
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        for inputs, targets in loader(*rank_and_num_ranks()):
-            if not is_mixed:
-                inputs, targets = inputs.to(torch.bfloat16), targets.to(torch.bfloat16)
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-                loss = functional.mse_loss(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            model.losses.append(float(loss.detach()))
-    return model.losses, {name: value.full_tensor() for name, value in model.state_dict().items()}
-
-
-def _both(precision: str) -> Any:
-    return _fit(precision), _by_hand(precision)
 
 
 class Reset(nn.Module):
@@ -129,13 +71,11 @@ class OnMeta(Recording):
 
 
 def _on_meta() -> tuple[dict[str, Tensor], list[float]]:
-    model = OnMeta()
-    _trainer(TunedFSDPStrategy(**SMALL)).fit(model, loader(*rank_and_num_ranks()))
-    trainer = _trainer(TunedFSDPStrategy(**SMALL), max_epochs=0)
-    trainer.fit(OnMeta(), loader(*rank_and_num_ranks()))
-    return {
-        name: value.clone() for name, value in trainer.strategy.full_state_dict().items()
-    }, model.losses
+    model, batches = OnMeta(), loader(*rank_and_num_ranks())
+    make_dense_trainer(TunedFSDPStrategy(**SMALL)).fit(model, batches)
+    trainer = make_dense_trainer(TunedFSDPStrategy(**SMALL), max_epochs=0)
+    trainer.fit(OnMeta(), batches)
+    return whole_weights(trainer), model.losses
 
 
 def _compiled() -> tuple[list[float], list[float]]:
@@ -144,9 +84,8 @@ def _compiled() -> tuple[list[float], list[float]]:
         pl.seed_everything(5)
         model = Layers()
         passed: Any = torch.compile(model, backend="aot_eager") if compiles else model
-        _trainer(TunedFSDPStrategy(**SMALL), max_epochs=1).fit(
-            passed, loader(*rank_and_num_ranks())
-        )
+        trainer = make_dense_trainer(TunedFSDPStrategy(**SMALL), max_epochs=1)
+        trainer.fit(passed, loader(*rank_and_num_ranks()))
         actual.append(model.losses)
     return actual[0], actual[1]
 
@@ -162,7 +101,7 @@ class Reaches(Recording):
         return functional.linear(inputs, self.out.weight, self.out.bias)
 
 
-class OldList(Plain):
+class OldList(Small):
     """Keeps its parameters before they are sharded."""
 
     def __init__(self) -> None:
@@ -174,14 +113,14 @@ class OldList(Plain):
         return torch.optim.AdamW(self.kept())
 
 
-class WithLBFGS(Plain):
+class WithLBFGS(Small):
     """An optimizer of one flat vector."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
 
 
-class NoReset(Plain):
+class NoReset(Small):
     """On the meta device, without a way to draw its weights."""
 
     def __init__(self) -> None:
@@ -207,50 +146,25 @@ def refused(kind: type, trainer: Any = None, **options: Any) -> Case:
 
 REFUSED: dict[str, Case] = {
     "a step uses the weights of a block without calling it": refused(Reaches),
-    "param group 0, a parameter of shape (16, 12) that is not in the module": refused(OldList),
+    "param group 0, a parameter of shape (8, 12) that is not in the module": refused(OldList),
     "LBFGS flattens all parameters into one vector": refused(WithLBFGS),
-    "ModelPruning would prune 'weight' of Linear, which is sharded": refused(Plain, pruned),
+    "ModelPruning would prune 'weight' of Linear, which is sharded": refused(Small, pruned),
     "'table' has sparse gradients, which FSDP2 does not reduce": refused(WithEmbedding),
     "'NoReset' (NoReset) is on the meta device and has no reset_parameters": refused(NoReset),
     "wrap: the module has no 'Linea', neither as a class nor as a path. Did you mean": refused(
-        Plain, wrap=["Linea"]
+        Small, wrap=["Linea"]
     ),
     "wrap: 'blocks' is a ModuleList, which is never called itself": refused(
         Layers, wrap=["blocks"]
     ),
     "wrap: 'one' shares a weight with another submodule": refused(BareAndTied, wrap=["one"]),
-    "replicas=3: 2 ranks cannot be divided evenly among them": refused(Plain, replicas=3),
-    "fsdp_tuned supports '32-true'": refused(Plain, {"plugins": Eighths()}),
+    "replicas=3: 2 ranks cannot be divided evenly among them": refused(Small, replicas=3),
+    "fsdp_tuned supports '32-true'": refused(Small, {"plugins": Eighths()}),
 }
 
 
-CASES: dict[str, tuple[Any, ...]] = {
-    "bf16-mixed": (_both, "bf16-mixed"),
-    "bf16-true": (_both, "bf16-true"),
-    "on meta": (_on_meta,),
-    "compiled": (_compiled,),
-}
-
-
-@pytest.fixture(scope="module")
-def actual() -> list[dict[str, Any]]:
-    return run_each_on_ranks(CASES, 2)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_numbers_of_16_bits_are_those_of_a_loop_by_hand(
-    actual: list[dict[str, Any]], precision: str
-) -> None:
-    for rank_result in actual:
-        assert rank_result[precision][0][0] == pytest.approx(rank_result[precision][1][0], rel=1e-6)
-    distrec, per_hand = (weights for _, weights in actual[0][precision])
-    for name, value in distrec.items():
-        assert torch.equal(value, per_hand[name]), name
-
-
-def test_weights_without_memory_are_drawn_and_are_rank_0s(actual: list[dict[str, Any]]) -> None:
-    weights, losses = actual[0]["on meta"]
-    torch.manual_seed(7)
+def test_weights_without_memory_are_drawn_and_are_rank_0s() -> None:
+    weights, losses = run_on_warm_ranks(_on_meta, 2)[0]
     drawn = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), Reset())
     torch.manual_seed(7)
     for layer in (drawn[0], drawn[2]):
@@ -260,9 +174,10 @@ def test_weights_without_memory_are_drawn_and_are_rank_0s(actual: list[dict[str,
     assert losses[-1] < losses[0]
 
 
-def test_a_compiled_module_has_the_losses_of_one_that_is_not(actual: list[dict[str, Any]]) -> None:
-    for rank_result in actual:
-        assert rank_result["compiled"][0] == pytest.approx(rank_result["compiled"][1], abs=1e-5)
+@pytest.mark.slow
+def test_a_compiled_module_has_the_losses_of_one_that_is_not() -> None:
+    for compiled, plain in run_on_warm_ranks(_compiled, 2):
+        assert compiled == pytest.approx(plain, abs=1e-5)
 
 
 @pytest.mark.parametrize("message", REFUSED)

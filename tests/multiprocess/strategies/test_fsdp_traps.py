@@ -1,6 +1,8 @@
 """What is easily lost while weights are gathered and freed under `fsdp_tuned` is told on every
 rank."""
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +22,12 @@ from lightning_distrec.errors import ConfigError
 from tests.multiprocess.strategies.test_dense_strategies import case
 from tests.support.cases import Case, check_refused
 from tests.support.dense_models import WIDTH, Recording, Small, loader
+from tests.support.dense_runs import make_dense_trainer, whole_weights
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS
 
 BLOCKS: dict[str, Any] = {"min_num_parameters": 8}
 ROOT: dict[str, Any] = {"wrap": []}
 State = dict[str, Tensor]
-
-
-def _trainer(strategy: Any, **settings: Any) -> pl.Trainer:
-    options = DEFAULTS | {"max_epochs": 2} | settings
-    return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **options)
-
-
-def _state(trainer: pl.Trainer, model: nn.Module) -> State:
-    strategy: Any = trainer.strategy
-    state = (
-        strategy.full_state_dict() if hasattr(strategy, "full_state_dict") else model.state_dict()
-    )
-    return {name: value.clone() for name, value in state.items()}
 
 
 class Fails(Small):
@@ -54,32 +43,22 @@ class Fails(Small):
         return loss
 
 
-def _fails_and_fits_again(strategy: str, **options: Any) -> State:
+def _fails_and_fits_again(strategy: Any) -> State:
     pl.seed_everything(5)
-    model = Fails()
-
-    def made() -> Any:
-        return strategy if strategy == "ddp" else TunedFSDPStrategy(**options)
-
-    try:
-        _trainer(made(), accumulate_grad_batches=4).fit(model, loader(*rank_and_num_ranks()))
-    except ValueError:
-        trainer = _trainer(made(), accumulate_grad_batches=4)
-        trainer.fit(model, loader(*rank_and_num_ranks()))
-    return _state(trainer, model)
+    model, batches = Fails(), loader(*rank_and_num_ranks())
+    with pytest.raises(ValueError, match="this once"):
+        make_dense_trainer(copy.deepcopy(strategy), accumulate_grad_batches=4).fit(model, batches)
+    trainer = make_dense_trainer(strategy, accumulate_grad_batches=4)
+    trainer.fit(model, batches)
+    return whole_weights(trainer)
 
 
 def test_a_run_that_failed_leaves_nothing_to_the_next() -> None:
-    calls = {"blocks": BLOCKS, "root": ROOT}
-    runs: dict[str, Any] = {"ddp": (_fails_and_fits_again, "ddp")}
-    runs |= {name: (_fsdp_fails, options) for name, options in calls.items()}
-    actual = run_each_on_ranks(runs, 2)[0]
-    for name in calls:
+    kinds = {"ddp": "ddp", "blocks": TunedFSDPStrategy(**BLOCKS), "root": TunedFSDPStrategy(**ROOT)}
+    calls = {name: (_fails_and_fits_again, strategy) for name, strategy in kinds.items()}
+    actual = run_each_on_ranks(calls, 2)[0]
+    for name in ("blocks", "root"):
         torch.testing.assert_close(actual[name], actual["ddp"], atol=1e-5, rtol=1e-5)
-
-
-def _fsdp_fails(options: dict[str, Any]) -> State:
-    return _fails_and_fits_again("fsdp", **options)
 
 
 class Averages(Small):
@@ -162,9 +141,9 @@ def _sharded_before() -> list[str]:
     errors = []
     for strategy in (TunedFSDPStrategy(**BLOCKS), TunedDDPStrategy()):
         model = Small()
-        _trainer(TunedFSDPStrategy(**ROOT)).fit(model, loader(*rank_and_num_ranks()))
+        make_dense_trainer(TunedFSDPStrategy(**ROOT)).fit(model, loader(*rank_and_num_ranks()))
         try:
-            _trainer(strategy).fit(model, loader(*rank_and_num_ranks()))
+            make_dense_trainer(strategy).fit(model, loader(*rank_and_num_ranks()))
         except ConfigError as error:
             errors.append(str(error))
     return errors
@@ -176,32 +155,27 @@ def test_a_module_that_was_sharded_otherwise_is_refused() -> None:
         assert "ddp_tuned: 'net.0.weight' was sharded over the ranks by an earlier" in by_ddp
 
 
-def _resumes_averages(folder: str) -> list[tuple[State, State]]:
-    """Runs that never stopped, and that went on from their first epoch, with averages."""
-    pairs = []
-    for average in (
-        lambda: EMAWeightAveraging(decay=0.8),
-        lambda: StochasticWeightAveraging(1e-3, swa_epoch_start=1),
-    ):
-        states = []
-        for path in (None, f"{folder}/{len(pairs)}/epoch=1.ckpt"):
-            pl.seed_everything(5)
-            model = Small()
-            saving = ModelCheckpoint(f"{folder}/{len(pairs)}", filename="{epoch}", save_top_k=-1)
-            callbacks = [average(), *([saving] if path is None else [])]
-            settings: dict[str, Any] = {
-                "callbacks": callbacks,
-                "enable_checkpointing": path is None,
-                "max_epochs": 4,
-            }
-            trainer = _trainer(TunedFSDPStrategy(**BLOCKS), **settings)
-            trainer.fit(model, loader(*rank_and_num_ranks()), ckpt_path=path)
-            states.append(_state(trainer, model))
-        pairs.append((states[0], states[1]))
-    return pairs
+def _resumes_averages(folder: str, average: Any) -> list[State]:
+    """Return weights of a run that never stopped, and of one that went on from its second epoch."""
+    states = []
+    for path in (None, f"{folder}/epoch=1.ckpt"):
+        pl.seed_everything(5)
+        saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        callbacks = [average(), *([saving] if path is None else [])]
+        settings = {"callbacks": callbacks, "enable_checkpointing": path is None, "max_epochs": 4}
+        trainer = make_dense_trainer(TunedFSDPStrategy(**BLOCKS), **settings)
+        trainer.fit(Small(), loader(*rank_and_num_ranks()), ckpt_path=path)
+        states.append(whole_weights(trainer))
+    return states
 
 
-def test_averages_go_on_where_a_checkpoint_left_them(tmp_path: Path) -> None:
-    for straight, resumed in run_on_warm_ranks(_resumes_averages, 2, str(tmp_path))[0]:
-        for name, value in straight.items():
-            torch.testing.assert_close(resumed[name], value, atol=1e-6, rtol=1e-6, msg=name)
+AVERAGES = [
+    partial(EMAWeightAveraging, decay=0.8),
+    partial(StochasticWeightAveraging, 1e-3, swa_epoch_start=1),
+]
+
+
+@pytest.mark.parametrize("average", AVERAGES, ids=["moving", "stochastic"])
+def test_averages_go_on_where_a_checkpoint_left_them(average: Any, tmp_path: Path) -> None:
+    straight, resumed = run_on_warm_ranks(_resumes_averages, 2, str(tmp_path), average)[0]
+    torch.testing.assert_close(resumed, straight, atol=1e-6, rtol=1e-6)

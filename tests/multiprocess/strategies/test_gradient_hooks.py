@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,9 +21,9 @@ from lightning_distrec import (
 from lightning_distrec.errors import DistRecError
 from tests.support.cases import Case, case_of, check, check_refused, concatenate
 from tests.support.dense_models import WIDTH, Recording, dense_batch, loader, whole_batches
+from tests.support.dense_runs import make_dense_trainer
 from tests.support.parameters import slow_except
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
-from tests.support.trainers import DEFAULTS
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 
 FSDP: dict[str, Any] = {"min_num_parameters": 8}
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -178,25 +177,39 @@ BY_HAND = {
     f"{kind} by hand": Hooks(kind, "on_train_start", "all", "manual")
     for kind in ("in backward", "tutorial")
 }
+LASTING = Hooks("in backward", "__init__")
 CASES: dict[str, Case] = {}
 for name in STRATEGIES:
     hooks = UPDATES | ({} if name in SHARDED else BEFORE_SHARDING)
     CASES |= {f"{name}, {place}": case(name, hooks[place]) for place in hooks}
-QUICK = [name for name in CASES if name.startswith(("ddp_tuned", "dense fsdp"))]
-LASTING = Hooks("in backward", "__init__")
-TWICE = {f"{name}, twice": case(name, LASTING, fits=2) for name in STRATEGIES}
+    CASES[f"{name}, twice"] = case(name, LASTING, fits=2)
 for name in ("ddp_tuned", "fsdp_tuned", "dense ddp"):
-    TWICE |= {f"{name}, {place}": case(name, hooks) for place, hooks in BY_HAND.items()}
-for name in ("ddp_tuned", "fsdp_tuned", "dense ddp", "dense fsdp"):
-    TWICE[f"{name}, one rank"] = case(name, UPDATES["in __init__"], num_ranks=1)
-    TWICE[f"{name}, tutorial on one rank"] = case(
-        name, UPDATES["tutorial in on_fit_start"], num_ranks=1
-    )
+    CASES |= {f"{name}, {place}": case(name, hooks) for place, hooks in BY_HAND.items()}
+for name in ("ddp_tuned", "fsdp_tuned"):
+    CASES |= {
+        f"{name}, {place}, one rank": case(name, UPDATES[place], num_ranks=1)
+        for place in ("in __init__", "tutorial in on_fit_start")
+    }
+QUICK = (
+    "ddp_tuned, in setup",
+    "ddp_tuned, tutorial in __init__",
+    "ddp_tuned, tutorial in on_fit_start, one rank",
+    "fsdp_tuned, in setup",
+    "fsdp_tuned, in __init__, one rank",
+    "fsdp_tuned, tutorial by hand",
+    "fsdp_tuned, twice",
+    "pipeline_parallel, twice",
+    "dense ddp, in configure_optimizers",
+    "dense ddp, tutorial in setup",
+    "dense ddp, in backward by hand",
+    "dense fsdp, in __init__",
+    "dense fsdp, tutorial in on_train_start",
+)
 
 
-@pytest.mark.parametrize("name", slow_except([*QUICK, *TWICE], CASES | TWICE))
+@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_updates_inside_of_backward_are_those_of_one_process(name: str) -> None:
-    check((CASES | TWICE)[name])
+    check(CASES[name])
 
 
 def norms(model: Any) -> list[float]:
@@ -214,10 +227,9 @@ def num_norms(trainer: Any) -> int:
     return len(trainer.lightning_module.norms)
 
 
-@pytest.mark.parametrize("name", ["ddp_tuned", "dense ddp"])
-def test_a_hook_on_one_rank_leaves_the_collectives_of_all_alike(name: str) -> None:
+def test_a_hook_on_one_rank_leaves_the_collectives_of_all_alike() -> None:
     hooks = Hooks("reads on rank 0", "setup", "all", accumulates=2)
-    first, second = check(case(name, hooks, look=num_norms))
+    first, second = check(case("dense ddp", hooks, look=num_norms))
     assert first.seen > 0
     assert second.seen == 0
 
@@ -225,11 +237,14 @@ def test_a_hook_on_one_rank_leaves_the_collectives_of_all_alike(name: str) -> No
 LOST = "'net.0.weight' has a hook on its gradient that would be lost or run at other times: "
 REPLACED = f"{LOST}it was registered before sharding, or unshard(), replaced the parameter. "
 REFUSED: dict[str, tuple[Case, str]] = {
-    **{
-        f"{name}, {kind}": (case(name, Hooks(kind, place)), f"{REPLACED}Return an optimizer")
-        for name in SHARDED
-        for kind, place in (("reads", "__init__"), ("scales", "setup"))
-    },
+    "reads before": (
+        case("fsdp_tuned", Hooks("reads", "__init__")),
+        f"{REPLACED}Return an optimizer",
+    ),
+    "scales before": (
+        case("dense fsdp", Hooks("scales", "setup")),
+        f"{REPLACED}Return an optimizer",
+    ),
     "tutorial": (
         case("dense fsdp", BEFORE_SHARDING["tutorial in configure_optimizers"]),
         f"{REPLACED}Return an optimizer",
@@ -258,29 +273,16 @@ def test_hooks_that_would_be_lost_are_refused_by_the_name_of_their_parameter(nam
     check_refused(*REFUSED[name])
 
 
-def _refusal_after_unsharding(hooks: Hooks, name: str) -> str:
-    rank, num_ranks = rank_and_num_ranks()
-    settings = {"devices": num_ranks, **DEFAULTS}
-    model = Hooked(hooks, False)
-    trainer = pl.Trainer(strategy=STRATEGIES[name](), **settings)
+def _refusal_after_unsharding() -> str:
+    model = Hooked(Hooks("in backward", "__init__", "all"), False)
+    trainer = make_dense_trainer(STRATEGIES["fsdp_tuned"]())
     trainer.fit(model, whole_batches(2))
     trainer.strategy.unshard()  # type: ignore[attr-defined]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.new_zeros(parameter.shape, device="cpu")
-    try:
-        pl.Trainer(strategy=TunedDDPStrategy(), **settings).fit(model, loader(rank, num_ranks))
-    except DistRecError as error:
-        return str(error)
-    return ""
+    with pytest.raises(DistRecError) as refused:
+        make_dense_trainer(TunedDDPStrategy()).fit(model, loader(*rank_and_num_ranks()))
+    return str(refused.value)
 
 
 def test_a_module_that_was_unsharded_has_lost_them() -> None:
-    hooks = Hooks("in backward", "__init__", "all")
-    calls = {
-        name: (_refusal_after_unsharding, hooks, name)
-        for name in ("fsdp_tuned", "pipeline_parallel")
-    }
-    for messages in run_each_on_ranks(calls, 2):
-        assert all(
-            "before sharding, or unshard(), replaced" in message for message in messages.values()
-        ), messages
+    for message in run_on_warm_ranks(_refusal_after_unsharding, 2):
+        assert "before sharding, or unshard(), replaced" in message

@@ -35,25 +35,6 @@ class WithScale(EvaluatedModel):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         return super().forward(batch) * self.scale
 
-    def on_train_end(self) -> None:
-        """Whoever runs it keeps the state."""
-
-
-class ByHand(WithScale):
-    """Manual optimization, clipped by its own call."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-        optimizer.step()
-
 
 def are_cut(trainer: Any) -> bool:
     weights = trainer.lightning_module.mlp.parameters()
@@ -68,16 +49,13 @@ SCALED = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cp
 CLIPPED = {"gradient_clip_val": 0.05}
 VALUES: dict[str, Any] = {"strategy": HYBRID, "steps": STEPS, "look": are_cut}
 CASES = {
-    **{name: click_case(WithScale, name, **VALUES) for name in ("SGD", "Adagrad", "Adam")},
-    "SGD, clipped": click_case(WithScale, trainer=CLIPPED, **VALUES),
     "Adam, clipped": click_case(WithScale, "Adam", trainer=CLIPPED, **VALUES),
     "Adam, rows": click_case(SequenceModel, "Adam", **VALUES | {"strategy": FSDP}),
-    "Adam, by hand": click_case(ByHand, "Adam", **VALUES),
     "scaled": click_case(WithScale, trainer=SCALED, **VALUES | {"limit": 1e-3, "loss_limit": None}),
     "two fits, accumulated": click_case(
-        WithScale, "Adam", fits=2, trainer={"accumulate_grad_batches": 2}, **VALUES
+        WithScale, "Adagrad", fits=2, trainer={"accumulate_grad_batches": 2}, **VALUES
     ),
-    "averaged": click_case(WithScale, "Adam", trainer=averaged, **VALUES),
+    "averaged": click_case(WithScale, "SGD", trainer=averaged, **VALUES),
 }
 
 

@@ -8,17 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_distrec._compat.fbgemm import fbgemm_kernels
 from tests.support.cases import (
     case_of,
     check,
     click_batch,
     click_case,
     concatenate,
-    run_case,
-    run_in_one_process,
 )
 from tests.support.click_model import (
     FEATURES,
@@ -31,32 +27,6 @@ from tests.support.click_model import (
 )
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
-
-
-class ManualModel(ClickModel):
-    """Two optimizers, stepped by the module: one for the tables, one for the rest."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        return [
-            self.optimizer(self.ebc.parameters(), **self.options),
-            torch.optim.Adam(self.mlp.parameters(), lr=0.01),
-        ]
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        tables, dense = self.optimizers()
-        # Two backward passes into one step: what an update inside of backward could not do.
-        for scale in (1.0, 0.5):
-            loss = scale * nn.functional.binary_cross_entropy_with_logits(
-                self(batch), batch["label"]
-            )
-            self.manual_backward(loss)
-        for optimizer in (tables, dense):
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 class TypedModel(EvaluatedModel):
@@ -179,7 +149,6 @@ CASES = {
         predicts=True,
         trainer={"num_sanity_val_steps": 2},
     ),
-    "two optimizers by hand": click_case(ManualModel, ADAGRAD, steps=10),
     "types": click_case(TypedModel, steps=2, strategy=THREE),
     "types of rows": click_case(
         TypedSequences, steps=2, strategy=cuts(wide="row_wise", narrow="table_wise")
@@ -197,19 +166,6 @@ def test_runs_are_those_of_one_process(name: str) -> None:
     check(CASES[name])
 
 
-def test_bf16_mixed_is_no_further_from_float32_than_the_unsharded_run_in_bf16() -> None:
-    exact_case = click_case(ClickModel, SGD, steps=10)
-    case = click_case(ClickModel, SGD, steps=10, trainer={"precision": "bf16-mixed"})
-    exact, rounded = run_in_one_process(exact_case), run_in_one_process(case).state
-    actual = run_case(case)[0].state
-
-    def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-        return sum(float((a[key] - b[key]).pow(2).sum()) for key in a) ** 0.5
-
-    assert 0 < distance(rounded, exact.state) < 0.5 * distance(exact.start, exact.state)
-    assert 0 < distance(actual, exact.state) < 1.5 * distance(rounded, exact.state)
-
-
 def _two_loaders() -> list[Any]:
     rank, _ = rank_and_num_ranks()
     model = seeded(EvaluatedModel, *ADAGRAD)
@@ -223,25 +179,3 @@ def test_two_loaders_are_validated_each() -> None:
     for first, second, together in run_on_warm_ranks(_two_loaders, 2):
         assert together[0]["val_loss/dataloader_idx_0"] == pytest.approx(first, abs=1e-6)
         assert together[1]["val_loss/dataloader_idx_1"] == pytest.approx(second, abs=1e-6)
-
-
-def _evaluation_counters() -> list[int]:
-    rank, _ = rank_and_num_ranks()
-    model = seeded(EvaluatedModel, RowWiseAdagrad, {"lr": 0.1})
-    counters: list[int] = []
-
-    def count() -> None:
-        kernels = fbgemm_kernels(model.trainer.strategy.run_tables.shards.sharded["ebc"])
-        counters.append(int(kernels[0].iter) if kernels else -1)
-
-    model.on_validation_start = count  # type: ignore[method-assign]
-    model.on_validation_end = count  # type: ignore[method-assign]
-    make_trainer({"prefetch": {"depth": 1}}, max_epochs=2).fit(
-        model, rank_loader(5, rank), rank_loader(3, rank)
-    )
-    return counters
-
-
-def test_evaluation_leaves_the_optimizers_step_counters_alone() -> None:
-    for counters in run_on_warm_ranks(_evaluation_counters, 2):
-        assert counters == [5, 5, 10, 10]

@@ -27,9 +27,9 @@ def sharded(trainer: Any) -> list[str]:
     return [path for path, child in modules if isinstance(child, ShardedProxy)]
 
 
-def case(kind: type, num_ranks: int = 2, **strategy: Any) -> Case:
+def case(kind: type, **strategy: Any) -> Case:
     batch = pairs if kind is TwoTower else sequences
-    fields = {"num_ranks": num_ranks, "steps": 5, "limit": 1e-5, "predicts": True, "look": sharded}
+    fields = {"steps": 5, "limit": 1e-5, "predicts": True, "look": sharded}
     trainer = {"enable_model_summary": True}
     module = partial(zeros_but_on_rank_0, kind)
     return Case(
@@ -44,14 +44,8 @@ CASES: dict[str, tuple[Case, list[str]]] = {
         case(TwoTower, convert_embeddings="all"),
         ["user_embedding", "item_embedding"],
     ),
-    "sequences": (
-        case(SASRec, convert_embeddings="all"),
-        ["item_embedding", "position_embedding"],
-    ),
-    "two towers, listed": (case(TwoTower, **ITEMS), ["item_embedding"]),
     "sequences, listed": (case(SASRec, **ITEMS), ["item_embedding"]),
-    "two towers, large": (case(TwoTower, 3, **LARGE), ["item_embedding"]),
-    "sequences, large": (case(SASRec, 3, **LARGE), ["item_embedding"]),
+    "sequences, large": (case(SASRec, **LARGE), ["item_embedding"]),
 }
 
 

@@ -31,11 +31,9 @@ POOLINGS = {
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
     "SGD": (torch.optim.SGD, {"lr": 1.0}, "fused"),
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "dense"),
-    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "dense"),
     "SGD weight_decay": (torch.optim.SGD, {"lr": 0.5, "weight_decay": 0.05}, "dense"),
     # Its first steps are of size lr whatever the gradient: rounding of gradients that cancel shows
     # at lr's scale.
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.02}, "fused"),
     "Adagrad eps": (torch.optim.Adagrad, {"lr": 0.1, "eps": 1e-3}, "fused"),
     "Adagrad initial": (
         torch.optim.Adagrad,
@@ -45,12 +43,6 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any], str]] = {
     "Adagrad weight_decay": (torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.05}, "dense"),
     "Adagrad lr_decay": (torch.optim.Adagrad, {"lr": 0.02, "lr_decay": 0.1}, "dense"),
     "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 0.1}, "fused"),
-    "RowWiseAdagrad initial": (
-        RowWiseAdagrad,
-        {"lr": 0.1, "initial_accumulator_value": 0.1},
-        "fused",
-    ),
-    "Adam": (torch.optim.Adam, {"lr": 0.001}, "dense"),
     "Adam amsgrad": (
         torch.optim.Adam,
         {"lr": 0.003, "weight_decay": 0.1, "amsgrad": True},
@@ -148,19 +140,10 @@ def sequences(name: str, cut: str, num_ranks: int = 2) -> Case:
 
 
 USUAL = {
-    **{
-        name: every_cut(name)
-        for name in (
-            *("SGD", "SGD momentum", "Adagrad eps", "RowWiseAdagrad", "Adam amsgrad", "AdamW"),
-        )
-    },
-    "Adagrad, three ranks": every_cut("Adagrad", 3),
+    **{name: every_cut(name) for name in ("Adagrad eps", "RowWiseAdagrad", "Adam amsgrad")},
     "RMSprop, three ranks": every_cut("RMSprop", 3),
-    "sequences, SGD": sequences("SGD", "table_wise"),
     "sequences, SGD, columns": sequences("SGD", "column_wise"),
-    "sequences, RowWiseAdagrad": sequences("RowWiseAdagrad", "row_wise"),
     "sequences, Adagrad initial": sequences("Adagrad initial", "row_wise", 3),
-    "sequences, Adagrad initial, columns": sequences("Adagrad initial", "column_wise", 3),
 }
 CASES = {name: every_cut(name) for name in OPTIMIZERS} | USUAL
 
