@@ -22,7 +22,6 @@ from lightning_distrec.metrics import (
     target_ranks,
 )
 from lightning_distrec.retrieval import target_ranks_in_table
-from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import make_trainer
 from tests.unit.metrics.test_example_metrics import examples
@@ -199,83 +198,48 @@ def _validated_in_table() -> dict[str, float]:
 HELD = [("slices", 2**20), ("slices", 700), ("ids", 700), ("all", 700)]
 
 
-@pytest.fixture(scope="module", params=slow_except([3], [2, 3]))
-def actual(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What each rank found."""
+def _values(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.compute().items()}
+
+
+def test_metrics_over_ranks_are_those_of_one_process() -> None:
     calls: dict[str, Any] = {str(case): (_ranked, *case) for case in HELD}
-    return run_each_on_ranks(
-        {
-            **calls,
-            "refused": (_refused,),
-            "tasks": (_several_tasks,),
-            "one": (_nothing_on_rank_0,),
-            "validated": (_validated,),
-            "in table": (_validated_in_table,),
-        },
-        request.param,
-    )
-
-
-@pytest.mark.parametrize("case", HELD, ids=str)
-def test_targets_have_the_ranks_that_one_process_gives_them(
-    actual: list[dict[str, Any]], case: Any
-) -> None:
+    calls |= {
+        "refused": (_refused,),
+        "tasks": (_several_tasks,),
+        "one": (_nothing_on_rank_0,),
+        "validated": (_validated,),
+        "in table": (_validated_in_table,),
+    }
+    ranks = run_each_on_ranks(calls, 3)
     queries, candidates, targets, excluded = drawn(QUERIES, CANDIDATES, 2)
     truth = target_ranks(queries, targets, candidates, CANDIDATES, excluded=excluded)
-    assert torch.equal(torch.cat([rank[str(case)][0] for rank in actual]), truth)
     metrics = retrieval_metrics(1, 5)
     metrics.update(truth)
-    means = {name: float(value) for name, value in metrics.compute().items()}
-    for rank in actual:
-        assert rank[str(case)][1] == pytest.approx(means, abs=1e-6)
+    for case in map(str, HELD):
+        assert torch.equal(torch.cat([rank[case][0] for rank in ranks]), truth), case
+        for rank in ranks:
+            assert rank[case][1] == pytest.approx(_values(metrics), abs=1e-6), case
 
-
-def test_what_does_not_fit_on_one_rank_is_an_error_on_every_rank(
-    actual: list[dict[str, Any]],
-) -> None:
-    for rank in actual:
+    # Lightning's sampler fills up with the first examples.
+    filled = torch.arange(-(-len(queries) // len(ranks)) * len(ranks)) % len(queries)
+    validated = retrieval_metrics(1, 5, prefix="val/")
+    validated.update(target_ranks(queries[filled], targets[filled], candidates, CANDIDATES))
+    in_table = retrieval_metrics(1, 5, prefix="val/")
+    for batch in _batches():
+        in_table.update(NextItem().ranks(batch))
+    single = GAUC()
+    single.update(*examples()[:3])
+    tasks = _updated(0, 1)
+    assert len(tasks) == 13
+    for rank in ranks:
+        assert rank["validated"] == pytest.approx(_values(validated), abs=1e-6)
+        assert rank["in table"] == pytest.approx(_values(in_table), abs=1e-6)
+        assert rank["tasks"] == pytest.approx(tasks, abs=1e-6)
+        assert rank["one"] == pytest.approx(float(single.compute()))
         refused = rank["refused"]
         assert "rank 1: targets (3, 1) of torch.int64 must be int64, one row" in refused["shape"]
         assert "neither slices of num_candidates=9" in refused["number"]
         assert "max_bytes differs between ranks: [100, 101" in refused["differs"]
         assert "target 8 is no candidate" in refused["absent"]
         assert "target 0 is a candidate twice" in refused["twice"]
-
-
-def test_a_module_that_validates_on_ranks_logs_what_one_process_logs(
-    actual: list[dict[str, Any]],
-) -> None:
-    queries, candidates, targets, _ = drawn(QUERIES, CANDIDATES, 2)
-    # Lightning's sampler fills up with the first examples.
-    filled = torch.arange(-(-len(queries) // len(actual)) * len(actual)) % len(queries)
-    metrics = retrieval_metrics(1, 5, prefix="val/")
-    metrics.update(target_ranks(queries[filled], targets[filled], candidates, CANDIDATES))
-    truth = {name: float(value) for name, value in metrics.compute().items()}
-    for rank in actual:
-        assert rank["validated"] == pytest.approx(truth, abs=1e-6)
-
-
-def test_ranks_with_unequal_batches_log_the_metrics_of_one_process(
-    actual: list[dict[str, Any]],
-) -> None:
-    metrics = retrieval_metrics(1, 5, prefix="val/")
-    for batch in _batches():
-        metrics.update(NextItem().ranks(batch))
-    truth = {name: float(value) for name, value in metrics.compute().items()}
-    for rank in actual:
-        assert rank["in table"] == pytest.approx(truth, abs=1e-6)
-
-
-def test_metrics_of_several_tasks_are_those_of_one_process(actual: list[dict[str, Any]]) -> None:
-    truth = _updated(0, 1)
-    assert len(truth) == 13
-    for rank in actual:
-        assert rank["tasks"] == pytest.approx(truth, abs=1e-6)
-
-
-def test_ranks_without_examples_take_part(actual: list[dict[str, Any]]) -> None:
-    metric = GAUC()
-    metric.update(*examples()[:3])
-    assert [rank["one"] for rank in actual] == pytest.approx(
-        [float(metric.compute())] * len(actual)
-    )

@@ -124,20 +124,14 @@ def _fit(
     }
 
 
-@pytest.fixture(scope="module")
-def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks counted, by the kind of fit, and where the loggers of one wrote."""
-    folder = tmp_path_factory.mktemp("logs")
+def test_bytes_and_calls_of_each_kind_are_those_that_left_the_rank(tmp_path: Path) -> None:
     calls = {
-        "logged": (_fit, str(folder)),
+        "logged": (_fit, str(tmp_path)),
         "accumulated": (_fit, "", 2),
         "validated": (_fit, "", 1, True),
     }
-    return {"folder": folder, "ranks": run_each_on_ranks(calls, 2)}
-
-
-def test_bytes_of_each_kind_are_those_that_left_the_rank(on_two: dict[str, Any]) -> None:
-    for rank, actual in enumerate(on_two["ranks"]):
+    ranks = run_each_on_ranks(calls, 2)
+    for rank, actual in enumerate(ranks):
         sent = actual["logged"]["sent"]
         assert sent[IDS] == [2, 1][rank] * WORD
         assert sent[ROWS] == sent[ROW_GRADIENTS] == 12 * 10 * 4 / 2
@@ -145,24 +139,24 @@ def test_bytes_of_each_kind_are_those_that_left_the_rank(on_two: dict[str, Any])
         assert sent[DENSE_GRADIENTS] == 6 * 10 * 4
         sigterm = WORD / 2  # Lightning broadcasts one number with every batch
         assert sent[OTHER] == pytest.approx(7 * 4 + sigterm)
-
-
-def test_dense_gradients_are_sent_once_for_all_accumulated_batches(on_two: dict[str, Any]) -> None:
-    for actual in on_two["ranks"]:
+        # ids, rows and their gradients; a sum of seven numbers; Lightning's broadcast
+        assert actual["logged"]["calls"] == {"all_to_all": 3, "all_reduce": 1, "other calls": 1}
+        # once for all accumulated batches
         assert actual["accumulated"]["sent"][DENSE_GRADIENTS] == 6 * 10 * 4 / 2
-        assert actual["accumulated"]["sent"][ROWS] == actual["logged"]["sent"][ROWS]
+        assert actual["accumulated"]["sent"][ROWS] == sent[ROWS]
+        assert actual["validated"]["sent"] == sent, "validation does not count"
+    check_log(tmp_path, ranks[0]["logged"]["sent"])
+    first, second = (actual["logged"]["speed"] for actual in ranks)
+    seconds = first["throughput/step_ms"] / 1000
+    assert first["throughput/samples_per_second"] == pytest.approx(2 * 12 / seconds)
+    assert seconds >= 0.02
+    assert second == {}  # only rank 0 measures
 
 
-def test_what_validation_sends_is_not_counted(on_two: dict[str, Any]) -> None:
-    for actual in on_two["ranks"]:
-        assert actual["validated"]["sent"] == actual["logged"]["sent"]
-
-
-def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
-    with open(next(Path(on_two["folder"]).rglob("metrics.csv"))) as file:
+def check_log(folder: Path, sent: dict[str, float]) -> None:
+    with open(next(folder.rglob("metrics.csv"))) as file:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
     rows = [row for row in rows if "communication/all_bytes" in row]  # others are Throughput's
-    sent = on_two["ranks"][0]["logged"]["sent"]
     assert [row["step"] for row in rows] == [1, 3]
     for row in rows:
         kinds = [kind for kind in KINDS if kind not in RARE_KINDS]
@@ -172,14 +166,6 @@ def test_rank_zero_logs_bytes_per_step(on_two: dict[str, Any]) -> None:
         calls = {kind: row.get(f"communication/{kind.replace(' ', '_')}_calls") for kind in KINDS}
         assert calls == dict.fromkeys(KINDS) | {IDS: 1, ROWS: 1, ROW_GRADIENTS: 1, OTHER: 2}
         assert "communication/across_nodes_bytes" not in row
-
-
-def test_samples_per_second_are_those_of_all_ranks(on_two: dict[str, Any]) -> None:
-    first, second = (actual["logged"]["speed"] for actual in on_two["ranks"])
-    seconds = first["throughput/step_ms"] / 1000
-    assert first["throughput/samples_per_second"] == pytest.approx(2 * 12 / seconds)
-    assert seconds >= 0.02
-    assert second == {}  # only rank 0 measures
 
 
 def test_bytes_across_nodes_follow_local_world_size() -> None:
@@ -194,11 +180,11 @@ def test_bytes_across_nodes_follow_local_world_size() -> None:
         assert sent[DENSE_GRADIENTS] == 2 * 3 / 4 * 6 * 10 * 4
 
 
-def _sharded(cut: str, strategy: dict[str, Any] | None = None) -> dict[str, Any]:
+def _sharded(cut: str) -> dict[str, Any]:
     rank, _ = rank_and_num_ranks()
     model = seeded(ClickModel, torch.optim.SGD, {"lr": 0.1})
     callback = Communication()
-    trainer = make_trainer({"sharding_types": [cut]} | (strategy or {}), callbacks=callback)
+    trainer = make_trainer({"sharding_types": [cut]}, callbacks=callback)
     held: dict[str, Any] = {}
 
     @without_guards  # shards are plain tensors
@@ -219,58 +205,29 @@ EXAMPLES = 8
 DENSE_BYTES = (56 * 16 + 16) * 4
 
 
-@pytest.fixture(scope="module")
-def sharded() -> list[dict[str, Any]]:
-    """What each of two ranks found, by the cut of its tables."""
-    return run_each_on_ranks(
-        {cut: (_sharded, cut) for cut in ("table_wise", "row_wise", "data_parallel")}, 2
-    )
-
-
-def test_rows_of_whole_tables_are_sent_by_the_rank_that_holds_them(
-    sharded: list[dict[str, Any]],
-) -> None:
-    assert sorted(sharded[0]["table_wise"]["local"] + sharded[1]["table_wise"]["local"]) == sorted(
-        DIMS
-    )
-    for rank, actual in enumerate(rank_results["table_wise"] for rank_results in sharded):
-        other = sharded[1 - rank]["table_wise"]["local"]
-        columns = {name: len(FEATURES_OF[name]) * DIMS[name] for name in DIMS}
-        assert actual["sent"][ROWS] == sum(columns[name] for name in actual["local"]) * EXAMPLES * 4
-        assert actual["sent"][ROW_GRADIENTS] == sum(columns[name] for name in other) * EXAMPLES * 4
-        assert actual["sent"][DENSE_GRADIENTS] == DENSE_BYTES
-
-
-def test_ids_are_sent_to_the_rank_that_holds_their_table(sharded: list[dict[str, Any]]) -> None:
-    for rank, actual in enumerate(rank_results["table_wise"] for rank_results in sharded):
+def test_bytes_of_tables_are_those_of_their_cut() -> None:
+    cuts = ("table_wise", "row_wise", "data_parallel")
+    ranks = run_each_on_ranks({cut: (_sharded, cut) for cut in cuts}, 2)
+    columns = {name: len(FEATURES_OF[name]) * DIMS[name] for name in DIMS}
+    assert sorted(name for rank in ranks for name in rank["table_wise"]["local"]) == sorted(DIMS)
+    for rank, actual in enumerate(ranks):
+        sent, local = actual["table_wise"]["sent"], actual["table_wise"]["local"]
+        other = ranks[1 - rank]["table_wise"]["local"]
+        assert sent[ROWS] == sum(columns[name] for name in local) * EXAMPLES * 4
+        assert sent[ROW_GRADIENTS] == sum(columns[name] for name in other) * EXAMPLES * 4
+        assert sent[DENSE_GRADIENTS] == DENSE_BYTES
         lengths = make_batch(rank)["lengths"].view(len(FEATURES), EXAMPLES).sum(1)
-        sent = [f for name in sharded[1 - rank]["table_wise"]["local"] for f in FEATURES_OF[name]]
-        ids = sum(int(lengths[FEATURES.index(feature)]) for feature in sent)
-        numbers = (ids + len(sent) * EXAMPLES) * 4  # of 32 bits
+        features = [feature for name in other for feature in FEATURES_OF[name]]
+        ids = sum(int(lengths[FEATURES.index(feature)]) for feature in features)
+        numbers = (ids + len(features) * EXAMPLES) * 4  # of 32 bits
         # Beside ids and lengths: how many of each, and what ranks agree on in the first step.
-        splits = (actual["sent"][IDS] - numbers) / WORD
-        assert 0 < splits <= 4 + 6 / 3
-
-
-def test_rows_cut_over_all_ranks_are_sent_for_all_examples_of_the_others(
-    sharded: list[dict[str, Any]],
-) -> None:
-    columns = sum(len(FEATURES_OF[name]) * DIMS[name] for name in DIMS)
-    for actual in (rank_results["row_wise"] for rank_results in sharded):
-        assert actual["sent"][ROWS] == actual["sent"][ROW_GRADIENTS] == columns * EXAMPLES * 4
-
-
-def test_tables_that_all_ranks_hold_send_no_rows_and_dense_gradients(
-    sharded: list[dict[str, Any]],
-) -> None:
-    elements = 60 * 16 + 37 * 8 + 11 * 8
-    for actual in (rank_results["data_parallel"] for rank_results in sharded):
-        assert actual["sent"][IDS] == actual["sent"][ROWS] == actual["sent"][ROW_GRADIENTS] == 0
-        assert actual["sent"][DENSE_GRADIENTS] == DENSE_BYTES + elements * 4
-
-
-def test_watching_leaves_updates_inside_of_backward(sharded: list[dict[str, Any]]) -> None:
-    assert sharded[0]["row_wise"]["updates"] == {"fused"}
+        assert 0 < (sent[IDS] - numbers) / WORD <= 4 + 6 / 3
+        sent = actual["row_wise"]["sent"]
+        assert sent[ROWS] == sent[ROW_GRADIENTS] == sum(columns.values()) * EXAMPLES * 4
+        assert actual["row_wise"]["updates"] == {"fused"}, "watching leaves them in backward"
+        sent = actual["data_parallel"]["sent"]
+        assert sent[IDS] == sent[ROWS] == sent[ROW_GRADIENTS] == 0
+        assert sent[DENSE_GRADIENTS] == DENSE_BYTES + (60 * 16 + 37 * 8 + 11 * 8) * 4
 
 
 def _staged(options: dict[str, Any]) -> dict[str, Any]:
@@ -351,18 +308,6 @@ def test_nodes_are_those_of_the_strategy_or_torchruns(monkeypatch: pytest.Monkey
     assert find_nodes(stock) == [0, 0, 0, 0]
 
 
-@pytest.mark.slow
-def test_what_replicas_of_stages_average_is_counted() -> None:
-    for counted in run_on_warm_ranks(_staged, 4, {"stages": 2}):
-        assert counted["sent"][STAGE_OUTPUTS] + counted["sent"][STAGE_GRADIENTS] == HIDDEN
-        assert counted["sent"][DENSE_GRADIENTS] == counted["gradients"]  # 2 (W - 1) / W is 1
-
-
-@pytest.mark.parametrize("callback", [Throughput, Communication, RankMonitor])
-def test_no_callback_of_ours_makes_updates_wait_for_the_step(callback: type) -> None:
-    assert not {"on_after_backward", "on_before_optimizer_step"} & set(vars(callback))
-
-
 def test_one_process_sends_nothing_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     class Alone(Sends):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -396,10 +341,3 @@ def test_the_table_has_means_and_the_rank_that_sends_most() -> None:
     assert "control messages and other 0 B 0 B all 0 B counted 2.5" in lines
     assert "total 2.9 KiB 3.9 KiB 1 1.5 KiB 3.0 2.5" in lines
     assert "node 1 (rank 1) sent 3.9 KiB, 2.0 KiB of it to other nodes" in lines
-
-
-def test_calls_are_counted_by_collective(on_two: dict[str, Any]) -> None:
-    for actual in on_two["ranks"]:
-        # In each step: ids, rows and their gradients; a sum of seven numbers; Lightning's
-        # broadcast.
-        assert actual["logged"]["calls"] == {"all_to_all": 3, "all_reduce": 1, "other calls": 1}

@@ -88,7 +88,6 @@ VALUES: dict[str, Any] = {"steps": 8, "limit": 1e-5}
 CASES = {
     "two": case_of(Two, strategy=FUSED, updates="fused", **VALUES),
     "in turns": case_of(InTurns, strategy=FUSED | UNUSED, updates="fused", **VALUES),
-    "in closures": case_of(InClosures, strategy=FUSED, updates="fused", **VALUES),
     "with an own one": case_of(
         InClosures, False, plain=partial(InClosures, True), strategy=OWN, updates="fused", **VALUES
     ),

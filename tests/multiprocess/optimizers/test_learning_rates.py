@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, ReduceLROnPlateau
 
-from tests.support.cases import Case, case_of, check, concatenate
+from tests.support.cases import case_of, check, concatenate
 from tests.support.click_model import ClickModel
 
 
@@ -67,22 +67,17 @@ def batch_of_ids(step: int, rank: int) -> Tensor:
     return torch.arange(4) + 7 * (step % 3) + rank
 
 
-def in_the_step(depth: int) -> Case:
-    strategy = {
-        "prefetch": {"depth": depth},
-        "convert_embeddings": "all",
-        "sharding_types": ["table_wise"],
-    }
-    return case_of(RateOfTheStep, batch=batch_of_ids, join=concatenate, strategy=strategy)
-
-
 CASES = {
     **{
         schedule: case_of(ScheduledModel, schedule=schedule, steps=5, trainer={"max_epochs": 3})
-        for schedule in ("step", "warm-up", "epoch", "plateau")
+        for schedule in ("warm-up", "plateau")
     },
-    "in the step": in_the_step(depth=1),
-    "in the step, prefetched": in_the_step(depth=3),
+    "in the step, prefetched": case_of(
+        RateOfTheStep,
+        batch=batch_of_ids,
+        join=concatenate,
+        strategy={"convert_embeddings": "all", "sharding_types": ["table_wise"]},
+    ),
 }
 
 

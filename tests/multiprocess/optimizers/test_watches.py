@@ -11,7 +11,6 @@ from tests.support.cases import Case, check_refused, click_case
 from tests.support.click_model import ClickModel, LooksUpTwice, rank_loader, seeded
 from tests.support.plain_loop import OPTIMIZERS, Batch
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
-from tests.support.tiny_tables import TinyTables
 from tests.support.trainers import make_trainer
 
 FUSED = {"embedding_update": "fused"}
@@ -98,7 +97,6 @@ def without_tables_on_rank_1() -> ClickModel:
 
 CLIPPED = "UnsupportedError: torch.nn.utils.clip_grad_norm_ was called with gradients of"
 READ = "ShardedWeightError: the weight of the sharded table 'ebc.wide' was read"
-CUT_T1 = {"tables": {"t1": {"sharding_types": ["row_wise"]}}}
 REFUSED: dict[str, tuple[Case, str]] = {
     "two lookups": (
         click_case(LooksUpTwice, "Adagrad", strategy=FUSED),
@@ -106,7 +104,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     ),
     "L2": (click_case(WithL2), "OptimizerError: the loss uses the weight of 'ebc."),
     "a weight is read": (click_case(ReadsWeight), READ),
-    "a weight is read, Adam": (click_case(ReadsWeight, "Adam"), READ),
     "weights are forgotten": (
         click_case(NotWeighted, weighted=True),
         "'ebc' is weighted, and was called with ids that have",
@@ -120,12 +117,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         "OptimizerError: a gradient hook was registered on the weight of 'ebc.wide'",
     ),
     "a decay": (click_case(Changes, what="decay"), "weight_decay=0.1"),
-    "clipped gradients": (click_case(ClipsTables), CLIPPED),
     "clipped gradients, Adam": (click_case(ClipsTables, "Adam"), CLIPPED),
-    "a second fit": (
-        click_case(KeepsItsOptimizer, "Adagrad", fits=2),
-        "its Adagrad has stepped before",
-    ),
     "a second fit, Adam": (
         click_case(KeepsItsOptimizer, "Adam", fits=2),
         "its Adam has stepped before",
@@ -134,10 +126,6 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "on meta": (
         click_case(ClickModel, meta=True, strategy=FUSED, trainer={"gradient_clip_val": 1.0}),
         "UnsupportedError: gradient_clip_val=1.0",
-    ),
-    "a rank without rows": (
-        click_case(TinyTables, strategy=CUT_T1),
-        "PlanError: table 'ebc.t1': row_wise: 1 rows in equal blocks leave",
     ),
     "a rank without tables": (
         Case(module=without_tables_on_rank_1),

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_distrec import PipelineParallelStrategy, StageSchedule, Throughput, TunedDDPStrategy
 from tests.support.chain_models import Drawing, Sequence, Transformer, Unchanged
-from tests.support.parameters import slow_except
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
 NEEDS_LEARNING_STAGES = (2, 12) <= torch.__version__ < (2, 13)
@@ -61,38 +60,6 @@ def _resume(path: str, strategy: str, options: dict[str, Any]) -> list[float]:
     return model.losses
 
 
-INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
-
-
-@pytest.mark.slow
-def test_a_run_of_two_stages_goes_on_in_others(tmp_path: Path) -> None:
-    straight, *_ = run_on_warm_ranks(_fit_in_both_formats, 2, str(tmp_path))
-    file, folder = f"{tmp_path}/file/step=14.ckpt", f"{tmp_path}/folder/step=14.ckpt"
-    assert Path(file).is_file()
-    assert Path(folder).is_dir()
-    calls: dict[str, tuple[Any, ...]] = {
-        "file": (_resume, file, "stages", {}),
-        "cut elsewhere": (_resume, folder, "stages", {"split": ["blocks.1"], "schedule": "1f1b"}),
-        "interleaved": (_resume, folder, "stages", INTERLEAVED),
-    }
-    for results in run_each_on_ranks(calls, 2):
-        for name, losses in results.items():
-            assert losses == pytest.approx(straight[14:], abs=1e-5), name
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_in_four_stages_and_in_and_from_one_process(tmp_path: Path) -> None:
-    straight, *_ = run_on_warm_ranks(_fit_in_both_formats, 2, str(tmp_path))
-    four = run_on_warm_ranks(_resume, 4, f"{tmp_path}/folder/step=14.ckpt", "stages", {})
-    one_process = run_on_warm_ranks(
-        _resume, 1, f"{tmp_path}/folder/step=14.ckpt", "one process", {}
-    )
-    run_on_warm_ranks(_fit_and_save, 1, f"{tmp_path}/alone", TunedDDPStrategy())
-    from_one = run_on_warm_ranks(_resume, 2, f"{tmp_path}/alone/step=14.ckpt", "stages", {})
-    for losses in [*four, *one_process, *from_one]:
-        assert losses == pytest.approx(straight[14:], abs=1e-5)
-
-
 def _fit_replicas(path: str) -> dict[str, Tensor]:
     """The weights of this rank's stage after a resumed run in two replicas."""
     model = Transformer()
@@ -100,14 +67,32 @@ def _fit_replicas(path: str) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
 
 
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+
+
 @pytest.mark.slow
-def test_replicas_that_resume_have_the_same_optimizer_state(tmp_path: Path) -> None:
-    run_on_warm_ranks(_fit_in_both_formats, 2, str(tmp_path))
-    for kind in ("file", "folder"):
-        per_rank_results = run_on_warm_ranks(_fit_replicas, 4, f"{tmp_path}/{kind}/step=14.ckpt")
+def test_a_run_of_two_stages_goes_on_in_others(tmp_path: Path) -> None:
+    straight, *_ = run_on_warm_ranks(_fit_in_both_formats, 2, str(tmp_path))
+    run_on_warm_ranks(_fit_and_save, 1, f"{tmp_path}/alone", TunedDDPStrategy())
+    file, folder = f"{tmp_path}/file/step=14.ckpt", f"{tmp_path}/folder/step=14.ckpt"
+    assert Path(file).is_file()
+    assert Path(folder).is_dir()
+    further = {"split": ["blocks.1"], "schedule": "1f1b"}
+    for num_ranks, path, strategy, options in (
+        (2, file, "stages", {}),
+        (2, folder, "stages", further),
+        (2, folder, "stages", INTERLEAVED),
+        (4, folder, "stages", {}),
+        (1, folder, "one process", {}),
+        (2, f"{tmp_path}/alone/step=14.ckpt", "stages", {}),
+    ):
+        for losses in run_on_warm_ranks(_resume, num_ranks, path, strategy, options):
+            assert losses == pytest.approx(straight[14:], abs=1e-5), (num_ranks, path, options)
+    for path in (file, folder):
+        replicas = run_on_warm_ranks(_fit_replicas, 4, path)
         for rank in (0, 1):
-            _assert_close(per_rank_results[rank], per_rank_results[rank + 2], 0.0)
-        assert per_rank_results[0].keys().isdisjoint(per_rank_results[1])
+            _assert_close(replicas[rank], replicas[rank + 2], 0.0)
+        assert replicas[0].keys().isdisjoint(replicas[1])
 
 
 def _fit_drawing(folder: str) -> dict[str, list[float]]:
@@ -152,9 +137,8 @@ def _fit_on_meta() -> dict[str, Tensor]:
     return dict(whole.state_dict())
 
 
-@pytest.mark.parametrize("num_ranks", slow_except([2], [2, 4]))
-def test_stages_on_the_meta_device_draw_weights_of_their_own(num_ranks: int) -> None:
-    first, *other_ranks = run_on_warm_ranks(_fit_on_meta, num_ranks)
+def test_stages_on_the_meta_device_draw_weights_of_their_own() -> None:
+    first, *other_ranks = run_on_warm_ranks(_fit_on_meta, 2)
     weights = [first[f"model.{number}.weight"] for number in range(4)]
     assert len({float(weight.sum()) for weight in weights}) == 4
     assert all(0 < float(weight.abs().max()) < 1 for weight in weights)
@@ -176,7 +160,6 @@ def _draw_schedule(path: str, options: dict[str, Any]) -> tuple[float, float, fl
 @pytest.mark.parametrize(
     ("options", "ideal", "num_works"),
     [
-        ({}, 1 / 5, 20),
         (INTERLEAVED | {"microbatches": 2}, 1 / 5, 18),
         ({"schedule": "1f1b"}, 1 / 5, 20),
     ],
@@ -195,28 +178,6 @@ def test_a_schedule_is_drawn_with_its_bubble(
     works = [group for group in groups if "-micro-batch-" in group]
     assert len(works) == num_works
     assert "backward-stage-0-micro-batch-1" in works
-
-
-def _count_receives() -> list[int]:
-    """Receives that were made, and not yet waited for, at each forward of this rank's first block
-    in the last step."""
-    model, num_receives = Transformer(), []
-    trainer = _trainer(PipelineParallelStrategy(), max_steps=3, max_epochs=-1)
-
-    def look(*_: Any) -> None:
-        steps: Any = trainer.strategy.run.steps  # type: ignore[attr-defined]
-        ((_, (stage,)),) = steps._staged._schedules.values()
-        num_receives.append(sum(map(len, (stage._receives or {}).values())))
-
-    model.blocks[2 * rank_and_num_ranks()[0]].register_forward_pre_hook(look)
-    trainer.fit(model)
-    return num_receives[-4:]
-
-
-def test_a_step_has_asked_for_all_its_inputs_before_its_first_forward() -> None:
-    first, second = run_on_warm_ranks(_count_receives, 2)
-    assert first == [4, 4, 4, 4]  # the gradients of all micro-batches
-    assert second == [3, 2, 1, 0]
 
 
 def _run_further() -> dict[str, Any]:

@@ -46,7 +46,6 @@ CLIPPED = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 CASES: dict[str, tuple[Any, ...]] = {
     "clipped and accumulated": (_fit, "Sequence", {"microbatches": 2}, CLIPPED),
-    "transformer": (_fit, "Transformer", {}, CLIPPED),
     "1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, CLIPPED),
     "metrics of micro-batches": (_fit, "Measured", {"schedule": "1f1b"}, {}),
     "interleaved": (_fit, "Transformer", INTERLEAVED, {}),
@@ -58,10 +57,8 @@ CASES: dict[str, tuple[Any, ...]] = {
         {"chain": "net", "split": ["net.fc2"], "microbatches": 2},
         CLIPPED,
     ),
-    "further views": (_fit, "Permuted", INTERLEAVED, {}),
 }
 FURTHER_CASES: dict[str, tuple[Any, ...]] = {
-    "sequence": (_fit, "Sequence", {}, {}),
     "one micro-batch": (_fit, "Sequence", {"microbatches": 1, "split": ["model.5"]}, {}),
     "batches that three do not divide": (
         _fit,
@@ -69,18 +66,14 @@ FURTHER_CASES: dict[str, tuple[Any, ...]] = {
         {"microbatches": 3, "schedule": "1f1b"},
         {},
     ),
-    "interleaved, three parts asked for": (_fit, "Sequence", INTERLEAVED | {"microbatches": 3}, {}),
-    "metrics": (_fit, "Measured", {}, {}),
     "called layers of the module itself": (_fit, "Flat", {"chain": "", "schedule": "1f1b"}, {}),
     "called layers, interleaved": (_fit, "Called", INTERLEAVED | {"chain": "net"}, {}),
     "64 bits": (_fit, "Sequence", {"schedule": "1f1b"}, {"precision": "64-true"}),
 }
 FOUR_RANKS: dict[str, tuple[Any, ...]] = {
     "four stages": (_fit, "Transformer", {}, CLIPPED),
-    "four stages, 1f1b": (_fit, "Transformer", {"schedule": "1f1b"}, {}),
     "two replicas": (_fit, "Transformer", {"stages": 2, "microbatches": 2}, CLIPPED),
     "metrics of two replicas": (_fit, "Measured", {"stages": 2}, {}),
-    "two replicas of a sequence": (_fit, "Sequence", {"stages": 2, "schedule": "1f1b"}, CLIPPED),
 }
 
 

@@ -247,6 +247,10 @@ def fsdp(kind: type, trainer: Any = None, num_ranks: int = 2, **options: Any) ->
     return case(kind, strategy, trainer, num_ranks=num_ranks, rests=rests)
 
 
+def compiled(kind: type) -> Any:
+    return torch.compile(kind(), backend="aot_eager")
+
+
 def sparse(kind: type, **values: Any) -> dict[str, Case]:
     fields = {"trainer": {"max_epochs": 8}} | values
     return {
@@ -307,6 +311,7 @@ QUICK_WAYS = (
     "parameters kept in dicts and lists, root",
 )
 CASES |= {
+    "fsdp, compiled": replace(fsdp(Small), module=partial(compiled, Small), plain=Small),
     "fsdp, three ranks": fsdp(BareAndTied, num_ranks=3),
     "fsdp, four ranks in two replicas": fsdp(Numbers, num_ranks=4, replicas=2),
     "fsdp, adversaries on four ranks": fsdp(Adversaries, num_ranks=4),

@@ -78,18 +78,6 @@ def _on_meta() -> tuple[dict[str, Tensor], list[float]]:
     return whole_weights(trainer), model.losses
 
 
-def _compiled() -> tuple[list[float], list[float]]:
-    actual = []
-    for compiles in (True, False):
-        pl.seed_everything(5)
-        model = Layers()
-        passed: Any = torch.compile(model, backend="aot_eager") if compiles else model
-        trainer = make_dense_trainer(TunedFSDPStrategy(**SMALL), max_epochs=1)
-        trainer.fit(passed, loader(*rank_and_num_ranks()))
-        actual.append(model.losses)
-    return actual[0], actual[1]
-
-
 class Reaches(Recording):
     """Uses the weight of a layer without calling it."""
 
@@ -172,12 +160,6 @@ def test_weights_without_memory_are_drawn_and_are_rank_0s() -> None:
     for name, value in drawn.state_dict().items():
         assert torch.equal(weights[f"net.{name}"], value), name
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-def test_a_compiled_module_has_the_losses_of_one_that_is_not() -> None:
-    for compiled, plain in run_on_warm_ranks(_compiled, 2):
-        assert compiled == pytest.approx(plain, abs=1e-5)
 
 
 @pytest.mark.parametrize("message", REFUSED)

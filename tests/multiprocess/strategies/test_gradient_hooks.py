@@ -22,7 +22,6 @@ from lightning_distrec.errors import DistRecError
 from tests.support.cases import Case, case_of, check, check_refused, concatenate
 from tests.support.dense_models import WIDTH, Recording, dense_batch, loader, whole_batches
 from tests.support.dense_runs import make_dense_trainer
-from tests.support.parameters import slow_except
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 
 FSDP: dict[str, Any] = {"min_num_parameters": 8}
@@ -33,7 +32,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "dense ddp": TorchRecShardedStrategy,
     "dense fsdp": partial(TorchRecShardedStrategy, dense="fsdp", fsdp=FSDP),
 }
-SHARDED = ("fsdp_tuned", "dense fsdp")
 
 
 class Hooks(NamedTuple):
@@ -164,50 +162,38 @@ UPDATES = {
     "in __init__": Hooks("in backward", "__init__", "none"),
     "in setup": Hooks("in backward", "setup", accumulates=2),
     "in configure_optimizers": Hooks("in backward", "configure_optimizers", "all"),
-    "in on_train_start": Hooks("in backward", "on_train_start"),
     "tutorial in on_fit_start": Hooks("tutorial", "on_fit_start", "all"),
     "tutorial in on_train_start": Hooks("tutorial", "on_train_start", "none", accumulates=2),
-}
-BEFORE_SHARDING = {
     "tutorial in __init__": Hooks("tutorial", "__init__", "none"),
     "tutorial in setup": Hooks("tutorial", "setup", accumulates=2),
     "tutorial in configure_optimizers": Hooks("tutorial", "configure_optimizers", "all"),
 }
-BY_HAND = {
-    f"{kind} by hand": Hooks(kind, "on_train_start", "all", "manual")
-    for kind in ("in backward", "tutorial")
+UPDATES |= {
+    "by hand": Hooks("in backward", "on_train_start", "all", "manual"),
+    "tutorial by hand": Hooks("tutorial", "on_train_start", "all", "manual"),
 }
-LASTING = Hooks("in backward", "__init__")
-CASES: dict[str, Case] = {}
-for name in STRATEGIES:
-    hooks = UPDATES | ({} if name in SHARDED else BEFORE_SHARDING)
-    CASES |= {f"{name}, {place}": case(name, hooks[place]) for place in hooks}
-    CASES[f"{name}, twice"] = case(name, LASTING, fits=2)
-for name in ("ddp_tuned", "fsdp_tuned", "dense ddp"):
-    CASES |= {f"{name}, {place}": case(name, hooks) for place, hooks in BY_HAND.items()}
-for name in ("ddp_tuned", "fsdp_tuned"):
-    CASES |= {
-        f"{name}, {place}, one rank": case(name, UPDATES[place], num_ranks=1)
-        for place in ("in __init__", "tutorial in on_fit_start")
-    }
-QUICK = (
-    "ddp_tuned, in setup",
-    "ddp_tuned, tutorial in __init__",
-    "ddp_tuned, tutorial in on_fit_start, one rank",
-    "fsdp_tuned, in setup",
-    "fsdp_tuned, in __init__, one rank",
-    "fsdp_tuned, tutorial by hand",
-    "fsdp_tuned, twice",
-    "pipeline_parallel, twice",
-    "dense ddp, in configure_optimizers",
-    "dense ddp, tutorial in setup",
-    "dense ddp, in backward by hand",
-    "dense fsdp, in __init__",
-    "dense fsdp, tutorial in on_train_start",
+ROWS = (
+    ("ddp_tuned", "in setup"),
+    ("ddp_tuned", "tutorial in __init__"),
+    ("fsdp_tuned", "in setup"),
+    ("fsdp_tuned", "tutorial by hand"),
+    ("dense ddp", "in configure_optimizers"),
+    ("dense ddp", "tutorial in setup"),
+    ("dense ddp", "by hand"),
+    ("dense fsdp", "in __init__"),
+    ("dense fsdp", "tutorial in on_train_start"),
+    ("pipeline_parallel", "tutorial in configure_optimizers"),
 )
+CASES = {", ".join(row): case(row[0], UPDATES[row[1]]) for row in ROWS}
+CASES |= {
+    "ddp_tuned, one rank": case("ddp_tuned", UPDATES["tutorial in on_fit_start"], num_ranks=1),
+    "fsdp_tuned, one rank": case("fsdp_tuned", UPDATES["in __init__"], num_ranks=1),
+    "fsdp_tuned, twice": case("fsdp_tuned", Hooks("in backward", "__init__"), fits=2),
+    "pipeline_parallel, twice": case("pipeline_parallel", Hooks("in backward", "__init__"), fits=2),
+}
 
 
-@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_updates_inside_of_backward_are_those_of_one_process(name: str) -> None:
     check(CASES[name])
 
@@ -246,7 +232,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
         f"{REPLACED}Return an optimizer",
     ),
     "tutorial": (
-        case("dense fsdp", BEFORE_SHARDING["tutorial in configure_optimizers"]),
+        case("dense fsdp", UPDATES["tutorial in configure_optimizers"]),
         f"{REPLACED}Return an optimizer",
     ),
     "scales": (

@@ -14,7 +14,6 @@ from tests.support.cases import (
     check,
     click_batch,
     click_case,
-    concatenate,
 )
 from tests.support.click_model import (
     FEATURES,
@@ -110,24 +109,6 @@ class NestedModel(pl.LightningModule):
         return torch.optim.SGD(groups, lr=0.5)
 
 
-class PlainModel(pl.LightningModule):
-    """A module without tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (batch @ self.weight).pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-def plain_batch(step: int, rank: int) -> Tensor:
-    return torch.full((4, 2), float(rank + step))
-
-
 def cuts(**by_table: str) -> dict[str, Any]:
     options = {
         name: {"sharding_types": [cut], "min_partition": 4} for name, cut in by_table.items()
@@ -157,7 +138,6 @@ CASES = {
     "nested, shared and frozen": case_of(
         NestedModel, rests=("still",), updates={"t": "fused", "still": "frozen"}, **NESTED
     ),
-    "without tables": case_of(PlainModel, batch=plain_batch, join=concatenate, steps=5),
 }
 
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_distrec import (
     PipelineParallelStrategy,
@@ -15,7 +14,7 @@ from lightning_distrec import (
     TunedFSDPStrategy,
 )
 from lightning_distrec.errors import RankError
-from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
+from tests.support.dense_models import Small, loader, whole_batches
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -28,16 +27,12 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 ON_EPOCH = {"on_step": False, "on_epoch": True, "sync_dist": True}
 
 
-class Logs(Recording):
+class Logs(Small):
     """Logs 1 as "a" on rank 0, and 100 as "b" on rank 1, or both in an order of each rank's own."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
         self.place = place
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.net(inputs)
 
     def _log(self, place: str) -> None:
         rank = rank_and_num_ranks()[0]
@@ -78,48 +73,21 @@ def _fit(place: str, name: str) -> tuple[str, int, dict[str, float]]:
     return message, trainer.global_step, means
 
 
-PLACES = {
-    "step": (1, "a", "b"),
-    "epoch": (6, "a", "b"),
-    "validation": (6, "a", "b"),
-    "validation end": (6, "a", "b"),
-}
-CASES = {
-    **{place: (_fit, place, "ddp_tuned") for place in PLACES},
-    **{name: (_fit, "epoch", name) for name in STRATEGIES if name != "ddp_tuned"},
-}
+PLACES = {"step": 1, "epoch": 6, "validation": 6, "validation end": 6}
+"""Place -> how many steps are made before the error."""
 
 
-@pytest.fixture(scope="module")
-def actual() -> list[dict[str, Any]]:
-    """What each rank said, by case."""
-    others = {"count": (_fit, "count", "ddp_tuned"), "order": (_fit, "order", "ddp_tuned")}
-    return run_each_on_ranks(CASES | others, 2)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_other_names_are_an_error_on_every_rank(actual: list[dict[str, Any]], case: str) -> None:
-    steps, first, second = PLACES.get(case, PLACES["epoch"])
-    for rank in actual:
-        message, num_steps, _ = rank[case]
-        assert (
-            f"self.log: rank 0 reduces ['{first}'] over the ranks, and rank 1 ['{second}']: "
-            "values of" in message
-        )
-        assert "or log it with sync_dist=False" in message
-        assert num_steps == steps
-
-
-def test_one_more_name_on_one_rank_is_an_error_and_no_wait(actual: list[dict[str, Any]]) -> None:
-    for rank in actual:
-        assert (
-            "self.log: rank 0 reduces [] over the ranks, and rank 1 ['more']: values of"
-            in rank["count"][0]
-        )
-
-
-def test_values_that_are_logged_in_another_order_keep_their_means(
-    actual: list[dict[str, Any]],
-) -> None:
-    for rank in actual:
-        assert rank["order"] == ("", 6, {"a": 1.5, "b": 100.5})
+def test_other_names_are_an_error_on_every_rank_and_another_order_is_none() -> None:
+    places = [*PLACES, "count", "order"]
+    calls = {place: (_fit, place, "ddp_tuned") for place in places}
+    others = {name: (_fit, "epoch", name) for name in STRATEGIES if name != "ddp_tuned"}
+    for rank in run_each_on_ranks(calls | others, 2):
+        for case in [*PLACES, *others]:
+            message, num_steps, _ = rank[case]
+            words = "self.log: rank 0 reduces ['a'] over the ranks, and rank 1 ['b']: values of"
+            assert words in message, case
+            assert "or log it with sync_dist=False" in message
+            assert num_steps == PLACES.get(case, PLACES["epoch"]), case
+        words = "self.log: rank 0 reduces [] over the ranks, and rank 1 ['more']: values of"
+        assert words in rank["count"][0], "one more name on one rank is no wait"
+        assert rank["order"] == ("", 6, {"a": 1.5, "b": 100.5}), "each has its own mean"

@@ -123,17 +123,6 @@ def compiled_frames(trainer: Any) -> tuple[int, list[str], int]:
     return counters["frames"]["total"], list(counters["graph_break"]), prefetched
 
 
-class WithoutLogging(ClickModel):
-    """Logs nothing: Lightning's own `log` cannot be compiled by every torch."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return loss_of(self, batch)
-
-
-def compiled() -> Any:
-    return torch.compile(WithoutLogging(*OPTIMIZERS["Adam"]), backend="aot_eager")
-
-
 def own_loader(kind: type, optimizer: str, trainer: dict[str, Any], **options: Any) -> Case:
     """Return a case of a model that makes its loaders itself."""
     alone = partial(kind, *OPTIMIZERS[optimizer], alone=True, **options)
@@ -165,12 +154,6 @@ def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
 
 
 NOT_COMPILED = partial(CompiledSubmodule, *OPTIMIZERS["SGD"], compiles=False)
-
-
-@pytest.mark.slow
-def test_a_compiled_module_is_exact() -> None:
-    whole = partial(WithoutLogging, *OPTIMIZERS["Adam"])
-    check(Case(module=compiled, plain=whole, join=join_batches, limit=1e-5))
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,12 @@ import torch
 
 from tests.support.drawn_jobs import jobs_of
 from tests.support.job_runs import Outcome, start, train_sharded, train_unsharded
-from tests.support.jobs import Collection, Feature, Job, Table
+from tests.support.jobs import Job
 from tests.support.limits import at_most
 from tests.support.parameters import slow_except
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks
 
-JOBS = int(os.environ.get("DISTREC_PROPERTY_JOBS", "12"))
+JOBS = int(os.environ.get("DISTREC_PROPERTY_JOBS", "8"))
 SEED = int(os.environ.get("DISTREC_PROPERTY_SEED", "0"))
 AT_ONCE = 12
 """Jobs that run one after the other in the same ranks."""
@@ -127,23 +126,6 @@ def check(jobs: list[Job]) -> Counter[str]:
             f"{len(problems)} of {len(jobs)} jobs are wrong:\n\n" + "\n\n".join(problems)
         )
     return seen
-
-
-@pytest.mark.slow
-def test_wrong_weights_and_failed_ranks_are_reported() -> None:
-    job = Job(((2,),), (Feature(),), (Collection("bags", (Table(8, 4, (0,)),)),))
-    broken = replace(job, optimizer="an optimizer that does not exist")
-    failed, right = outcomes_of([broken, job])
-    assert "KeyError: 'an optimizer that does not exist'" in problem_of(broken, failed)
-    assert not problem_of(job, right)
-    for weight in right.state.values():
-        weight[0, 0] += 1e-4
-        assert "where 1.0e-06 is allowed" in problem_of(job, right)
-        weight[0, 0] -= 1e-4
-    with pytest.raises(
-        AssertionError, match="1 of 2 jobs are wrong:\n\nJob\\(sizes=.*does not exist"
-    ):
-        check([job, broken])
 
 
 @pytest.mark.timeout(at_most(10 * JOBS))

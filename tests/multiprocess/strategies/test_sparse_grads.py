@@ -18,7 +18,7 @@ from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_
 from tests.multiprocess.strategies.test_dense_strategies import TwoTables
 from tests.support.dense_models import KINDS, WithEmbedding
 from tests.support.dense_runs import fit
-from tests.support.ranks import run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import run_on_warm_ranks
 
 KINDS["TwoTables"] = TwoTables
 
@@ -46,24 +46,6 @@ def test_a_table_that_no_step_looks_up_is_reported_with_the_way_out() -> None:
     for message in run_on_warm_ranks(_unused, 2, None):
         assert message.startswith("a step looked up no row of an nn.Embedding(sparse=True)")
         assert "sparse=False, or use strategy='torchrec_sharded'" in message
-
-
-def _rows(way: Any) -> list[list[int]]:
-    rows: list[list[int]] = []
-
-    class Kept(TwoTables):
-        def on_train_end(self) -> None:
-            rows.extend(self.rows)
-
-    KINDS["Kept"] = Kept
-    fit("Kept", TunedDDPStrategy(sparse_grads=way))
-    return rows
-
-
-def test_gradients_have_the_rows_that_any_rank_looked_up() -> None:
-    for results in run_each_on_ranks({way: (_rows, way) for way in ("sparse", "dense")}, 2):
-        assert results["dense"] == results["sparse"]
-        assert 0 < max(map(len, results["dense"])) <= 2 * 4 * 3
 
 
 def _averaged(num_rows: list[int]) -> list[tuple[Tensor, Tensor]]:

@@ -10,17 +10,16 @@ from torchrec.distributed import DistributedModelParallel, ModuleSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.shard import shard, shard_modules
+from torchrec.distributed.shard import shard
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
     table_wise,
 )
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSemiSync
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
-from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.cases import Case, check, check_refused, click_case
 from tests.support.click_model import (
@@ -49,8 +48,6 @@ class Sharded(ClickModel):
     def configure_model(self) -> None:
         if self.way == "DistributedModelParallel":
             self.ebc = DistributedModelParallel(self.ebc, device=CPU, sharders=SHARDERS)
-        elif self.way == "shard_modules":
-            self.ebc = shard_modules(self.ebc, device=CPU, sharders=SHARDERS)
         else:
             self.ebc = shard(self.ebc, _module_plan(), device=CPU, sharder=SHARDERS[0])
 
@@ -97,23 +94,18 @@ def planned(**modules: Any) -> Case:
     return click_case(ClickModel, SGD, strategy={"planning": {"plan_file": plan}})
 
 
-BY_DDP = TunedDDPStrategy()
 BY_TORCHREC = "is already sharded by TorchRec"
 REFUSED: dict[str, tuple[Case, str]] = {
     **{
         way: (click_case(Sharded, SGD, way=way), BY_TORCHREC)
-        for way in ("DistributedModelParallel", "shard", "shard_modules")
+        for way in ("DistributedModelParallel", "shard")
     },
-    "under ddp_tuned": (
-        click_case(Sharded, SGD, way="DistributedModelParallel", strategy=BY_DDP),
-        BY_TORCHREC,
-    ),
     **{
         kind.__name__: (
             click_case(Piped, SGD, pipeline=kind),
             f"UnsupportedError: {kind.__name__}.progress was called ",
         )
-        for kind in (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSemiSync)
+        for kind in (TrainPipelineSparseDist, TrainPipelineSemiSync)
     },
     "a plan for other modules": (
         planned(sparse_ebc={}, model_ebc={}),
@@ -129,9 +121,8 @@ def test_what_is_done_by_hand_is_refused_by_name_on_every_rank(name: str) -> Non
     check_refused(case, words, started=None if "progress" in words else 0)
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-5])
-def test_a_layer_that_no_loss_uses_is_named_first(bucket_cap_mb: float) -> None:
-    unused = click_case(Unused, SGD, strategy={"bucket_cap_mb": bucket_cap_mb})
+def test_a_layer_that_no_loss_uses_is_named_first() -> None:
+    unused = click_case(Unused, SGD, strategy={"bucket_cap_mb": 1e-5})
     check_refused(unused, "OptimizerError: 'spare.weight' has no gradient")
 
 

@@ -133,10 +133,8 @@ def _fit(
 
 
 CASES: dict[str, tuple[Any, ...]] = {
-    "layers": ("ddp_tuned", False, {}),
     "layers, early": ("ddp_tuned", True, {"find_unused_parameters": True}),
     "layers, accumulated": ("ddp_tuned", True, {}, 2),
-    "tables": ("torchrec_sharded", False, {}),
     "tables, early": ("torchrec_sharded", True, {"bucket_cap_mb": 1}),
     "tables, accumulated": ("torchrec_sharded", True, {"embedding_update": "dense"}, 2),
     "tables, unused layers": (

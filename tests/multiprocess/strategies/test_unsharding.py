@@ -4,7 +4,6 @@ ordinary one."""
 import copy
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -137,7 +136,7 @@ def test_unshard_makes_the_module_an_ordinary_one_and_before_it_shards_are_refus
     ranks = run_each_on_ranks({kind: (_run, kind, rank_0_only) for kind in KINDS}, 2)
     for kind in KINDS:
         expected = ranks[0][kind]["full"]
-        for rank, result in enumerate(ranks_of_kind(ranks, kind)):
+        for rank, result in enumerate(rank_result[kind] for rank_result in ranks):
             in_fit = result["in fit"]
             assert in_fit.pop("unshard").startswith(
                 "ShardingError: trainer.strategy.unshard() was called while"
@@ -174,17 +173,6 @@ def test_unshard_makes_the_module_an_ordinary_one_and_before_it_shards_are_refus
             repeated = torch.load(io.BytesIO(result["file"]), weights_only=False)
             assert torch.equal(repeated(*IDS), result["output"])
         if not rank_0_only:
-            for result in ranks_of_kind(ranks, kind):
+            for result in (rank_result[kind] for rank_result in ranks):
                 assert torch.equal(result["again"], ranks[0][kind]["trained on"])
                 assert not torch.equal(result["again"], expected["users.weight"])
-
-
-def ranks_of_kind(ranks: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [rank_result[kind] for rank_result in ranks]
-
-
-def test_a_saved_copy_is_that_of_an_ordinary_module(tmp_path: Path) -> None:
-    """The plain truth: one process without ranks."""
-    model = Ratings()
-    torch.save(model, tmp_path / "it.pt")
-    assert torch.equal(torch.load(tmp_path / "it.pt", weights_only=False)(*IDS), model(*IDS))

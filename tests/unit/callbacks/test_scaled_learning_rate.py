@@ -95,15 +95,6 @@ def test_after_a_step_that_failed_the_groups_hold_their_own_rates() -> None:
     assert scaling.state_dict() == {"steps": [2]}
 
 
-def test_a_second_fit_begins_with_the_warm_up() -> None:
-    scaling = ScaledLearningRate()
-    trainer = pl.Trainer(callbacks=[scaling], **DEFAULTS)
-    for epochs in (1, 2):
-        trainer.fit_loop.max_epochs = epochs
-        trainer.fit(CountingRates(), batches())
-        assert scaling.state_dict() == {"steps": [4]}
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

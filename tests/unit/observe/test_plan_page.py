@@ -14,14 +14,11 @@ from lightning_distrec.observe import plan_pictures
 from lightning_distrec.observe.plan_page import (
     page,
     write_page,
-    write_pictures,
 )
 from lightning_distrec.observe.plan_pictures import draw_plan
 from lightning_distrec.sharding.planning.report_text import (
     headline,
     memory_in_words,
-    milliseconds_in_words,
-    time_in_words,
 )
 from lightning_distrec.sharding.planning.sharding_plan import PlanCost, ShardingPlan
 from lightning_distrec.sharding.sharders import QuantizedComms
@@ -127,46 +124,16 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
         "counts them.",
     ]
     ranks = {row[0]: row[1:] for row in read.rows if row[0] in "01"}
-    assert ranks["0"][:7] == [
-        "256.0 MiB",
-        "16.0 MiB",
-        "240.0 MiB",
-        "1.0 GiB",
-        "3.0 MiB",
-        "0 B",
-        "2 ms",
-    ]
-    assert ranks["1"][:7] == [
-        "768.0 MiB",
-        "528.0 MiB",
-        "240.0 MiB",
-        "1.0 GiB",
-        "3.0 MiB",
-        "1.0 GiB",
-        "3 ms",
-    ]
+    first = "256.0 MiB|16.0 MiB|240.0 MiB|1.0 GiB|3.0 MiB|0 B|2 ms"
+    assert ranks["0"][:7] == first.split("|")
+    second = "768.0 MiB|528.0 MiB|240.0 MiB|1.0 GiB|3.0 MiB|1.0 GiB|3 ms"
+    assert ranks["1"][:7] == second.split("|")
     users = next(row for row in read.rows if row[0] == "ebc.users")
-    assert users[1:] == [
-        "16,777,216 x 8",
-        "512.0 MiB",
-        "512.0 MiB",
-        "5",
-        "table_wise",
-        "fused",
-        "fused",
-        "1",
-    ]
+    whole = "16,777,216 x 8|512.0 MiB|512.0 MiB|5|table_wise|fused|fused|1"
+    assert users[1:] == whole.split("|")
     items = next(row for row in read.rows if row[0] == "ebc.items")
-    assert items[1:] == [
-        "1,048,576 x 8",
-        "32.0 MiB",
-        "16.0 MiB",
-        "5",
-        "row_wise",
-        "fused",
-        "fused",
-        "0, 1",
-    ]
+    cut = "1,048,576 x 8|32.0 MiB|16.0 MiB|5|row_wise|fused|fused|0, 1"
+    assert items[1:] == cut.split("|")
     assert len(read.pictures) == 5
 
 
@@ -206,20 +173,20 @@ def test_names_and_origins_are_escaped() -> None:
     assert "Nothing is sent: there is only one rank." in read.texts["li"]
 
 
-def test_a_page_of_a_thousand_tables_over_a_thousand_ranks_tells_ranks_by_quantiles() -> None:
-    facts = planned_at_random(1000, NodeLayout.equal(1024, 8), seed=3, cost=True, on_gpu=True)
+def test_a_page_of_many_tables_over_many_ranks_tells_ranks_by_quantiles() -> None:
+    facts = planned_at_random(300, NodeLayout.equal(256, 8), seed=3, cost=True, on_gpu=True)
     text = page(facts, draw_plan(facts))
     read = Read(text)
-    assert read.texts["h1"][0].startswith("1,000 tables over 1,024 ranks on 128 nodes")
+    assert read.texts["h1"][0].startswith("300 tables over 256 ranks on 32 nodes")
     names = [row[0] for row in read.rows]
-    assert len([name for name in names if name.startswith("model.")]) == 1000
-    assert read.texts["summary"] == ["The other 975 tables"]
+    assert len([name for name in names if name.startswith("model.")]) == 300
+    assert read.texts["summary"] == ["The other 275 tables"]
     most = next(row for row in read.rows if row[0] == "maximum")
     assert most[1] == format_bytes(float(facts.memory.tables.max()))
     half = next(row for row in read.rows if row[0] == "median")
-    assert half[1] == format_bytes(float(np.sort(facts.memory.tables)[512]))
-    assert len(names) < 1030
-    assert len(text) < 3_000_000
+    assert half[1] == format_bytes(float(np.sort(facts.memory.tables)[128]))
+    assert len(names) < 330
+    assert len(text) < 1_000_000
     assert len(read.pictures) == 5
 
 
@@ -253,18 +220,6 @@ def test_a_page_that_cannot_be_finished_leaves_the_one_before(
     assert path.read_text() == initial
 
 
-def test_pictures_are_files_of_their_own(tmp_path: Path) -> None:
-    pictures = draw_plan(two_ranks())
-    write_pictures(tmp_path / "new", pictures)
-    assert sorted(file.name for file in (tmp_path / "new").iterdir()) == [
-        "plan_memory.png",
-        "plan_tables.png",
-        "plan_traffic.png",
-        "plan_traffic_matrix.png",
-    ]
-    assert (tmp_path / "new" / "plan_memory.png").read_bytes() == pictures["memory"]
-
-
 def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda")
     axes = plan_pictures._draw_memory(facts).axes[0]
@@ -280,11 +235,6 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
         np.full((7, 2), [2 / 7, 3 / 7])
     )
-
-
-def test_a_limit_far_above_the_bars_is_not_drawn() -> None:
-    facts = two_ranks(cost=costs([2.0, 3.0], [0.1, 0.2], [0.0, 0.0]), device="cuda")
-    assert not plan_pictures._draw_memory(facts).axes[0].lines
 
 
 def test_many_ranks_are_areas_from_the_fullest_rank_to_the_least_full() -> None:
@@ -313,29 +263,7 @@ def test_the_matrix_shows_what_nodes_send_each_other() -> None:
     assert np.ma.getmaskarray(shown).diagonal().all()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        NodeLayout.equal(1, 1),
-        NodeLayout.equal(2, 2),
-        NodeLayout.equal(70, 70),
-        NodeLayout.equal(64, 1),
-    ],
-)
-def test_every_shape_of_a_job_is_drawn(layout: NodeLayout) -> None:
-    facts = planned_at_random(3, layout, seed=0)
+def test_a_job_of_many_nodes_of_one_rank_is_drawn() -> None:
+    facts = planned_at_random(3, NodeLayout.equal(64, 1), seed=0)
     assert all(data.startswith(b"\x89PNG") for data in draw_plan(facts).values())
     Read(page(facts, {}))
-
-
-@pytest.mark.parametrize(
-    ("number", "message"), [(0.01234, "0.0123 ms"), (3.25, "3.25 ms"), (12345.6, "12,346 ms")]
-)
-def test_times_are_reported_with_their_unit(number: float, message: str) -> None:
-    assert milliseconds_in_words(number) == message
-
-
-def test_ranks_that_take_alike_are_reported_as_such() -> None:
-    assert time_in_words(two_ranks(cost=costs([2.0, 2.0], [0.1, 0.1], [0.0, 0.0]))) == (
-        "Estimated time for tables, per step: 2 ms on every rank"
-    )

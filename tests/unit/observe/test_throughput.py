@@ -10,17 +10,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 from torchrec import KeyedJaggedTensor
 
-from lightning_distrec import Communication, Throughput, spans
+from lightning_distrec import Throughput, spans
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.observe import steps, throughput
-from lightning_distrec.observe.throughput import SampleCounter, format_count
+from lightning_distrec.observe.throughput import SampleCounter
 from lightning_distrec.spans import BACKWARD, FORWARD, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
 
 QUIET: dict[str, Any] = {
@@ -191,17 +189,6 @@ def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_over(
     assert spans._subscribers == []
 
 
-def test_by_the_real_clock_a_step_takes_at_least_its_sleeps() -> None:
-    import time
-
-    callback = Throughput()
-    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(
-        Job(lambda seconds: time.sleep(seconds / 500)), loader(5)
-    )
-    assert 20 <= callback.numbers["throughput/step_ms"] < 200
-    assert 6 <= callback.numbers["throughput/wait_for_output_dist_ms"] < 60
-
-
 @dataclass
 class Clicks:
     """A batch as torchrec's examples have it."""
@@ -286,40 +273,3 @@ def test_a_place_that_the_batch_does_not_have_is_refused_with_a_suggestion() -> 
         ConfigError, match="there is no '2' in a tuple of 1: name a position from 0."
     ):
         SampleCounter("2").count((torch.ones(9),))
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0.4, "0.40"),
-        (42.53, "42.5"),
-        (950, "950"),
-        (999.7, "1.00k"),
-        (12345, "12.3k"),
-        (99960, "100k"),
-        (1.234e6, "1.23M"),
-        (5e12, "5000G"),
-    ],
-)
-def test_numbers_in_the_progress_bar_have_three_digits(number: float, text: str) -> None:
-    assert format_count(number) == text
-
-
-YAML = """
-trainer:
-  accelerator: cpu
-  logger: false
-  callbacks:
-    - class_path: lightning_distrec.Throughput
-      init_args: {samples_from: label}
-    - class_path: lightning_distrec.Communication
-"""
-
-
-def test_yaml_reaches_every_argument(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(YAML)
-    args = ["--config", str(tmp_path / "config.yaml")]
-    cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=args)
-    first, second = cli.trainer.callbacks[:2]  # type: ignore[attr-defined]
-    assert first._counter._path == "label"
-    assert isinstance(second, Communication)
