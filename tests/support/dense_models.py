@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 NUM_SAMPLES, WIDTH = 48, 12
 
@@ -65,6 +66,25 @@ class Small(Recording):
         self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+
+class BagsBefore(Small):
+    """The same, with a table of TorchRec's before it or not."""
+
+    def __init__(self, has_table: bool = False) -> None:
+        super().__init__()
+        table = EmbeddingBagConfig(
+            name="t", embedding_dim=WIDTH, num_embeddings=20, feature_names=["f"]
+        )
+        self.bags = EmbeddingBagCollection(tables=[table]) if has_table else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.bags is not None:
+            ids = (inputs > 0).long() * 5 + torch.arange(WIDTH) % 5
+            lengths = torch.full((len(ids),), WIDTH)
+            features = KeyedJaggedTensor(["f"], ids.flatten(), lengths=lengths)
+            inputs = inputs + self.bags(features).values()
         return self.net(inputs)
 
 

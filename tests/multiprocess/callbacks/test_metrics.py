@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_distrec.errors import ConfigError, DataError
@@ -134,33 +134,6 @@ def _nothing_on_rank_0() -> float:
     return float(metric.compute())
 
 
-class Retrieval(LightningModule):
-    """Validates as users do: by a collection, updated in each validation_step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metrics = retrieval_metrics(1, 5, prefix="val/")
-        self.layer = torch.nn.Linear(1, 1)
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        _, candidates, _, _ = drawn(QUERIES, CANDIDATES, 2)
-        self.metrics.update(target_ranks(*batch, candidates[slice_of_rank(CANDIDATES)], CANDIDATES))
-        self.log_dict(self.metrics, batch_size=len(batch[0]))
-
-
-def _validated() -> dict[str, float]:
-    queries, _, targets, _ = drawn(QUERIES, CANDIDATES, 2)
-    data = torch.utils.data.TensorDataset(queries, targets)
-    rank, num_ranks = rank_and_num_ranks()
-    trainer = Trainer(
-        accelerator="cpu", devices=num_ranks, strategy="ddp", logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    return trainer.validate(
-        Retrieval(), torch.utils.data.DataLoader(data, batch_size=4), verbose=False
-    )[0]
-
-
 class NextItem(LightningModule):
     """Ranks targets among the rows of a table that is sharded."""
 
@@ -208,7 +181,6 @@ def test_metrics_over_ranks_are_those_of_one_process() -> None:
         "refused": (_refused,),
         "tasks": (_several_tasks,),
         "one": (_nothing_on_rank_0,),
-        "validated": (_validated,),
         "in table": (_validated_in_table,),
     }
     ranks = run_each_on_ranks(calls, 3)
@@ -221,10 +193,6 @@ def test_metrics_over_ranks_are_those_of_one_process() -> None:
         for rank in ranks:
             assert rank[case][1] == pytest.approx(_values(metrics), abs=1e-6), case
 
-    # Lightning's sampler fills up with the first examples.
-    filled = torch.arange(-(-len(queries) // len(ranks)) * len(ranks)) % len(queries)
-    validated = retrieval_metrics(1, 5, prefix="val/")
-    validated.update(target_ranks(queries[filled], targets[filled], candidates, CANDIDATES))
     in_table = retrieval_metrics(1, 5, prefix="val/")
     for batch in _batches():
         in_table.update(NextItem().ranks(batch))
@@ -233,7 +201,6 @@ def test_metrics_over_ranks_are_those_of_one_process() -> None:
     tasks = _updated(0, 1)
     assert len(tasks) == 13
     for rank in ranks:
-        assert rank["validated"] == pytest.approx(_values(validated), abs=1e-6)
         assert rank["in table"] == pytest.approx(_values(in_table), abs=1e-6)
         assert rank["tasks"] == pytest.approx(tasks, abs=1e-6)
         assert rank["one"] == pytest.approx(float(single.compute()))

@@ -8,12 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_distrec import DataReport, TorchRecShardedStrategy, TunedDDPStrategy
 from tests.support.click_model import ClickModel, make_batch, seeded
-from tests.support.dense_models import WIDTH, Recording
+from tests.support.dense_models import WIDTH, Small
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -43,17 +42,6 @@ class Drawn(Dataset[Any]):
         return [torch.randn(WIDTH, generator=draw), torch.ones(1)]
 
 
-class Line(Recording):
-    """One layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(WIDTH, 1)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.line(inputs)
-
-
 def _warnings_of_draws() -> list[list[str]]:
     found = []
     for by_index in (False, True):
@@ -62,7 +50,7 @@ def _warnings_of_draws() -> list[list[str]]:
         trainer = pl.Trainer(strategy=TunedDDPStrategy(), **options)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(Line(), DataLoader(Drawn(by_index), batch_size=2))
+            trainer.fit(Small(), DataLoader(Drawn(by_index), batch_size=2))
         found.append([
             str(warning.message) for warning in caught if "read the same" in str(warning.message)
         ])

@@ -3,10 +3,9 @@ afterwards."""
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
@@ -29,21 +28,10 @@ from tests.support.dense_models import (
 from tests.support.plain_loop import EVERY_CUT, Batch, loss_of
 
 
-class Tower(pl.LightningModule):
-    """Tables in a LightningModule of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = EmbeddingBagCollection(tables=bag_configs())
-
-    def forward(self, features: KeyedJaggedTensor) -> Any:
-        return self.tables(features)
-
-
 class Freezes(ClickModel):
     """Freezes its tables, or one, between two steps. first: whether they learn at first.
 
-    place: the hook that freezes, or "tower" for freeze and unfreeze of an inner LightningModule.
+    place: the hook that freezes.
     """
 
     def __init__(
@@ -59,16 +47,8 @@ class Freezes(ClickModel):
         self.turns, self.part, self.learns = turns, part, first
         self.set_learning(first)
 
-    def _build(self) -> None:
-        super()._build()
-        if self.place == "tower":
-            self.ebc = Tower()
-
     def set_learning(self, learns: bool) -> None:
         """Freeze or unfreeze."""
-        if self.place == "tower":
-            (self.ebc.unfreeze if learns else self.ebc.freeze)()
-            return
         for name, weight in self.ebc.named_parameters():
             if self.part in name:
                 weight.requires_grad_(learns)
@@ -154,24 +134,6 @@ class LearnsInPart(ClickModel):
         return self.optimizer([p for p in self.parameters() if p.requires_grad], **self.options)
 
 
-class WithBackbone(ClickModel):
-    """Has its tables in a backbone, which its optimizer does not know at the start."""
-
-    def _build(self) -> None:
-        self.ebc = None
-        self.backbone = nn.ModuleDict({"tables": EmbeddingBagCollection(tables=bag_configs())})
-
-    def configure_model(self) -> None:
-        """Everything is built."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        return self.mlp(self.backbone["tables"](features).values()).squeeze(-1)
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.mlp.parameters(), **self.options)
-
-
 def let_tables_learn(model: Any) -> None:
     model.set_learning(True)
 
@@ -191,10 +153,6 @@ def dense(kind: type, strategy: Any, **values: Any) -> Case:
 BY = {cut: {"sharding_types": [cut]} for cut in ("row_wise", "table_wise", "column_wise")}
 DENSE = {"embedding_update": "dense"}
 HALF = {"max_epochs": 3, "callbacks": [AtHalfTheRate()]}
-BACKBONE = {
-    "max_epochs": 4,
-    "callbacks": [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.3)],
-}
 UNUSED = {"find_unused_parameters": True}
 """What DDP needs for dense layers that get no gradient."""
 FEW = TorchRecShardedStrategy(min_rows=1)
@@ -205,7 +163,6 @@ CASES = {
     "all, every cut": click_case(Freezes, "Adagrad", strategy=EVERY_CUT),
     "one, whole, dense": click_case(Freezes, strategy=DENSE | BY["table_wise"], part="wide"),
     "one, Adagrad": click_case(Freezes, "Adagrad", part="wide"),
-    "tower": click_case(Freezes, "Adagrad", place="tower"),
     "late": click_case(Freezes, first=False, turns=(3,)),
     "late in a step, Adagrad": click_case(
         Freezes, "Adagrad", first=False, turns=(2,), place="step"
@@ -224,9 +181,6 @@ CASES = {
         Toggles, num_tables=3, strategy=UNUSED | {"embedding_update": "fused"}
     ),
     "finetuned": click_case(LearnsInPart, "Adam", strategy=BY["table_wise"], steps=4, trainer=HALF),
-    "backbone": click_case(
-        WithBackbone, "Adagrad", strategy=BY["row_wise"], steps=3, trainer=BACKBONE
-    ),
     "layers, fsdp_tuned": dense(Unfreezes, TunedFSDPStrategy(min_num_parameters=8)),
     "layers without tables": dense(Unfreezes, TorchRecShardedStrategy()),
     "layers beside a table": dense(UnfreezesBesideATable, FEW),

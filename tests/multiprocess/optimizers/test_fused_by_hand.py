@@ -58,16 +58,14 @@ class InTurns(Two):
 
 
 class InClosures(Two):
-    """Lets a step compute its loss. own: in one process, tables have an optimizer of their own."""
+    """Lets a step compute its loss. by_table: in one process, the optimizer of tables."""
 
-    def __init__(self, own: bool | None = None) -> None:
+    def __init__(self, by_table: bool = False) -> None:
         super().__init__()
-        self.own = own
+        self.by_table = by_table
 
     def configure_optimizers(self) -> Any:
-        if self.own is None:
-            return torch.optim.Adagrad(self.parameters(), lr=0.02)
-        if not self.own:
+        if not self.by_table:
             return torch.optim.Adam(self.parameters(), lr=0.01)
         tables = torch.optim.Adagrad(self.ebc.parameters(), lr=0.02)
         return Several(tables, torch.optim.Adam(self.mlp.parameters(), lr=0.01))
@@ -88,8 +86,8 @@ VALUES: dict[str, Any] = {"steps": 8, "limit": 1e-5}
 CASES = {
     "two": case_of(Two, strategy=FUSED, updates="fused", **VALUES),
     "in turns": case_of(InTurns, strategy=FUSED | UNUSED, updates="fused", **VALUES),
-    "with an own one": case_of(
-        InClosures, False, plain=partial(InClosures, True), strategy=OWN, updates="fused", **VALUES
+    "in closures, with an own one": case_of(
+        InClosures, plain=partial(InClosures, True), strategy=OWN, updates="fused", **VALUES
     ),
     "not requested": case_of(Two, updates="sparse", **VALUES),
 }

@@ -82,17 +82,6 @@ class SkipsSteps(StepsEverySecondTime, ClickModel):
             optimizer.zero_grad()
 
 
-class WarmsUp(ClickModel):
-    """Overrides optimizer_step for a warm-up, as many do."""
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
-    ) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = min(1.0, (batch_idx + 1) / 4)
-        optimizer.step(closure=optimizer_closure)
-
-
 class ClipsInItsHook(ClickModel):
     """Clips by itself, without a word to the Trainer or with what the Trainer was told."""
 
@@ -140,18 +129,6 @@ class Checkpoints(ClickModel):
 
     def _look_up(self, batch: Batch, anchor: Tensor) -> Tensor:
         return super().forward(batch)
-
-
-class TwoNames(ClickModel):
-    """Has two names for one collection."""
-
-    def _build(self) -> None:
-        super()._build()
-        self.alias = self.ebc
-
-    def forward(self, batch: Batch) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        return self.mlp(self.alias(features).values()).squeeze(-1)
 
 
 class WithL2(ClickModel):
@@ -227,7 +204,6 @@ CASES = {
     "forgotten": click_case(ManualModel, "RowWiseAdagrad", recipe=discard),
     "never forgotten": click_case(ManualModel, recipe=pile_up),
     "steps skipped": click_case(SkipsSteps, "Adam"),
-    "warmed up": click_case(WarmsUp),
     "two lookups": click_case(LooksUpTwice),
     "two lookups, sparse": click_case(LooksUpTwice, "Adagrad", strategy=SPARSE),
     "two lookups, dense": click_case(LooksUpTwice, "RowWiseAdagrad", strategy=DENSE),
@@ -255,7 +231,6 @@ CASES = {
         batch=partial(batch_of_sizes, (0, 8)),
         strategy={"loss_reduction": "rank_mean"},
     ),
-    "two names": click_case(TwoNames),
     "L2, Adam": click_case(WithL2, "Adam"),
     "L2, sparse": click_case(WithL2, strategy=SPARSE),
     "L2 of shards": click_case(WithTerm),

@@ -200,7 +200,7 @@ CASES = {
     "scaled, clipped and accumulated": click_case(
         ClickModel, ADAGRAD, trainer=SCALED | CLIPPED, **ROUNDED
     ),
-    "float16 tables, dense": halves({}, embedding_update="dense"),
+    "float16 tables": halves({}),
     "float16 tables, clipped": halves(CLIPPED),
 }
 

@@ -124,10 +124,3 @@ def test_recomputing_changes_no_bit_and_keeps_less_or_is_refused() -> None:
         assert kept["fsdp, all"] < kept["fsdp"]
         for message in REFUSED:
             assert message in rank[message]
-
-
-def test_what_the_option_cannot_be() -> None:
-    words = r"checkpointing='Layer': must be true or false, or a list: write \['Layer'\]"
-    for strategy in (TunedDDPStrategy, TunedFSDPStrategy):
-        with pytest.raises(ConfigError, match=words):
-            strategy(activation_checkpointing="Layer")

@@ -63,21 +63,6 @@ class WithoutMomentum(BareAndTied):
 KINDS["WithoutMomentum"] = WithoutMomentum
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"comm_dtype": "fp8"},
-            "comm_dtype='fp8' is not known.* Use one of 'fp32', 'bf16', 'fp16'",
-        ),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0: must be above 0 MiB"),
-    ],
-)
-def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TunedDDPStrategy(**arguments)
-
-
 @pytest.fixture
 def _variables_as_before() -> Iterator[None]:
     with patch.dict(os.environ):  # a strategy publishes its ranks

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_distrec import TunedFSDPStrategy
-from lightning_distrec.errors import ConfigError
 from tests.support.cases import Case, case_of, check_refused
 from tests.support.dense_models import WIDTH, Recording, dense_batch, loader
 from tests.support.dense_runs import Outcome, make_dense_trainer, whole_weights
@@ -184,10 +183,3 @@ def test_types_are_those_of_a_loop_by_hand_and_not_those_of_float32() -> None:
 def test_types_that_contradict_the_precision_are_refused(message: str) -> None:
     for error in check_refused(REFUSED[message], message):
         assert "param_dtype='" in error
-
-
-def test_a_type_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="param_dtype='float16' is not known.* Use one of 'fp32', 'bf16', 'fp16'"
-    ):
-        TunedFSDPStrategy(param_dtype="float16")  # type: ignore[arg-type]

@@ -167,24 +167,6 @@ def test_what_cannot_be_is_refused_on_every_rank(message: str) -> None:
     check_refused(REFUSED[message], message)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"wrap": "Linear"}, r"wrap='Linear': must be 'auto', or a list: write \['Linear'\]"),
-        ({"min_num_parameters": 0}, "min_num_parameters=0: must be at least 1"),
-        ({"replicas": 0}, "replicas=0: must be 'nodes', or at least 1"),
-        ({"replicas": "node"}, "replicas='node': must be a whole number, or 'nodes'"),
-        (
-            {"reshard_after_forward": "never"},
-            "reshard_after_forward='never': must be 'auto', or true or false",
-        ),
-    ],
-)
-def test_what_an_argument_cannot_be(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TunedFSDPStrategy(**arguments)
-
-
 def test_replicas_by_node_are_cut_over_its_ranks() -> None:
     assert num_replicas("nodes", [4] * 8) == 2
     assert num_replicas("nodes", [2, 2]) == 1

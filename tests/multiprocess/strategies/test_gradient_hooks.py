@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec import (
     PipelineParallelStrategy,
@@ -20,7 +19,7 @@ from lightning_distrec import (
 )
 from lightning_distrec.errors import DistRecError
 from tests.support.cases import Case, case_of, check, check_refused, concatenate
-from tests.support.dense_models import WIDTH, Recording, dense_batch, loader, whole_batches
+from tests.support.dense_models import WIDTH, BagsBefore, dense_batch, loader, whole_batches
 from tests.support.dense_runs import make_dense_trainer
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 
@@ -48,20 +47,16 @@ class Hooks(NamedTuple):
     accumulates: int = 1
 
 
-class Hooked(Recording):
+class Hooked(BagsBefore):
     """A chain of layers, with a table before it or not."""
 
     def __init__(self, hooks: Hooks, has_table: bool) -> None:
-        super().__init__()
+        super().__init__(has_table)
         self.hooks = hooks
         self.automatic_optimization = not hooks.by_hand
         self.net = nn.Sequential(
             nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
         )
-        table = EmbeddingBagConfig(
-            name="t", embedding_dim=WIDTH, num_embeddings=20, feature_names=["f"]
-        )
-        self.bags = EmbeddingBagCollection(tables=[table]) if has_table else None
         self.norms: list[float] = []
         self._register("__init__")
 
@@ -109,16 +104,6 @@ class Hooked(Recording):
         for weight in self.net.parameters() if self.current_epoch else ():
             for optimizer in getattr(weight, "_in_backward_optimizers", ()):
                 optimizer.param_groups[0]["lr"] = 0.005
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.bags is not None:
-            ids = (inputs > 0).long() * 5 + torch.arange(WIDTH) % 5
-            lengths = torch.full((len(ids),), WIDTH)
-            inputs = (
-                inputs
-                + self.bags(KeyedJaggedTensor(["f"], ids.flatten(), lengths=lengths)).values()
-            )
-        return self.net(inputs)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

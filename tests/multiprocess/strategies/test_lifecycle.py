@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from tests.support.cases import (
     case_of,
@@ -19,41 +19,12 @@ from tests.support.click_model import (
     FEATURES,
     ClickModel,
     EvaluatedModel,
-    SequenceModel,
     join_batches,
     rank_loader,
     seeded,
 )
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
-
-
-class TypedModel(EvaluatedModel):
-    """Uses what the tables return in the ways of the unsharded types."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        rows = self.ebc(features)
-        assert isinstance(rows, KeyedTensor)
-        assert rows.keys() == ["a", "b@wide", "c", "b@shared", "d"]
-        assert len(rows.to_dict()) == 5
-        torch.testing.assert_close(
-            torch.cat(list(rows.to_dict().values()), 1), rows.values(), atol=0, rtol=0
-        )
-        assert type(rows) is KeyedTensor  # once its values are here
-        return self.mlp(rows.values()).squeeze(-1)
-
-
-class TypedSequences(SequenceModel):
-    """The same over an EmbeddingCollection."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        features = KeyedJaggedTensor(keys=FEATURES, values=batch["ids"], lengths=batch["lengths"])
-        rows = self.ebc(features)
-        assert type(rows) is dict
-        assert list(rows) == FEATURES
-        assert len(rows["a"].values()) == int(batch["lengths"][: len(batch["label"])].sum())
-        return super().forward(batch)
 
 
 class ReorderedModel(ClickModel):
@@ -109,16 +80,8 @@ class NestedModel(pl.LightningModule):
         return torch.optim.SGD(groups, lr=0.5)
 
 
-def cuts(**by_table: str) -> dict[str, Any]:
-    options = {
-        name: {"sharding_types": [cut], "min_partition": 4} for name, cut in by_table.items()
-    }
-    return {"tables": options}
-
-
 ADAGRAD = (torch.optim.Adagrad, {"lr": 0.1})
 SGD = (torch.optim.SGD, {"lr": 1.0})
-THREE = cuts(wide="row_wise", narrow="table_wise", shared="column_wise")
 NESTED = {"batch": click_batch, "join": join_batches, "steps": 10}
 CASES = {
     "validated, fitted twice, predicted": click_case(
@@ -129,10 +92,6 @@ CASES = {
         validates_first=True,
         predicts=True,
         trainer={"num_sanity_val_steps": 2},
-    ),
-    "types": click_case(TypedModel, steps=2, strategy=THREE),
-    "types of rows": click_case(
-        TypedSequences, steps=2, strategy=cuts(wide="row_wise", narrow="table_wise")
     ),
     "another order at every call": click_case(ReorderedModel, SGD, steps=10, predicts=True),
     "nested, shared and frozen": case_of(

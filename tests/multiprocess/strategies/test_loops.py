@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
-from tests.support.cases import Case, check, check_refused, click_batch, click_case
+from tests.support.cases import Case, check, click_batch, click_case
 from tests.support.click_model import FEATURES, ClickModel, join_batches
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, Batch, loss_of
 from tests.support.ranks import rank_and_num_ranks
@@ -68,25 +68,6 @@ class ChangesLoader(ClickModel):
         epoch = self.trainer.current_epoch
         more = 0 if self.alone else rank_and_num_ranks()[0]
         return loader_of(10 * epoch, 11 * epoch + 2 + more, self.alone)
-
-
-class NaNGradient(torch.autograd.Function):
-    """Hands on its input, and a NaN as its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * float("nan")
-
-
-class GoesWrong(ClickModel):
-    """Has a NaN in its backward."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return NaNGradient.apply(super().training_step(batch, batch_idx))
 
 
 class BagsAndDense(nn.Module):
@@ -146,11 +127,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_loops_of_the_trainer_train_as_in_one_process(name: str) -> None:
     check(CASES[name])
-
-
-def test_anomaly_detection_finds_a_gradient_that_is_not_a_number() -> None:
-    wrong = click_case(GoesWrong, trainer=ANOMALY)
-    check_refused(wrong, "Function 'NaNGradientBackward' returned nan values")
 
 
 NOT_COMPILED = partial(CompiledSubmodule, *OPTIMIZERS["SGD"], compiles=False)

@@ -12,8 +12,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 from lightning_distrec import (
     PipelineParallelStrategy,
@@ -21,7 +19,7 @@ from lightning_distrec import (
     TunedDDPStrategy,
     TunedFSDPStrategy,
 )
-from tests.support.dense_models import WIDTH, Recording, loader, whole_batches
+from tests.support.dense_models import BagsBefore, loader, whole_batches
 from tests.support.ranks import (
     rank_and_num_ranks,
     run_each_on_ranks,
@@ -39,27 +37,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 SHARDED = ("fsdp_tuned", "torchrec_sharded")
 
 
-class Net(Recording):
-    """A chain of layers, with a table before it or not."""
-
-    def __init__(self, has_table: bool = False) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
-        table = EmbeddingBagConfig(
-            name="t", embedding_dim=WIDTH, num_embeddings=20, feature_names=["f"]
-        )
-        self.bags = EmbeddingBagCollection(tables=[table]) if has_table else None
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        if self.bags is not None:
-            features = KeyedJaggedTensor(
-                ["f"], (inputs[:, 0] > 0).long(), lengths=torch.ones(len(inputs)).long()
-            )
-            inputs = inputs + self.bags(features).values()
-        return self.net(inputs)
-
-
-class MakesTrainer(Net):
+class MakesTrainer(BagsBefore):
     """Makes another Trainer with its strategy while it trains."""
 
     def on_train_start(self) -> None:
@@ -70,7 +48,7 @@ def _trainer(strategy: Any) -> pl.Trainer:
     return pl.Trainer(strategy=strategy, devices=rank_and_num_ranks()[1], **DEFAULTS)
 
 
-def _fit(trainer: pl.Trainer, name: str, kind: type[Net] = Net) -> list[float]:
+def _fit(trainer: pl.Trainer, name: str, kind: type[BagsBefore] = BagsBefore) -> list[float]:
     pl.seed_everything(5)
     model = kind(name == "torchrec_sharded")
     rank, num_ranks = rank_and_num_ranks()
@@ -114,7 +92,7 @@ def _reuse(name: str) -> dict[str, Any]:
 def _train_tables_elsewhere() -> dict[str, str]:
     """Return what other strategies say to a module whose tables are sharded, which goes on
     afterwards."""
-    module = Net(has_table=True)
+    module = BagsBefore(has_table=True)
 
     def fit(strategy: Any) -> None:
         _trainer(strategy).fit(module, loader(*rank_and_num_ranks()))

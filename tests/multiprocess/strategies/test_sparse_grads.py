@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_distrec import TunedDDPStrategy
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.data_parallel.gradient_exchange import sparse_hook
 from tests.multiprocess.strategies.test_dense_strategies import TwoTables
 from tests.support.dense_models import KINDS, WithEmbedding
@@ -76,10 +75,3 @@ def test_ranks_that_looked_up_nothing_are_averaged_too(num_rows: tuple[int, ...]
             torch.testing.assert_close(averaged.to_dense(), mean)
             assert averaged.is_coalesced()
             assert averaged.indices()[0].tolist() == looked_up
-
-
-def test_an_unknown_way_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="sparse_grads='rows' is not known. Use one of 'sparse', 'dense'"
-    ):
-        TunedDDPStrategy(sparse_grads="rows")  # type: ignore[arg-type]

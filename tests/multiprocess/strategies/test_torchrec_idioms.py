@@ -21,7 +21,7 @@ from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSem
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
-from tests.support.cases import Case, check, check_refused, click_case
+from tests.support.cases import Case, check_refused, click_case
 from tests.support.click_model import (
     ClickModel,
     largest_difference,
@@ -124,11 +124,6 @@ def test_what_is_done_by_hand_is_refused_by_name_on_every_rank(name: str) -> Non
 def test_a_layer_that_no_loss_uses_is_named_first() -> None:
     unused = click_case(Unused, SGD, strategy={"bucket_cap_mb": 1e-5})
     check_refused(unused, "OptimizerError: 'spare.weight' has no gradient")
-
-
-def test_a_layer_that_no_loss_uses_may_be_allowed() -> None:
-    allowed = {"find_unused_parameters": True}
-    check(click_case(Unused, SGD, strategy=allowed, rests=("spare",)))
 
 
 def _fit(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:

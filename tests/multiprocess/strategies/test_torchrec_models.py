@@ -128,7 +128,7 @@ CASES = {
     "weighted": case("weighted", {"f0": "row_wise", "w0": "row_wise"}),
     "processed": case("processed", {"f0": "row_wise", "f1": "column_wise"}),
     "shared, in backward": case("shared", {"f3": "row_wise"}, in_backward=("f0", "f3")),
-    "regrouped, one gradient of two": case("regrouped", REPLICATED, in_backward=("f2", "f3")),
+    "regrouped, one gradient of two": case("regrouped", REPLICATED, in_backward=("f0", "f2")),
     "tower": case("tower", {}),
     "towers, in backward": case("towers", {}, in_backward=("f0", "w0")),
     "mixed": case("mixed", {"f0": "row_wise", "f3": "row_wise"}),

@@ -29,7 +29,7 @@ from lightning_distrec.observe.bench.results import (
 )
 
 OPTIONS = BenchOptions(configs=("a.yaml", "b.yaml"), steps=30, warmup_steps=5, timeout_seconds=60.0)
-ONE, TWO, REFUSED = Case("ddp_tuned", 1), Case("ddp_tuned", 2), Case("fsdp_tuned", 2)
+ONE, TWO, FAILS = Case("ddp_tuned", 1), Case("ddp_tuned", 2), Case("fsdp_tuned", 2)
 
 
 def of(case: Case, ms: float, samples: float | None = 100.0) -> MeasuredRun:
@@ -42,7 +42,7 @@ def made() -> list[Result]:
     return [
         Result(ONE, [of(ONE, 10, 1000), of(ONE, 30, 900), of(ONE, 12, 950)]),
         Result(TWO, [of(TWO, 14, 1500), of(TWO, 15, 1425), of(TWO, 13, 1400)]),
-        Result(REFUSED, [MeasuredRun(failure="'users' has sparse gradients")]),
+        Result(FAILS, [MeasuredRun(failure="'users' has sparse gradients")]),
     ]
 
 
@@ -54,11 +54,11 @@ def test_cases_take_turns_and_one_that_fails_is_not_run_again() -> None:
     def once(case: Case, options: BenchOptions, number: int) -> MeasuredRun:
         order.append(case)
         numbers.append(number)
-        return MeasuredRun(failure="no") if case is REFUSED else of(case, 1)
+        return MeasuredRun(failure="no") if case is FAILS else of(case, 1)
 
     logged: list[str] = []
-    results = run_rounds([ONE, REFUSED, TWO], OPTIONS, 2, logged.append, once)
-    assert order == [ONE, REFUSED, TWO, ONE, TWO]
+    results = run_rounds([ONE, FAILS, TWO], OPTIONS, 2, logged.append, once)
+    assert order == [ONE, FAILS, TWO, ONE, TWO]
     assert numbers == [0, 1, 2, 3, 5], (
         "ranks of a launcher count alike, whatever has failed on one of them"
     )
@@ -101,24 +101,23 @@ def test_the_table_has_a_row_for_what_was_refused_and_gives_the_reason(
     assert "75%" in text
 
 
+def measured(*, seconds: list[float], samples: list[Any], peak_bytes: int = 1) -> dict[str, Any]:
+    return {"seconds": seconds, "samples": samples, "peak_bytes": peak_bytes, "problem": ""}
+
+
 def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
     ranks = [
-        {"seconds": [0.1, 0.2, 0.3], "samples": [8, 8, 8], "peak_bytes": 5, "problem": ""},
-        {"seconds": [0.2, 0.1, 0.4], "samples": [8, 8, 4], "peak_bytes": 7, "problem": ""},
+        measured(seconds=[0.1, 0.2, 0.3], samples=[8, 8, 8], peak_bytes=5),
+        measured(seconds=[0.2, 0.1, 0.4], samples=[8, 8, 4], peak_bytes=7),
     ]
     actual = summarize(ranks, 2, 3)
     assert (actual.step_seconds, actual.peak_bytes) == (0.2, 7)
     assert actual.samples_per_second == pytest.approx(44 / 3 / 0.2)
     assert summarize(ranks, 3, 3).failure == "2 of 3 ranks wrote measurements"
-    assert summarize(
-        [{"seconds": [], "samples": [], "peak_bytes": 1, "problem": ""}], 1, 3
-    ).failure == ("the data ended before 3 steps were measured")
-    assert (
-        summarize(
-            [{"seconds": [1.0], "samples": [None], "peak_bytes": 1, "problem": ""}], 1, 3
-        ).samples_per_second
-        is None
-    )
+    ended = summarize([measured(seconds=[], samples=[])], 1, 3).failure
+    assert ended == "the data ended before 3 steps were measured"
+    unknown = summarize([measured(seconds=[1.0], samples=[None])], 1, 3)
+    assert unknown.samples_per_second is None
 
 
 def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
@@ -188,41 +187,25 @@ def test_a_run_that_takes_too_long_is_ended(
     assert time.monotonic() - began < 100
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((), "bench: --config is missing. Give it the YAML file that fit would get."),
-        (("--config", "none.yaml"), "--config none.yaml: there is no such file."),
-        (("--config", "a.yaml", "--timeout", "0"), "--timeout 0: must be above 0 seconds."),
-        (
-            ("--config", "a.yaml", "--devices", "1,x"),
-            "--devices '1,x': give numbers above 0, separated by commas",
-        ),
-        (
-            ("--config", "a.yaml", "--strategies", "ddp_tuend"),
-            "unknown strategy 'ddp_tuend'; did you mean 'ddp_tuned'",
-        ),
-        (
-            ("--config", "a.yaml", "--strategies", "b.yaml"),
-            "--strategies b.yaml: there is no file b.yaml.",
-        ),
-        (
-            ("--config", "a.yaml", "--strategies", ","),
-            "--strategies ',': name at least one strategy.",
-        ),
-    ],
-)
+REFUSED = {
+    "bench: --config is missing. Give it the YAML file that fit would get.": "",
+    "--config none.yaml: there is no such file.": "--config none.yaml",
+    "--timeout 0: must be above 0 seconds.": "--config a.yaml --timeout 0",
+    "--devices '1,x': give numbers above 0, separated by": "--config a.yaml --devices 1,x",
+    "unknown strategy 'ddp_tuend'; did you": "--config a.yaml --strategies ddp_tuend",
+    "--strategies b.yaml: there is no file b.yaml.": "--config a.yaml --strategies b.yaml",
+    "--strategies ',': name at least one strategy.": "--config a.yaml --strategies ,",
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_is_reported_before_anything_runs(
-    args: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: pytest.CaptureFixture[str],
+    message: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("")
     monkeypatch.setattr(command, "run_rounds", None)
-    assert cli.main(["bench", *args]) == 2
+    assert cli.main(["bench", *REFUSED[message].split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -244,7 +227,7 @@ def test_without_matplotlib_nothing_is_measured(
 
 def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
     assert doubts(made(), steps=30) == []
-    assert doubts([*made()[:1], Result(REFUSED, [of(REFUSED, 10, 2300)])], steps=30) == [], (
+    assert doubts([*made()[:1], Result(FAILS, [of(FAILS, 10, 2300)])], steps=30) == [], (
         "it is another strategy"
     )
     fast = [*made()[:1], Result(TWO, [of(TWO, 10, 2300)])]
@@ -257,13 +240,7 @@ def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
 
 
 def test_an_unknown_number_of_samples_is_a_line_that_names_the_option() -> None:
-    problem = (
-        "samples per second are not measured: the batch (a str) contains no tensor. Set "
-        "samples_from to a tensor."
-    )
-    run = summarize(
-        [{"seconds": [1.0] * 20, "samples": [None] * 20, "peak_bytes": 1, "problem": problem}],
-        1,
-        20,
-    )
+    problem = "samples per second are not measured: the batch (a str) contains no tensor."
+    rank = measured(seconds=[1.0] * 20, samples=[None] * 20) | {"problem": problem}
+    run = summarize([rank], 1, 20)
     assert doubts([Result(ONE, [run])], 20) == [f"S{problem[1:]} Here: --samples-from."]

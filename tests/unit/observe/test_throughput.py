@@ -17,7 +17,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import Throughput, spans
 from lightning_distrec.errors import ConfigError
-from lightning_distrec.observe import steps, throughput
+from lightning_distrec.observe import steps
 from lightning_distrec.observe.throughput import SampleCounter
 from lightning_distrec.spans import BACKWARD, FORWARD, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
 
@@ -103,37 +103,24 @@ def read(folder: Path) -> list[dict[str, float]]:
 def test_the_loggers_get_samples_per_second_and_the_split_of_a_step(
     sleep: Callable[[float], None], tmp_path: Path
 ) -> None:
-    model, logger = Job(sleep), CSVLogger(tmp_path)
-    pl.Trainer(**QUIET, logger=logger, callbacks=Throughput(), log_every_n_steps=2).fit(
-        model, loader(5)
-    )
-    rows = read(tmp_path)
-    assert [row["step"] for row in rows] == [1, 3]
-    for row in rows:
-        assert {
-            key.removeprefix("throughput/"): value for key, value in row.items() if key != "step"
-        } == {
-            "samples_per_second": pytest.approx(0.5),
-            "step_ms": pytest.approx(10_000),
-            "wait_for_data_ms": pytest.approx(1000),
-            "wait_for_output_dist_ms": pytest.approx(3000),
-            "forward_ms": pytest.approx(1000),
-            "backward_ms": pytest.approx(2000),
-            "other_ms": pytest.approx(3000),
-        }
-    assert model.bar == ["0.50"] * 5
-
-
-def test_without_spans_the_split_is_left_out(
-    sleep: Callable[[float], None], tmp_path: Path
-) -> None:
-    trainer = pl.Trainer(
-        **QUIET, logger=CSVLogger(tmp_path), callbacks=Throughput(), log_every_n_steps=1
-    )
-    trainer.fit(Job(sleep, tells=False), loader(2))
-    assert [sorted(row) for row in read(tmp_path)] == [
-        ["step", "throughput/samples_per_second", "throughput/step_ms"]
-    ] * 2
+    for tells in (True, False):
+        model, folder = Job(sleep, tells), tmp_path / str(tells)
+        options = {"logger": CSVLogger(folder), "callbacks": Throughput(), "log_every_n_steps": 2}
+        pl.Trainer(**QUIET, **options).fit(model, loader(5))
+        rows = read(folder)
+        assert [row.pop("step") for row in rows] == [1, 3]
+        expected = {"samples_per_second": 0.5, "step_ms": 10_000}
+        if tells:
+            expected |= {
+                "wait_for_data_ms": 1000,
+                "wait_for_output_dist_ms": 3000,
+                "forward_ms": 1000,
+                "backward_ms": 2000,
+                "other_ms": 3000,
+            }
+        for row in rows:
+            assert row == pytest.approx({f"throughput/{name}": v for name, v in expected.items()})
+        assert model.bar == ["0.50"] * 5
 
 
 def test_validation_and_what_passes_between_epochs_are_in_no_step(
@@ -146,17 +133,6 @@ def test_validation_and_what_passes_between_epochs_are_in_no_step(
     trainer.fit(Job(sleep), loader(4), loader(2))
     assert callback.numbers["throughput/step_ms"] == pytest.approx(10_000)
     assert callback.numbers["throughput/forward_ms"] == pytest.approx(1000)
-
-
-def test_numbers_are_means_of_the_last_batches(
-    sleep: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(throughput, "WINDOW", 2)
-    callback = Throughput()
-    sizes = [1000, 10, 20]
-    batches = DataLoader([torch.ones(size, 1) for size in sizes], batch_size=None)
-    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(Job(sleep), batches)
-    assert callback.numbers["throughput/samples_per_second"] == pytest.approx(30 / 20.0)
 
 
 def test_where_batches_are_accumulated_each_step_is_logged_once(
@@ -206,13 +182,11 @@ def jagged(samples: int) -> KeyedJaggedTensor:
 @pytest.mark.parametrize(
     ("batch", "path", "samples"),
     [
-        (torch.ones(4, 2), None, 4),
         ((torch.ones(4, 2), torch.ones(4)), None, 4),
         ({"weight": torch.tensor(1.0), "x": [torch.ones(4)]}, None, 4),
         ({"ids": torch.ones(9), "label": torch.ones(4)}, None, None),
         ({"dense": torch.ones(9), "ids": jagged(4)}, None, 4),
         (Clicks(jagged(4), torch.ones(4)), None, 4),
-        ({"values": torch.ones(9), "label": torch.ones(4)}, "label", 4),
         ((torch.ones(9), Clicks(jagged(4), torch.ones(3))), "1.label", 3),
         ((torch.ones(9), Clicks(jagged(4), torch.ones(3))), "1.ids", 4),
         ("text", None, None),
@@ -263,13 +237,9 @@ def test_tensors_of_unequal_first_dims_without_a_batch_size_are_warned_about() -
 
 
 def test_a_place_that_the_batch_does_not_have_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(
-        ConfigError, match="samples_from='labels': there is no 'labels' in a dict of ids, label"
-    ):
+    words = "samples_from='labels': there is no 'labels' in a dict of ids, label.*mean 'label'"
+    with pytest.raises(ConfigError, match=words):
         SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
-    with pytest.raises(ConfigError, match="did you mean 'label'"):
-        SampleCounter("labels").count({"ids": torch.ones(9), "label": torch.ones(4)})
-    with pytest.raises(
-        ConfigError, match="there is no '2' in a tuple of 1: name a position from 0."
-    ):
+    words = "there is no '2' in a tuple of 1: name a position from 0."
+    with pytest.raises(ConfigError, match=words):
         SampleCounter("2").count((torch.ones(9),))

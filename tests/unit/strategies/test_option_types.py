@@ -10,12 +10,6 @@ import pytest
 from mypy import api
 
 import lightning_distrec
-from lightning_distrec import (
-    CheckpointOptions,
-    PrefetchOptions,
-    TorchRecShardedStrategy,
-    TunedDDPStrategy,
-)
 from lightning_distrec.checkpoint.checkpoint_options import IncrementalOptions
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.registration import STRATEGIES
@@ -48,55 +42,6 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(kind: Any, name: str) -> Non
     for value in (b"bytes", 1j, [{1}], {b"": b""}):
         with pytest.raises(ConfigError, match=name):
             kind(**needed | {name: value})
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        (
-            CheckpointOptions,
-            {"pickles": "false"},
-            "CheckpointOptions: pickles='false': must be true or false, not a text",
-        ),
-        (CheckpointOptions, {"async_save": "1e5x"}, "async_save='1e5x': must be true or false"),
-        (
-            CheckpointOptions,
-            {"distributed": {"a": 1}},
-            "distributed={'a': 1}: must be true or false",
-        ),
-        (
-            PrefetchOptions,
-            {"computed_ids": [1, "a"]},
-            "computed_ids=.1, 'a'.: must be true or false",
-        ),
-        (TunedDDPStrategy, {"static_graph": 1}, "static_graph=1: must be true or false"),
-        (TunedDDPStrategy, {"timeout_seconds": True}, "timeout_seconds=True: must be a number"),
-        (
-            TunedDDPStrategy,
-            {"checkpoint": {"pickles": "false"}},
-            "pickles='false': must be true or false, not a text",
-        ),
-        (
-            TunedDDPStrategy,
-            {"ddp_comm_hook": print},
-            "ddp_comm_hook= is no option of ddp_tuned. Use comm_dtype='bf16'",
-        ),
-        (
-            TorchRecShardedStrategy,
-            {"dense": "fsdp", "fsdp": {"offload": True}},
-            "only fsdp_tuned offloads",
-        ),
-        (TunedDDPStrategy, {"cpu_offload": True}, "Use offload=True of fsdp_tuned"),
-        (
-            TunedDDPStrategy,
-            {"watchdog_second": 3},
-            "watchdog_second= .* did you mean 'watchdog_seconds'",
-        ),
-    ],
-)
-def test_what_a_value_must_be(kind: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        kind(**options)
 
 
 @pytest.mark.parametrize("kind", PUBLIC_STRATEGIES)
