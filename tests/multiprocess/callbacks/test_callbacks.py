@@ -1,25 +1,17 @@
-"""Lightning's callbacks and profilers do over sharded tables what they do elsewhere, or are refused
-by name."""
+"""Lightning's callbacks do over sharded tables what they do under DDP."""
 
-import csv
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateFinder,
-    LearningRateMonitor,
-    Timer,
 )
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from tests.support.click_model import (
-    ClickModel,
     EvaluatedModel,
     largest_difference,
     rank_loader,
@@ -27,10 +19,7 @@ from tests.support.click_model import (
 )
 from tests.support.plain_loop import (
     OPTIMIZERS,
-    State,
-    global_batches,
     loss_of,
-    train_plain,
 )
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_ddp_trainer, make_trainer
@@ -71,73 +60,6 @@ def test_all_ranks_stop_early_where_ddp_stops() -> None:
     sharded, ddp = actual[0]["sharded"], actual[0]["ddp"]
     assert 1 < sharded["epochs"][0] < 30
     assert max(largest_difference(sharded["state"], ddp["state"]).values()) <= 1e-6
-
-
-class Scheduled(ClickModel):
-    """Two param groups under a scheduler that steps with every batch."""
-
-    def configure_optimizers(self) -> Any:
-        groups = [
-            {"params": list(self.ebc.parameters()), "name": "tables"},
-            {"params": list(self.mlp.parameters()), "lr": 0.1, "name": "dense"},
-        ]
-        optimizer = self.optimizer(groups, **self.options)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-def _monitored(folder: str) -> dict[str, State]:
-    rank, _ = rank_and_num_ranks()
-    states = {}
-    for place, trainer_of in BOTH.items():
-        model = seeded(Scheduled, *OPTIMIZERS["Adagrad"])
-        logger = CSVLogger(folder, name=place, version="")
-        monitor = LearningRateMonitor(logging_interval="step")
-        trainer = trainer_of(logger=logger, callbacks=[monitor], log_every_n_steps=1)
-        trainer.fit(model, rank_loader(5, rank))
-        states[place] = model.final_state
-    return states
-
-
-def test_learning_rates_are_logged_and_followed_as_under_ddp(tmp_path: Path) -> None:
-    states = run_on_warm_ranks(_monitored, 2, str(tmp_path))[0]
-    logged: dict[str, dict[str, list[float]]] = {}
-    for place in BOTH:
-        with open(tmp_path / place / "metrics.csv") as file:
-            rows = list(csv.DictReader(file))
-        columns = [column for column in rows[0] if column.startswith("lr-")]
-        logged[place] = {
-            column: [float(row[column]) for row in rows if row[column]] for column in columns
-        }
-    assert logged["sharded"] == logged["ddp"]
-    assert len(logged["sharded"]) == 2
-    (tables,) = [rates for name, rates in logged["sharded"].items() if name.endswith("tables")]
-    first = OPTIMIZERS["Adagrad"][1]["lr"]
-    assert tables == pytest.approx([first * 0.8**step for step in range(5)])
-    assert max(largest_difference(states["sharded"], states["ddp"]).values()) <= 1e-5
-
-
-def _timed() -> tuple[int, float, State]:
-    rank, _ = rank_and_num_ranks()
-    model = seeded(ClickModel, *OPTIMIZERS["SGD"])
-    timer = Timer(duration=timedelta(hours=1), interval="step")
-
-    def run_late(batch: Any, batch_idx: int) -> None:
-        if (batch_idx, rank) == (2, 0):
-            timer._offset = 7200  # two hours later on rank 0, whose clock decides
-
-    model.on_train_batch_start = run_late  # type: ignore[method-assign]
-    trainer = make_trainer(max_epochs=-1, callbacks=[timer])
-    trainer.fit(model, rank_loader(5, rank))
-    return trainer.global_step, timer.time_elapsed("train"), model.final_state
-
-
-def test_a_timer_stops_all_ranks_at_the_same_step() -> None:
-    actual = run_on_warm_ranks(_timed, 2)
-    assert [steps for steps, _, _ in actual] == [3, 3]
-    assert all(0 < seconds < 60 for _, seconds, _ in actual[1:])
-    expected = train_plain(seeded(ClickModel, *OPTIMIZERS["SGD"]), global_batches(3))
-    assert max(largest_difference(actual[0][2], expected).values()) <= 1e-6
 
 
 class Searched(EvaluatedModel):
