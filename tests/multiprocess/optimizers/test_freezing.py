@@ -25,6 +25,7 @@ from tests.support.dense_models import (
     UnfreezesBesideATable,
     dense_batch,
 )
+from tests.support.parameters import slow_except
 from tests.support.plain_loop import EVERY_CUT, Batch, loss_of
 
 
@@ -188,7 +189,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (
+    "all, columns",
+    "all, dense",
+    "one, whole, dense",
+    "late in a step, Adam",
+    "toggled, table-wise",
+    "layers, fsdp_tuned",
+    "layers without tables",
+    "nothing dense at first",
+)
+"""Rows whose parts others have."""
+
+
+@pytest.mark.parametrize("name", slow_except(set(CASES) - {*SLOW}, CASES))
 def test_what_is_frozen_rests_and_learns_on_as_in_one_process(name: str) -> None:
     check(CASES[name])
 

@@ -23,6 +23,7 @@ from tests.support.click_model import (
     StepsEverySecondTime,
     make_batch,
 )
+from tests.support.parameters import slow_except
 from tests.support.plain_loop import EVERY_CUT, OPTIMIZERS, Batch, loss_of
 
 
@@ -249,7 +250,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (
+    "accumulated later",
+    "never forgotten",
+    "steps skipped",
+    "two lookups",
+    "two lookups, dense",
+    "clipped by hand, by value",
+    "clipped by its own code",
+    "a second lookup without gradient",
+    "checkpoint",
+    "L2, sparse",
+    "L2 of shards, by rows",
+    "ranks without rows",
+)
+"""Rows whose parts others have."""
+
+
+@pytest.mark.parametrize("name", slow_except(set(CASES) - {*SLOW}, CASES))
 def test_gradients_make_the_update_of_one_process(name: str) -> None:
     check(CASES[name])
 

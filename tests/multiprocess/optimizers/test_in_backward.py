@@ -24,6 +24,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.cases import Case, case_of, check, check_refused, run_case
 from tests.support.click_model import ClickModel, LooksUpTwice
+from tests.support.parameters import slow_except
 from tests.support.resuming import Clicks, Life, Run, live, problems_of
 
 Kind = tuple[type, dict[str, Any]]
@@ -238,8 +239,20 @@ REFUSED = {
 }
 
 
+SLOW = (
+    "one rank",
+    "setup",
+    "another over everything",
+    "combined by hand",
+    "filtered",
+    "fitted twice",
+    "configure_optimizers",
+)
+"""Rows whose parts others have."""
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(set(CASES) - {*SLOW}, CASES))
 def test_tables_train_as_in_one_process(name: str) -> None:
     check(CASES[name])
 

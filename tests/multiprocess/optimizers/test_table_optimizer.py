@@ -15,6 +15,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_distrec import ScaledLearningRate
 from tests.support.cases import Case, Several, case_of, check, check_refused
 from tests.support.click_model import ClickModel, StepsEverySecondTime
+from tests.support.parameters import slow_except
 from tests.support.plain_loop import Batch
 from tests.support.ranks import rank_and_num_ranks
 from tests.support.resuming import Clicks, Life, Run, live, problems_of
@@ -224,7 +225,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (
+    "none",
+    "skips",
+    "unfreezes",
+)
+"""Rows whose parts others have."""
+
+
+@pytest.mark.parametrize("name", slow_except(set(CASES) - {*SLOW}, CASES))
 def test_both_optimizers_give_the_numbers_of_one_process(name: str) -> None:
     outcome = check(CASES[name])[0]
     lines = [line for line in outcome.lines if "is not sharded" in line]
