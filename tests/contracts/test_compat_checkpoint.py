@@ -75,14 +75,14 @@ def test_torchs_reader_reads_what_ranks_have_written(written: Path) -> None:
     expected: dict[str, Tensor] = {name: _whole(torch.float32) for name in _cuts(0)}
     expected |= {str(dtype): _whole(dtype) for dtype in TYPES}
     expected["one number for each row"] = torch.arange(7.0)
-    by_torch = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    torch_values = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
     dcp.load(
-        dict(by_torch), storage_reader=dcp.HuggingFaceStorageReader(str(written)), no_dist=True
+        dict(torch_values), storage_reader=dcp.HuggingFaceStorageReader(str(written)), no_dist=True
     )
-    ours = StoredTensors(written, sorted(path.name for path in written.iterdir()))
+    stored = StoredTensors(written, sorted(path.name for path in written.iterdir()))
     for name, tensor in expected.items():
-        assert torch.equal(by_torch[name], tensor), name
-        assert torch.equal(ours.handle(name, tuple(tensor.shape), tensor.dtype).read(), tensor)
+        assert torch.equal(torch_values[name], tensor), name
+        assert torch.equal(stored.handle(name, tuple(tensor.shape), tensor.dtype).read(), tensor)
 
 
 def test_a_rank_writes_a_file_for_each_chunk_of_a_tensor_none_of_which_is_a_checkpoint(
@@ -108,8 +108,8 @@ def test_tensors_of_every_type_are_read_as_they_were_written(tmp_path: Path) -> 
         files = write_tensors(folder, {"x": ChunkedTensor((4, 3), dtype, chunks)}, rank=0)
         actual = StoredTensors(folder, files).handle("x", (4, 3), dtype).read()
         assert torch.equal(actual.view(torch.uint8), tensor.view(torch.uint8)), dtype
-        by_library = load_file(folder / "rank_0.safetensors")["x"]
-        assert torch.equal(by_library.view(torch.uint8), tensor[:2].view(torch.uint8)), dtype
+        library_values = load_file(folder / "rank_0.safetensors")["x"]
+        assert torch.equal(library_values.view(torch.uint8), tensor[:2].view(torch.uint8)), dtype
 
 
 def test_types_that_the_format_has_not_are_an_error(tmp_path: Path) -> None:

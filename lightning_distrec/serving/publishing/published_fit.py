@@ -342,7 +342,7 @@ class PublishedFit:
         try:
             self._writer.write_manifest(manifest)
         except Exception:
-            # It may be there, though what said so was lost.
+            # It may be there, though the answer was lost.
             if self._writer.manifest(manifest["sequence"])["id"] != manifest["id"]:
                 raise
 
