@@ -68,6 +68,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     assert GONE in output[2]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_while_its_workers_live(tmp_path: Path) -> None:
     """Not only gloo's sockets would stay open, by the copies that forks have."""
     output = _fails(tmp_path, "kill_but_a_worker in a step")
@@ -144,6 +145,7 @@ def test_a_rank_that_leaves_between_two_runs_is_missed_in_the_next(
     assert GONE in output[2]
 
 
+@pytest.mark.slow
 def test_ranks_that_exchange_different_things_are_named_with_their_places(tmp_path: Path) -> None:
     output = _fails(tmp_path, "collective in a step", timeout_seconds=6)
     match = re.search(

@@ -33,7 +33,10 @@ CHECKED = {
     ),
     "draws of a GPU's generator": ("a_draw_on_a_gpu_counts", "dropout_behind_the_chain_and_16_bit"),
     "means of 16-bit losses": ("means_of_rounded_losses", "dropout_behind_the_chain_and_16_bit"),
-    "a mapping of ids on two devices": ("a_state_of_mch_on_any_device_is_loaded", SHARED),
+    "a mapping of ids on two devices": (
+        "the_host_waits_once_in_a_lookup_that_gives_ids_rows",
+        SHARED,
+    ),
     "metrics that must be deterministic": (
         "running_sums_of_floats_leave",
         "metrics_are_those_of_a_cpu",

@@ -114,10 +114,11 @@ class PublishedTable:
         if self._mapping is not None and self._last_ids is not None:
             (local, _) = (self._mapping.ids != self._last_ids).nonzero(as_tuple=True)
             parts.append(local.cpu() + self._mapping.first_row)
-        rows = torch.cat(parts)
+        parts = [part for part in parts if len(part)]
         if self._is_by_columns:
-            rows = torch.cat(self._ranks.all_gather(rows))
-        return rows.unique()
+            parts = self._ranks.all_gather(torch.cat([NO_ROWS, *parts]))
+        # Those of one shard are ascending.
+        return parts[0] if len(parts) == 1 else torch.cat([NO_ROWS, *parts]).unique()
 
     def all_rows(self) -> Tensor:
         """Return all rows as `changed_rows` does."""
@@ -146,15 +147,15 @@ class PublishedTable:
             yield Rows(part, values.to(self._dtype), self._ids_of(part))
 
     def _read(self, numbers: Tensor) -> Tensor:
-        """Return what this rank has of rows, and 0 elsewhere."""
+        """Return what this rank has of rows, and 0 elsewhere. numbers: ascending."""
         rows = torch.zeros(len(numbers), self.shape[1], dtype=self._dtype)
         for shard in self._shards:
             num_rows, num_columns = shard.values.shape
-            is_here = (numbers >= shard.row) & (numbers < shard.row + num_rows)
-            places = is_here.nonzero().view(-1)
-            local = (numbers[places] - shard.row).to(shard.values.device)
+            bounds = torch.tensor([shard.row, shard.row + num_rows])
+            begin, end = torch.searchsorted(numbers, bounds).tolist()
+            local = (numbers[begin:end] - shard.row).to(shard.values.device)
             values = shard.values.detach().index_select(0, local)
-            rows[places, shard.column : shard.column + num_columns] = values.cpu()
+            rows[begin:end, shard.column : shard.column + num_columns] = values.cpu()
         return rows
 
     def _ids_of(self, numbers: Tensor) -> Any:

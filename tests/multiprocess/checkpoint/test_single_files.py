@@ -220,6 +220,7 @@ def _keep(folder: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "best": Path(retained.best_model_path).name}
 
 
+@pytest.mark.slow
 def test_model_checkpoint_keeps_versions_and_removes_files_as_it_does_with_ddp(
     tmp_path: Path,
 ) -> None:

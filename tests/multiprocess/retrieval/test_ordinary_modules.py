@@ -141,7 +141,7 @@ def _train(name: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     return train(model, _batches(sizes), strategy)
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 1, 3)])
+@pytest.mark.parametrize("sizes", [pytest.param((4, 4), marks=pytest.mark.slow), (4, 1, 3)])
 def test_losses_and_weights_are_those_of_one_process(sizes: tuple[int, ...]) -> None:
     actual = run_each_on_ranks({name: (_train, name, sizes) for name in NAMES}, len(sizes))
     for name in NAMES:

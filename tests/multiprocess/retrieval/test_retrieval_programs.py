@@ -10,7 +10,7 @@ from tests.support.retrieval_programs import assert_as_one_process, draw_program
     ("num_ranks", "seeds"),
     [
         (1, range(4)),
-        (2, range(10)),
+        pytest.param(2, range(10), marks=pytest.mark.slow),
         (3, range(8)),
         pytest.param(2, range(100, 140), marks=pytest.mark.slow),
         pytest.param(3, range(100, 140), marks=pytest.mark.slow),

@@ -15,6 +15,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.serving.answer import Server
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.follow import manifest_crc32
+from tests.support.parameters import slow_except
 from tests.support.publishing_model import (
     JOBS,
     DiesInPublication,
@@ -75,6 +76,7 @@ def test_follows_to_the_digit(folder: Path) -> None:
     assert file.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_serves_packed_rows(folder: Path) -> None:
     server = export_step(folder, "step=3", bits=4)
     for published, manifest in one_by_one(folder / "published"):
@@ -136,7 +138,7 @@ def _rewrite(path: Path, manifest: dict[str, Any], name: str, change: dict[str, 
     path.write_text(json.dumps(manifest | {"crc32": manifest_crc32(manifest)}))
 
 
-@pytest.mark.parametrize("kind", ["hash_zch", "mch"])
+@pytest.mark.parametrize("kind", slow_except(["mch"], ["hash_zch", "mch"]))
 def test_managed_collections(kind: str, tmp_path: Path) -> None:
     """Of HashZch, one that evicts nothing: TorchRec's own, unsharded on a CPU, cannot be called
     where it evicts."""
@@ -167,7 +169,9 @@ def between(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", ["ranks", "sharding", "writes", "emptied"])
+@pytest.mark.parametrize(
+    "form", slow_except(["ranks", "emptied"], ["ranks", "emptied", "sharding", "writes"])
+)
 def test_goes_on_from_a_checkpoint(between: Path, tmp_path: Path, form: str) -> None:
     """Resumed at step 6, where 11 steps were published: what those changed is published again."""
     shutil.copytree(between / "checkpoints", tmp_path / "checkpoints")

@@ -67,6 +67,7 @@ def test_help_lists_all_commands(run: Run) -> None:
         *((name,) for name in command_line.COMMANDS),
         ("checkpoint", "inspect"),
         ("checkpoint", "merge"),
+        ("publish", "inspect"),
     ],
 )
 def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
@@ -84,7 +85,8 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
             "merge",
             "Write a difference and its base as one full checkpoint.",
         ),
-        "inspect": ("--json", "--all", "2: incomplete, damaged or unreadable."),
+        "inspect": ("--verify", "2: i"),
+        "publish": ("inspect", "Print the publications of a folder."),
         "merge": ("difference", "out", "Exit codes: 0: written; 2: it cannot be."),
         "recipes": ("list", "copy", "List the jobs that come with the package"),
         "completion": ("bash", "Print a script with which a shell completes"),
