@@ -172,7 +172,8 @@ def _damaged(folder: Path) -> Any:
         (folder / "often" / "step=99.ckpt").mkdir()
         for item in folder.rglob("epoch=*.ckpt"):
             shutil.rmtree(item)
-    return [first, _start(folder, "a", distributed=True)]
+    other = _start(folder, "b", num_steps=1, distributed=True)
+    return [first, other, _start(folder, "a", distributed=True)]
 
 
 def _damaged_files(folder: Path) -> Any:
@@ -213,7 +214,8 @@ def _lost_record(folder: Path) -> Any:
     if rank_and_num_ranks()[0] == 0:
         while (folder / FOLDER).exists():  # the other rank may just be noting how far it came
             shutil.rmtree(folder / FOLDER, ignore_errors=True)
-    return [first, _start(folder, "a", distributed=True)]
+    other = _start(folder, "b", num_steps=1, distributed=True)
+    return [first, other, _start(folder, "a", distributed=True)]
 
 
 def _gone(folder: Path) -> Any:
@@ -321,7 +323,7 @@ FIRSTS = {
     "given": ([0, 2, 4, 2], 2, "step=2.ckpt' was for its first start"),
     "on_exception": ([0, 6], 1, ""),
     "by_hand": ([0, 0, 0, 6], 3, ""),
-    "lost_record": ([0, 6], 1, "not known"),
+    "lost_record": ([0, 0, 6], 2, "not known"),
 }
 """Story -> the first step of each start, and what one of them says."""
 
