@@ -31,7 +31,7 @@ BUDGETS = {
     "prefetch": 26509,
     "retrieval": 2990,
     "serving": 18153,
-    "serving/publishing": 8194,
+    "serving/publishing": 8213,
     "sharding": 25992,
     "sharding/lookup": 16954,
     "sharding/mapping": 9075,

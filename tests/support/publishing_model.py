@@ -146,12 +146,18 @@ class DiesInPublication(Callback):
 class WritesRows(Callback):
     """Halves rows after some steps, when training ends, and when it begins again."""
 
+    is_set_up = False
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        self.is_set_up = True
+
     def _halve(self, module: pl.LightningModule) -> None:
         with torch.no_grad():
             module.bags.embedding_bags["by_row"].weight.mul_(0.5)
             module.last.bias.add_(1)
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert self.is_set_up
         if trainer.global_step:
             self._halve(module)
 

@@ -81,13 +81,15 @@ class PublishRows(Callback):
         if stage != "fit":
             return
         self._loaded = {}
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # After those that write rows, as checkpoints are saved, which Lightning has moved to the
-        # end.
-        callbacks.remove(self)
-        is_last = [not isinstance(callback, Checkpoint) for callback in callbacks]
-        callbacks.insert(sum(is_last), self)
-        for callback in callbacks:
+        others: list[Callback] = []
+        checkpoints: list[Callback] = []
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is not self:
+                (checkpoints if isinstance(callback, Checkpoint) else others).append(callback)
+        # After those that write rows, as checkpoints are saved. In another list, since Lightning
+        # goes through this one.
+        trainer.callbacks = [*others, self, *checkpoints]  # type: ignore[attr-defined]
+        for callback in others:
             if isinstance(callback, WeightAveraging):
                 raise ConfigError(
                     "PublishRows publishes the weights that train, and checkpoints have those that "
