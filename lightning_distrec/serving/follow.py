@@ -246,10 +246,17 @@ class Follower:
         last = published.get("sequence") or 0
         sequences = self._publications.sequences()
         newer = [number for number in sequences if number > last]
-        is_known = newer and self._publications.manifest(newer[0])["base"] == published.get("id")
+        is_known = bool(newer) and self._value(newer[0], "base") == published.get("id")
         if last in sequences and not is_known:
-            is_known = self._publications.manifest(last)["id"] == published.get("id")
+            is_known = self._value(last, "id") == published.get("id")
         return newer if is_known else sequences
+
+    def _value(self, sequence: int, name: str) -> str | None:
+        try:
+            value: str | None = self._publications.manifest(sequence)[name]
+            return value
+        except PublicationError:  # it is damaged: a later one with all rows may stand for it
+            return None
 
     def _take_next(self, newer: list[int]) -> None:
         problem = None

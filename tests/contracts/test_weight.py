@@ -30,7 +30,7 @@ BUDGETS = {
     "pipeline": 15965,
     "prefetch": 26509,
     "retrieval": 2990,
-    "serving": 18153,
+    "serving": 18192,
     "serving/publishing": 8213,
     "sharding": 25992,
     "sharding/lookup": 16954,

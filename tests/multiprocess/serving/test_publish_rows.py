@@ -98,6 +98,15 @@ def test_a_late_server_takes_all_rows_first(folder: Path) -> None:
     assert_serves_as(server, newest)
 
 
+def test_a_damaged_manifest_is_stepped_over(folder: Path, tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    shutil.copytree(folder / "published", published)
+    (published / "manifest-00000002.json").write_text("{")
+    server = export_step(folder, "step=3")
+    assert server.apply(str(published)) == 2  # by all rows of publication 4
+    assert server.published["sequence"] == 5
+
+
 def test_keeps_what_it_has(folder: Path, tmp_path: Path) -> None:
     """Of a gap, damage, another model and another job: the server says which, and goes on."""
     published = tmp_path / "published"
