@@ -352,9 +352,9 @@ class Follower:
             shapes[name] = (len(table), dim)
         for name in sorted(shapes):
             if published.get(name) != shapes[name]:
-                there = f"the shape {published[name]}" if name in published else "nothing"
+                shape = f"the shape {published[name]}" if name in published else "nothing"
                 raise PublicationError(
-                    f"{sequence} is of another model: of '{name}' it has {there}, and this folder "
+                    f"{sequence} is of another model: of '{name}' it has {shape}, and this folder "
                     f"has {shapes[name]}"
                 )
         columns = server.about.get("crc32", {}).get("columns.json")

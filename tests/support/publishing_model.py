@@ -84,7 +84,14 @@ def changing_batch(seed: int) -> dict[str, Tensor]:
     return {**batch, "ids": batch["ids"] + 10**11 * (seed // 5)}
 
 
+def empty_batch(seed: int) -> dict[str, Tensor]:
+    """Return a batch without ids."""
+    batch = click_batch(seed)
+    return {**batch, "ids": batch["ids"][:0], "lengths": torch.zeros_like(batch["lengths"])}
+
+
 JOBS: dict[str, Any] = {
+    "empty": (PublishingModel, empty_batch),
     "tables": (PublishingModel, click_batch),
     "hash_zch": (ManagedModel, changing_batch),
     "mch": (MchModel, changing_batch),
@@ -113,7 +120,7 @@ def train_and_publish(
     )
     publish = PublishRows(f"{folder}/published", **({"every_n_steps": EVERY} | (options or {})))
     trainer = make_trainer(
-        {"tables": TABLES | (tables or {}) if kind == "tables" else {}},
+        {"tables": TABLES | (tables or {}) if make_module is PublishingModel else {}},
         max_steps=num_steps,
         callbacks=[publish, *callbacks, checkpoints],
         enable_checkpointing=True,

@@ -304,7 +304,7 @@ class PublishedFit:
         parts = self.ranks.all_gather((part.problem, part.files))
         problem = ""
         for rank, (problem_of_rank, _) in enumerate(parts):
-            if problem_of_rank and not problem:
+            if problem_of_rank:
                 problem = f"rank {rank}: {problem_of_rank}"
         if not problem and self.ranks.rank == 0:
             problem = _problem_of(lambda: self._complete([files for _, files in parts]))
@@ -331,9 +331,8 @@ class PublishedFit:
         for name, table in self._tables.items():
             key, *also = self._keys[name]
             num_rows, dim = table.shape
-            mapping = self._mappings[name]
             tables[key] = {"num_rows": num_rows, "dim": dim, "id": table.id_kind, "also": also}
-            tables[key]["mapping"] = mapping
+            tables[key]["mapping"] = self._mappings[name]
             for form in ("changed", "deleted", "snapshot"):
                 tables[key][form] = [
                     part[name, form] for part in parts if part.get((name, form)) is not None

@@ -70,7 +70,8 @@ class PublishedTable:
         is_narrow = any(shard.values.shape[1] < self.shape[1] for shard in self._shards)
         self._is_by_columns = any(ranks.all_gather(is_narrow))
         self._pending = NO_ROWS
-        """Rows that changed before this rank began to follow, or in a publication that failed."""
+        """Rows that changed before this rank began to follow, or in a publication that failed;
+        ascending."""
         self._in_flight = NO_ROWS
         self._last_values: Tensor | None = None
         self._next_values: Tensor | None = None
@@ -117,7 +118,7 @@ class PublishedTable:
         parts = [part for part in parts if len(part)]
         if self._is_by_columns:
             parts = self._ranks.all_gather(torch.cat([NO_ROWS, *parts]))
-        # Those of one shard are ascending.
+        # Pending ones, and those of one shard, are ascending.
         return parts[0] if len(parts) == 1 else torch.cat([NO_ROWS, *parts]).unique()
 
     def all_rows(self) -> Tensor:
@@ -127,7 +128,7 @@ class PublishedTable:
         if self._is_replicated:
             return self._own_rows()
         ranges = [torch.arange(len(shard.values)) + shard.row for shard in self._shards]
-        return torch.cat([NO_ROWS, *ranges])
+        return torch.cat([NO_ROWS, *ranges]).sort().values
 
     def _own_rows(self) -> Tensor:
         """Return this rank's share of the rows."""
@@ -259,7 +260,7 @@ class PublishedTable:
             for shard in self._shards:
                 last = shard.row + len(shard.values)
                 is_here |= (numbers >= shard.row) & (numbers < last)
-            self._pending = torch.cat([self._pending, numbers[is_here]])
+            self._pending = torch.cat([self._pending, numbers[is_here]]).unique()
             if self._last_ids is not None:
                 no_id = self._mapping.no_id
                 raw = torch.from_numpy(ids.fill_null(no_id).to_numpy().copy())[is_here]

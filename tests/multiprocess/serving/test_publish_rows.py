@@ -207,6 +207,21 @@ def test_goes_on_from_a_checkpoint(between: Path, tmp_path: Path, form: str) -> 
     assert_serves_as(server, export_step(tmp_path, "end"))
 
 
+def test_rows_that_a_restart_has_lost_are_published_where_no_other_is_trained(
+    between: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(between / "checkpoints", tmp_path / "checkpoints")
+    shutil.copytree(between / "published", tmp_path / "published")
+    server = export_step(tmp_path, "step=3")
+    server.apply(str(tmp_path / "published"))
+    checkpoint = str(tmp_path / "checkpoints" / "step=6.ckpt")
+    (tmp_path / "checkpoints" / "end.ckpt").unlink()
+    job = ({"every_n_steps": 4}, "empty", "Adagrad", checkpoint)
+    run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 7, *job)
+    assert server.apply(str(tmp_path / "published")) == 1
+    assert_serves_as(server, export_step(tmp_path, "end"))
+
+
 def test_publishes_what_callbacks_write(tmp_path: Path) -> None:
     """A callback that comes after PublishRows in the list, and that writes after the last step."""
     job = (None, "tables", "Adagrad", None, (WritesRows(),))
