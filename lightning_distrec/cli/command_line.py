@@ -373,6 +373,31 @@ def _publish(parser: ArgumentParser) -> None:
     inspect.prog = f"{parser.prog} inspect"
 
 
+def _columns(parser: ArgumentParser) -> None:
+    from jsonargparse import ArgumentParser
+
+    commands = parser.add_subcommands(title="commands", metavar="COMMAND")
+    fit = ArgumentParser(
+        description="Read all training rows once, and write vocabularies, quantiles and moments to "
+        "the data's cache_dir, from which jobs with the same files and features take them. Workers "
+        "of Dask do it: one for each core of this machine, or those of a cluster."
+    )
+    fit.add_argument(
+        "--config",
+        type=str,
+        action="append",
+        help="Fit the data of this YAML file, as fit does; repeat to merge several.",
+    )
+    fit.add_argument(
+        "--scheduler",
+        type=str | None,
+        help="Use the workers of this scheduler, such as tcp://10.0.0.1:8786. They read the same "
+        "paths, and have this package.",
+    )
+    commands.add_subcommand("fit", fit, help="Fit vocabularies, quantiles and moments.")
+    fit.prog = f"{parser.prog} fit"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """A command of ours, which a file of this folder runs by a function `run_NAME`."""
@@ -486,6 +511,11 @@ COMMANDS = {
         help="Inspect a checkpoint, or merge a difference.",
         subcommands=_checkpoint,
         file="checkpoint_commands",
+    ),
+    "columns": Command(
+        help="Fit the features of columns before a job, on many cores or machines.",
+        subcommands=_columns,
+        file="columns_commands",
     ),
     "publish": Command(
         help="Inspect what a training job publishes for servers.",

@@ -13,6 +13,7 @@ from lightning_distrec.data.features import (  # noqa: E402
     Hash,
     Number,
     Time,
+    Vector,
     Vocabulary,
 )
 
@@ -26,5 +27,6 @@ __all__ = [
     "Hash",
     "Number",
     "Time",
+    "Vector",
     "Vocabulary",
 ]

@@ -11,12 +11,12 @@ import torch
 
 from lightning_distrec.data.arrow_columns import (
     cells_of,
+    column_in,
     errors_at,
     flat_values,
     is_number,
     numbers_of,
     rounded_types,
-    statistics_for,
     type_problem,
 )
 from lightning_distrec.data.features import (
@@ -24,10 +24,14 @@ from lightning_distrec.data.features import (
     Feature,
     Number,
     TableFeature,
+    Time,
     Vocabulary,
     feature_of,
 )
 from lightning_distrec.data.raw_values import Encoded, Encoder
+from lightning_distrec.data.statistics import Key, Statistic, statistic_for
+from lightning_distrec.data.time_zones import offsets_in
+from lightning_distrec.data.vocabulary_files import read_vocabulary
 from lightning_distrec.errors import ConfigError, DataError
 
 Form = Literal["jagged", "padded"]
@@ -48,8 +52,9 @@ class Columns:
     that has a table, in order; features with a `group` are in a KeyedJaggedTensor of its name.
     "padded": each such feature's name -> ids, (batch_size,), or (batch_size, max_length) of
     sequences, filled up with 0. Both: "dense" (batch_size, numbers) float32, in the order of number
-    features; a number feature of sequences has its own name, (batch_size, max_length) float32;
-    "label" float32, (batch_size,) or (batch_size, labels)
+    features, of which a vector has `size` columns; a number feature of sequences has its own name,
+    (batch_size, max_length) float32; "label" float32, (batch_size,) or (batch_size, labels).
+    Weights are those of their KeyedJaggedTensor, or padded under `<name>.weights`.
     """
 
     def __init__(
@@ -76,23 +81,56 @@ class Columns:
             raise ConfigError(
                 "features: name one or more; the names ids, dense and label are those of the batch."
             )
+        self.weights = self._weights()
         self._check_groups()
         self.tables = self._tables()
         self._readers = self._columns_with_readers()
         self._encoder: Encoder | None = None
 
+    def _weights(self) -> dict[str, Number]:
+        """Return the weights of sequences, which are sequences of numbers that are read alike."""
+        weights = {}
+        for name, feature in self.features.items():
+            column = getattr(feature, "weights", None)
+            if column is not None:
+                weights[f"{name}.weights"] = Number(
+                    column=column,
+                    max_length=feature.max_length,
+                    separator=feature.separator,
+                    required=True,
+                )
+        return weights
+
     def _check_groups(self) -> None:
-        groups: set[Any] = {
-            getattr(feature, "group", None) for feature in self.features.values()
-        } - {None}
-        others = {
-            name for name, feature in self.features.items() if not isinstance(feature, TableFeature)
-        }
-        if groups and (self.form == "padded" or groups & {"dense", "label", *others}):
+        groups: dict[str, set[bool]] = {}
+        numbers = ["dense", "label"]
+        for name, feature in self.features.items():
+            if isinstance(feature, TableFeature):
+                groups.setdefault(feature.group or "ids", set()).add(feature.weights is None)
+            else:
+                numbers.append(name)
+        is_padded = self.form == "padded"
+        # A group has parts, such as ids.values.
+        has_clash = any(name.partition(".")[0] in groups for name in numbers)
+        if (
+            has_clash
+            or self.weights.keys() & self.features
+            or is_padded
+            and groups.keys() - {"ids"}
+        ):
             raise ConfigError(
                 f"features: group={', '.join(sorted(groups))}: groups are KeyedJaggedTensors of "
-                "form='jagged', and have names that nothing else in the batch has."
+                "form='jagged', and they, their parts and weights have names that nothing else in "
+                "the batch has."
             )
+        if is_padded:
+            return
+        for group, kinds in groups.items():
+            if len(kinds) > 1:
+                raise ConfigError(
+                    f"features: some of '{group}' have weights, and a KeyedJaggedTensor has them "
+                    "for all of its features or for none. Set group for those that have weights."
+                )
 
     def _tables(self) -> dict[str, FeatureTable]:
         names_by_table: dict[str, list[str]] = {}
@@ -114,7 +152,7 @@ class Columns:
 
     def _columns_with_readers(self) -> dict[str, Feature]:
         readers: dict[str, tuple[str, Feature]] = {}
-        for name, feature in self.features.items():
+        for name, feature in {**self.features, **self.weights}.items():
             for column in feature.columns(name):
                 first_name, first = readers.setdefault(column, (name, feature))
                 if first.reading() != feature.reading():
@@ -128,7 +166,13 @@ class Columns:
     @property
     def columns(self) -> list[str]:
         """The columns of features and labels, each once."""
-        return list(dict.fromkeys([*self._readers, *self.labels]))
+        return list(dict.fromkeys([*self._sources(), *self.labels]))
+
+    def _sources(self) -> list[str]:
+        columns = []
+        for name, feature in {**self.features, **self.weights}.items():
+            columns += feature.sources(name)
+        return columns
 
     @property
     def text_columns(self) -> list[str]:
@@ -136,7 +180,7 @@ class Columns:
         columns = []
         for column, feature in self._readers.items():
             if not feature.is_numeric or feature.is_time or feature.separator:
-                columns.append(column)
+                columns += feature.sources(column)
         return columns
 
     @property
@@ -152,58 +196,75 @@ class Columns:
         """Take vocabularies, quantiles and moments from tables with all columns, in one pass;
         return self.
 
-        Memory: a count for each different value of a vocabulary, and 8 MiB for each bucketized
-        column. Only the first table is read where there is nothing to take. Raises DataError: a
-        column is missing or does not fit, no data.
+        Memory: a count for each different value of a vocabulary, 16 MiB for each column with
+        quantiles. Only the first table is read where nothing is taken. Raises DataError: a column
+        is missing or does not fit, no data.
         """
+        results = self.vocabularies_of_files()
         schema: pa.Schema | None = None
-        # By kind, too: a table may have the name of a number.
-        keys = {
-            name: (feature.kind, getattr(feature, "table", name))
-            for name, feature in self.features.items()
-        }
-        made = {keys[name]: statistics_for(feature) for name, feature in self.features.items()}
-        statistics: dict[tuple[str, str], Any] = {
-            key: statistic for key, statistic in made.items() if statistic
-        }
-        for table in tables:
+        statistics = self.statistics()
+        for number, table in enumerate(tables):
             if schema is None:
                 schema = table.schema
                 self.check_schema(schema)
             if not statistics:
                 break
-            for name, feature in self.features.items():
-                column = feature.columns(name)[0]
-                if keys[name] in statistics:
-                    with errors_at(f"column '{column}': "):
-                        statistics[keys[name]].add(flat_values(table[column], feature)[0])
+            for statistic in statistics.values():
+                statistic.add(table, number)
         if schema is None:
             raise DataError("there is no data to fit features on.")
+        results |= {key: statistic.result() for key, statistic in statistics.items()}
+        return self.take(schema, results)
+
+    def vocabularies_of_files(self) -> dict[Key, list[Any]]:
+        """Return what features take from files, as results of `statistics`. Raises DataError: a
+        file does not fit."""
+        results: dict[Key, list[Any]] = {}
+        for table, about in self.tables.items():
+            feature = self.features[about.features[0]]
+            if isinstance(feature, Vocabulary) and feature.file is not None:
+                results[feature.kind, table] = read_vocabulary(feature)
+        return results
+
+    def statistics(self) -> dict[Key, Statistic]:
+        """Return what `fit` counts: one for each vocabulary, and for each feature with quantiles or
+        moments."""
+        statistics: dict[Key, Statistic] = {}
+        for name, feature in self.features.items():
+            statistic = statistic_for(feature)
+            if statistic is not None:
+                statistic = statistics.setdefault(_key(name, feature), statistic)
+                statistic.columns[feature.columns(name)[0]] = feature
+        return statistics
+
+    def take(self, schema: pa.Schema, results: Mapping[Key, list[Any]]) -> "Columns":
+        """Take the results of `statistics`, and `vocabularies_of_files`, as what the features are
+        fitted on; return self. schema: of the training data."""
+        schema = self.with_lookups(schema)
         vocabularies = {}
         boundaries = {}
         moments = {}
+        zones = {}
         for name, feature in self.features.items():
-            statistic: Any = statistics.get(keys[name])
-            if isinstance(feature, Vocabulary) and feature.table not in vocabularies:
-                vocabularies[feature.table] = statistic.top_values(
-                    feature.rows - 1, feature.min_count
-                )
+            result = results.get(_key(name, feature))
+            if isinstance(feature, Vocabulary):
+                vocabularies[feature.table] = result
             elif isinstance(feature, Bucketize):
-                boundaries[name] = (
-                    statistic.quantiles(feature.quantiles)
-                    if statistic
-                    else list(feature.boundaries)
-                )
-            elif isinstance(feature, Number) and statistic:
-                moments[name] = statistic.moments()
+                boundaries[name] = list(feature.boundaries) if result is None else result
+            elif isinstance(feature, Number) and feature.standardize:
+                moments[name] = list(feature.moments or ()) if result is None else result
+            elif isinstance(feature, Time):
+                zones[feature.zone] = offsets_in(feature.zone)
         plain = {
-            "features": {name: feature.plain(name) for name, feature in self.features.items()},
+            "features": _plain(self.features),
+            "weights": _plain(self.weights),
             "label": self.label,
             "form": self.form,
             "rounded": rounded_types(schema),
             "vocabularies": vocabularies,
             "boundaries": boundaries,
             "moments": moments,
+            "zones": zones,
         }
         with errors_at("vocabulary: "):
             self._encoder = Encoder(plain)
@@ -229,10 +290,10 @@ class Columns:
         vocabularies = {}
         for table in columns.tables.keys() & plain["vocabularies"]:
             vocabularies[table] = plain["vocabularies"][table]
-        features = {name: plain["features"][name] for name in columns.features}
         columns._encoder = Encoder({
             **plain,
-            "features": features,
+            "features": _plain(columns.features),
+            "weights": _plain(columns.weights),
             "label": None,
             "vocabularies": vocabularies,
         })
@@ -255,6 +316,9 @@ class Columns:
                 raise DataError(
                     f"{place}: several columns have the name '{column}'. Rename all but one."
                 )
+        with errors_at(f"{place}: "):
+            schema = self.with_lookups(schema)
+        for column in dict.fromkeys([*self._readers, *self.labels]):
             kind = schema.field(column).type
             feature = self._readers.get(column)
             problem = type_problem(kind, feature) if feature else None
@@ -263,13 +327,23 @@ class Columns:
             if problem is not None:
                 raise DataError(f"{place}: column '{column}' has the type {kind}: {problem}.")
 
+    def with_lookups(self, schema: pa.Schema) -> pa.Schema:
+        """Return a schema with the values that features look up by a key, as columns `map[key]`."""
+        table = schema.empty_table()
+        for column, feature in self._readers.items():
+            if feature.key is not None:
+                with errors_at(f"column '{column}': "):
+                    kind = column_in(table, column, feature).type
+                schema = schema.append(pa.field(column, kind))
+        return schema
+
     def encode(self, table: pa.Table) -> dict[str, Encoded]:
         """Return the features of a table, and its label where the table has it. Raises DataError
         with the column."""
         cells = {}
         for column, feature in self._readers.items():
             with errors_at(f"column '{column}': "):
-                cells[column] = cells_of(table[column], feature)
+                cells[column] = cells_of(column_in(table, column, feature), feature)
         with errors_at(""):
             encoded = self.encoder.encode(cells)
         if self.labels and all(label in table.column_names for label in self.labels):
@@ -309,7 +383,13 @@ class Columns:
         for group, keys in self.encoder.groups.items():
             values = tensors.pop(f"{group}.values")
             lengths = tensors.pop(f"{group}.lengths")
-            batch[group] = KeyedJaggedTensor(keys=keys, values=values, lengths=lengths)
+            weights = tensors.pop(f"{group}.weights", None)
+            batch[group] = KeyedJaggedTensor(
+                keys,
+                values,
+                weights,
+                lengths,
+            )
         return {**batch, **tensors}
 
     def __call__(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -323,9 +403,18 @@ class Columns:
             )
         except pa.ArrowException as error:
             raise DataError(f"rows: {error}") from error
-        missing = [column for column in self._readers if column not in table.column_names]
+        missing = [column for column in self._sources() if column not in table.column_names]
         if missing:
             raise DataError(
                 f"there is no column '{missing[0]}', but {', '.join(table.column_names)}."
             )
         return self.batch(self.tensors(self.encode(table), table.num_rows))
+
+
+def _key(name: str, feature: Feature) -> Key:
+    # By kind, too: a table may have the name of a number.
+    return feature.kind, getattr(feature, "table", None) or name
+
+
+def _plain(features: Mapping[str, Feature]) -> dict[str, dict[str, Any]]:
+    return {name: feature.plain(name) for name, feature in features.items()}

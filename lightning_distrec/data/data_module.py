@@ -8,16 +8,21 @@ from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
+import numpy as np
 import pyarrow as pa
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from pyarrow import compute
 
 from lightning_distrec.atomic_files import replace_file
-from lightning_distrec.data.arrow_columns import errors_at
+from lightning_distrec.data.arrow_columns import check_fields, errors_at, table_of
 from lightning_distrec.data.columns import Columns, Form
 from lightning_distrec.data.encoded_rows import EncodedRows
+from lightning_distrec.data.fitting import connected, fit_on, is_large
+from lightning_distrec.data.growth import Growth, check_same, grown, other_feature
 from lightning_distrec.data.row_groups import (
     FORMAT,
     ParquetReader,
@@ -27,9 +32,13 @@ from lightning_distrec.data.row_groups import (
     as_parquet,
     find_files,
     parquet_schema,
+    split_groups,
 )
 from lightning_distrec.data.row_order import RowLoader, RowOrder, RowSampler
 from lightning_distrec.errors import ConfigError, DataError
+
+_TRAINED: WeakKeyDictionary[pl.LightningModule, Columns] = WeakKeyDictionary()
+"""The features that this process has trained modules with, or loaded with their weights."""
 
 
 class ColumnData(pl.LightningDataModule):
@@ -51,13 +60,14 @@ class ColumnData(pl.LightningDataModule):
         batch_size: int = 1024,
         buffer_rows: int = 131_072,
         seed: int = 1,
-        num_workers: int = 0,
+        num_workers: int = 1,
         pin_memory: bool | None = None,
         cache_dir: str = "data/columns",
         delimiter: str = ",",
         column_names: list[str] | None = None,
         label_range: tuple[float, float] | None = None,
         keep: list[str] | None = None,
+        grow: bool = False,
     ) -> None:
         """Set where rows are, and what is made of them. A subclass may set tables as `sources` in
         its setup.
@@ -65,9 +75,9 @@ class ColumnData(pl.LightningDataModule):
         Args:
             train: a path or a list: files, globs or folders of .parquet, .csv, .tsv, .txt, also
                 .gz; local, or URLs (s3://, gs://, ...) that pyarrow or fsspec reads.
-                In a script also a DataFrame or a pyarrow Table.
+                In a script also a DataFrame (pandas, polars) or a pyarrow Table.
             features: name -> a feature with its kind: hash, vocabulary, bucketize, number, time,
-                age or cross.
+                age, vector or cross.
             label: a column of numbers, or several.
             val: as train; or the share of the training rows that validates: the last ones, but for
                 those that test.
@@ -76,10 +86,11 @@ class ColumnData(pl.LightningDataModule):
             form: "jagged" for TorchRec's collections and nn.EmbeddingBag, "padded" for
                 nn.Embedding.
             batch_size: rows per rank and step.
-            buffer_rows: rows that are shuffled with each other. A worker holds them encoded, 4
-                bytes an id.
+            buffer_rows: rows that are shuffled with each other. They are held encoded, 4 bytes an
+                id, twice for each worker.
             seed: of the order of rows; each epoch has another one.
-            num_workers: processes that read and encode; 0: the training process.
+            num_workers: threads that read and encode ahead of the batches; 0: rows are read when a
+                batch needs them.
             pin_memory: copy batches into pinned memory; null: where CUDA is available.
             cache_dir: where text files are kept as Parquet, and what was fitted.
             delimiter: between the values of text files.
@@ -87,6 +98,8 @@ class ColumnData(pl.LightningDataModule):
             label_range: the lowest and the highest label; another one is an error before training.
                 For clicks [0, 1].
             keep: columns of `predict` that PredictionWriter writes beside predictions.
+            grow: where a fit loads a checkpoint, of older data, give values that are new in `train`
+                rows of their own, and retire others where rows are full. Else they are unknown.
         """
         super().__init__()
         if min(batch_size, buffer_rows) < 1 or num_workers < 0:
@@ -110,6 +123,7 @@ class ColumnData(pl.LightningDataModule):
         self.column_names = column_names
         self.label_range = label_range
         self.keep = list(keep or [])
+        self.grow = grow
         shares = [share for share in (val, test) if isinstance(share, float)]
         if (
             any(not 0 < share < 1 for share in shares)
@@ -122,6 +136,7 @@ class ColumnData(pl.LightningDataModule):
             )
         self.groups: dict[str, list[RowGroup]] = {}
         self.readers: dict[str, Reader] = {}
+        self._fitted_columns = self.columns
 
     @property
     def _is_in_memory(self) -> bool:
@@ -139,13 +154,27 @@ class ColumnData(pl.LightningDataModule):
         # Every rank's setup raises errors, of files that are not there, too: this process alone
         # would leave the others waiting for it.
         with suppress(DataError):
-            path = self._prepared_path()
-            if not path.exists() or "error" in json.loads(path.read_text()):
-                try:
-                    prepared = self._prepare()
-                except DataError as error:
-                    prepared = {"error": str(error)}
-                replace_file(path, json.dumps(prepared).encode())
+            self.fit_features()
+
+    def fit_features(self, client: Any = None) -> Path:
+        """Do what `prepare_data` does, and return the file that `setup` takes; nothing is done
+        again.
+
+        client: a distributed.Client, whose workers see the same files; None: this process, or local
+        workers for much data. Raises DataError: a file, a column or its type does not fit.
+        """
+        if self._is_in_memory:
+            raise ConfigError("data in memory is fitted by setup, in each process. Name files.")
+        path = self._prepared_path()
+        if path.exists() and "error" not in json.loads(path.read_text()):
+            return path
+        try:
+            prepared = self._prepare(client)
+        except DataError as error:
+            replace_file(path, json.dumps({"error": str(error)}).encode())
+            raise
+        replace_file(path, json.dumps(prepared).encode())
+        return path
 
     def setup(self, stage: str | None = None) -> None:
         """Take what was prepared; every rank does. Raises DataError: a file, a column or its type
@@ -168,7 +197,7 @@ class ColumnData(pl.LightningDataModule):
             for stage, groups in self.groups.items():
                 self.readers[stage] = self._reader(stage, groups)
         if prepared["columns"] is not None:
-            self.columns = Columns.from_plain(prepared["columns"])
+            self.columns = self._fitted_columns = Columns.from_plain(prepared["columns"])
 
     def _prepared_path(self) -> Path:
         """Return where the result of `prepare_data` is, a name that changes with files and
@@ -177,6 +206,11 @@ class ColumnData(pl.LightningDataModule):
         for stage, source in self.sources.items():
             files[stage] = find_files(_paths(source)) if _is_paths(source) else source
         features = {name: feature.plain(name) for name, feature in self.columns.features.items()}
+        for name, feature in self.columns.features.items():
+            file = getattr(feature, "file", None)
+            features[name]["from"] = (
+                find_files([file]) if file else getattr(feature, "moments", None)
+            )
         facts = [
             FORMAT,
             files,
@@ -191,7 +225,7 @@ class ColumnData(pl.LightningDataModule):
             self.cache_dir / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
         )
 
-    def _prepare(self) -> dict[str, Any]:
+    def _prepare(self, client: Any = None) -> dict[str, Any]:
         """Return the row groups of each stage, and the fitted columns, as JSON has them."""
         data = {stage: source for stage, source in self.sources.items() if source is not None}
         groups = {
@@ -204,21 +238,30 @@ class ColumnData(pl.LightningDataModule):
             share = self.sources[stage]
             if isinstance(share, float):
                 remaining -= round(total * share)
-                groups["train"], groups[stage] = _split(groups["train"], remaining)
+                groups["train"], groups[stage] = split_groups(groups["train"], remaining)
+        for stage, part in groups.items():
+            if not part:
+                raise DataError(f"{stage}: there are no rows. Shares are of {total} training rows.")
         self.readers = {stage: self._reader(stage, groups[stage]) for stage in groups}
         plain = None
         if "train" in groups:
-            plain = self._fitted(groups["train"]).to_plain()
+            plain = self._fitted(groups["train"], client).to_plain()
         return {"groups": groups, "columns": plain}
 
-    def _fitted(self, groups: list[RowGroup]) -> Columns:
+    def _fitted(self, groups: list[RowGroup], client: Any) -> Columns:
+        reader: Any = self.readers["train"]
+        if client is not None:
+            return fit_on(client, self.columns, reader, groups)
+        if not self._is_in_memory and is_large(self.columns, groups):
+            with connected(None) as local:
+                return fit_on(local, self.columns, reader, groups)
         place = ""
 
         def tables() -> Iterator[pa.Table]:
             nonlocal place
             for group in groups:
                 place = group.place()
-                yield self.readers["train"].read(group, self.columns.columns)
+                yield reader.read(group, self.columns.columns)
 
         try:
             return self.columns.fit(tables())
@@ -231,20 +274,19 @@ class ColumnData(pl.LightningDataModule):
         source = self.sources[stage]
         groups = []
         keep = self.keep if stage == "predict" else []
-        columns = Columns(self.columns.features, None if stage == "predict" else self.columns.label)
+        label = None if stage == "predict" else self.columns.label
+        columns = Columns(self.columns.features, label, self.columns.form)
         if not _is_paths(source):
             place = f"the table of {stage}"
-            reader = TableReader(_table_of(source))
+            reader = TableReader(table_of(source))
             self.readers[stage] = reader
             columns.check_schema(reader.table.schema, place, keep)
             groups = reader.groups()
             self._check_labels(columns.labels, place, reader, groups)
         else:
             texts = [*columns.text_columns, *keep]
-            types = {
-                column: pa.string() if column in texts else pa.float64()
-                for column in [*columns.columns, *keep]
-            }
+            names = [*columns.columns, *keep]
+            types = {name: pa.string() if name in texts else pa.float64() for name in names}
             for entry in find_files(_paths(source)):
                 file = entry[0]
                 is_text = not file.endswith(".parquet")
@@ -252,13 +294,14 @@ class ColumnData(pl.LightningDataModule):
                 path = as_parquet(entry, *text) if is_text else file
                 schema, file_groups = parquet_schema(path, is_ours=is_text)
                 columns.check_schema(schema, file, keep)
+                if not groups:
+                    first = schema
+                check_fields(names, schema, first, file)
                 labels = ParquetReader({
                     column: schema.field(column).type for column in columns.labels
                 })
                 self._check_labels(columns.labels, file, labels, file_groups)
                 groups += file_groups
-        if not groups:
-            raise DataError(f"{stage}: there are no rows.")
         return groups
 
     def _check_labels(
@@ -295,16 +338,27 @@ class ColumnData(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the features as they were fitted. Raises ConfigError: they were others."""
         columns = Columns.from_plain(state_dict["columns"])
+        trainer: Any = self.trainer
+        is_fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if self.grow and is_fitting and "is_grown" not in state_dict:
+            raise ConfigError(
+                f"grow=True: {type(trainer.strategy).__name__} cannot give rows of tables to other "
+                "values. Use a strategy of lightning_distrec, or set grow=False."
+            )
         for name in {**columns.features, **self.columns.features}:
             plain = []
             for c in (columns, self.columns):
                 plain.append(c.features[name].plain(name) if name in c.features else None)
             if plain[0] != plain[1]:
-                raise ConfigError(
-                    f"the checkpoint was trained with another feature '{name}'. Set features as "
-                    "they were."
-                )
+                raise other_feature(name, "or, to train on newer data, grow=True")
         self.columns = columns
+        if trainer is not None:
+            _TRAINED[trainer.lightning_module] = columns
+
+    def grown(self, state_dict: dict[str, Any]) -> Growth:
+        """Return the features as they were fitted on this data, merged with those of a checkpoint;
+        for strategies. Raises ConfigError: they do not fit."""
+        return grown(Columns.from_plain(state_dict["columns"]), self._fitted_columns)
 
     def train_dataloader(self) -> RowLoader:
         """Rows in random order."""
@@ -331,6 +385,7 @@ class ColumnData(pl.LightningDataModule):
                 f"there is no data for {stage}: set {stage}, or the share of the training rows for "
                 "it."
             )
+        self._check_module(trains=shuffle)
         groups = self.groups[stage]
         order = RowOrder(
             [group.num_rows for group in groups],
@@ -346,15 +401,37 @@ class ColumnData(pl.LightningDataModule):
         sampler = RowSampler(
             order, ranks["num_replicas"], ranks["rank"], self.num_workers, self.batch_size
         )
-        return RowLoader(
+        loader = RowLoader(
             EncodedRows(self.readers[stage], groups, self.columns, order, names),
             batch_size=None,
             sampler=sampler,
             num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0 and shuffle,
-            collate_fn=_as_it_is,
             pin_memory=self.pin_memory,
         )
+        reader = self.readers[stage]
+        if isinstance(reader, TableReader):
+            rows = np.linspace(0, reader.table.num_rows - 1, 200).astype(np.int64)
+            loader.source = str(reader.table.take(np.unique(rows)).to_pylist())
+        else:
+            # Neither folders nor times, which change where files are copied.
+            sizes = {}
+            for group in groups:
+                sizes[Path(group.file).name] = (group.version or "").partition(" ")[0]
+            loader.source = str(sizes)
+        return loader
+
+    def _check_module(self, *, trains: bool) -> None:
+        """Raise ConfigError: the trainer's module was trained on rows that were mapped
+        otherwise."""
+        trainer: Any = self.trainer
+        if trainer is None:
+            return
+        module = trainer.lightning_module
+        trained = _TRAINED.get(module, self.columns)
+        if trained is not self.columns and trainer.ckpt_path is None:
+            check_same(trained, self.columns)
+        if trains:
+            _TRAINED[module] = self.columns
 
     def raw_rows(self) -> list[dict[str, Any]]:
         """Return the rows of predict_dataloader's first batch by column, in JSON's types, without
@@ -366,8 +443,11 @@ class ColumnData(pl.LightningDataModule):
             table = loader.dataset.reader.read(group, loader.dataset.names).slice(
                 0, count - len(rows)
             )
+            maps = [field.name for field in table.schema if pa.types.is_map(field.type)]
             for row in table.to_pylist():
-                rows.append({column: _plain(value) for column, value in row.items()})
+                for column in maps:
+                    row[column] = None if row[column] is None else dict(row[column])
+                rows.append(_plain(row))
             if len(rows) == count:
                 break
         return rows
@@ -378,6 +458,8 @@ def _plain(value: Any) -> Any:
     text."""
     if isinstance(value, list):
         return list(map(_plain, value))
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (float, Decimal)):
         return None if value != value else float(value)
     if isinstance(value, datetime):
@@ -393,36 +475,3 @@ def _is_paths(source: Any) -> bool:
 
 def _paths(source: Any) -> list[str]:
     return [str(source)] if isinstance(source, (str, Path)) else list(map(str, source))
-
-
-def _table_of(source: Any) -> pa.Table:
-    if isinstance(source, pa.Table):
-        return source
-    if not hasattr(source, "columns"):
-        raise ConfigError(
-            f"data is a {type(source).__name__}: give paths, a pandas DataFrame or a pyarrow Table."
-        )
-    try:
-        return pa.Table.from_pandas(source, preserve_index=False)
-    except (pa.ArrowException, TypeError) as error:
-        raise DataError(f"the DataFrame: {error}") from error
-
-
-def _split(groups: list[RowGroup], num_rows: int) -> tuple[list[RowGroup], list[RowGroup]]:
-    """Return the first `num_rows` rows, and the others; a row group on the border is in both
-    lists."""
-    first = []
-    second = []
-    for group in groups:
-        size = min(group.num_rows, num_rows)
-        num_rows -= size
-        if size:
-            first.append(group._replace(num_rows=size))
-        if size < group.num_rows:
-            second.append(group._replace(first=group.first + size, num_rows=group.num_rows - size))
-    return first, second
-
-
-def _as_it_is(batch: Any) -> Any:
-    # A function at module level, so that workers can receive it.
-    return batch

@@ -20,17 +20,18 @@ UNKNOWN = 0
 WORD = 8
 BLOCK = 8192
 MAX_TEXT_BYTES = 2**15
-"""A longer text is an error: words of a text are hashed one after the other, in which all other
-rows wait."""
+"""A longer text is an error: all other rows wait while its words are hashed one by one."""
 NUMBER = re.compile("[-+.0-9A-Za-z]+")
 """What Arrow reads as a number, of what Python does."""
-DENSE_KINDS = ("number", "age")
+DENSE_KINDS = ("number", "age", "vector")
 TIME_KINDS = ("time", "age")
-NUMERIC_KINDS = ("number", "age", "time", "bucketize")
-TIME_PARTS = {"hour": 24, "weekday": 7, "day": 31}
+NUMERIC_KINDS = ("number", "age", "vector", "time", "bucketize")
+TIME_PARTS = {"hour": 24, "weekday": 7, "day": 31, "month": 12}
 """Part of a time -> how many values it has."""
 MAX_SECONDS = 2.6e11
 """Of 8,000 years; a larger number is a time in other units."""
+AGE_UNITS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86_400}
+"""Unit of an age -> its seconds."""
 MASKS = np.array([(1 << 8 * size) - 1 for size in range(WORD + 1)], dtype=np.uint64)
 
 
@@ -155,8 +156,7 @@ def _hash_block(texts: Texts, block: slice, start: np.ndarray) -> np.ndarray:
 
 
 def rows_of(hashes: np.ndarray, num_rows: int) -> np.ndarray:
-    """Turn hashes into rows 1 to num_rows - 1, int64, in their memory: by their upper 32 bits,
-    scaled."""
+    """Turn hashes into rows 1 to num_rows - 1, in their memory: their upper 32 bits, scaled."""
     hashes >>= np.uint64(32)
     hashes *= np.uint64(num_rows - 1)
     hashes >>= np.uint64(32)
@@ -169,32 +169,28 @@ class Encoder:
 
     def __init__(self, plain: dict[str, Any]) -> None:
         self.plain = plain
-        self.features: dict[str, dict[str, Any]] = plain["features"]
+        self.features: dict[str, dict[str, Any]] = {**plain["features"], **plain["weights"]}
         self.groups: dict[str, list[str]] = {}
         """The features with ids, by the KeyedJaggedTensor that they are in."""
         for name, feature in self.features.items():
             if feature["kind"] not in DENSE_KINDS:
                 self.groups.setdefault(feature["group"] or "ids", []).append(name)
+        self._zones = {zone: np.array(changes) for zone, changes in plain["zones"].items()}
         self._vocabularies = {
             table: _Vocabulary(values) for table, values in plain["vocabularies"].items()
         }
 
-    def columns(self) -> dict[str, dict[str, Any]]:
-        """Return each column's first feature, by which its cells are read."""
-        columns: dict[str, dict[str, Any]] = {}
-        for feature in self.features.values():
-            for column in feature["columns"]:
-                columns.setdefault(column, feature)
-        return columns
-
     def encode(self, cells: dict[str, Cells]) -> dict[str, Encoded]:
-        """Return the features of columns. Raises ValueError with the column: a value does not fit,
-        or is missing."""
+        """Return the features of columns. Raises ValueError with the column."""
         encoded = {}
         for name, feature in self.features.items():
             columns = feature["columns"]
             try:
                 encoded[name] = self._encode(name, [cells[column] for column in columns])
+                weights = feature.get("weights")
+                if weights is not None:
+                    is_wrong = cells[columns[0]].lengths != cells[weights].lengths
+                    _refuse_rows(is_wrong, f"not as many values as weights in '{weights}'")
             except ValueError as error:
                 raise ValueError(f"column '{columns[0]}': {error}") from None
         return encoded
@@ -204,11 +200,14 @@ class Encoder:
         kind = feature["kind"]
         lengths = cells[0].lengths
         if feature["required"]:
-            _refuse_missing(name, cells[0])
+            _refuse_missing(cells[0], f"and '{name}' has required=True")
+        if kind == "vector":
+            return Encoded(self._vectors(name, cells[0]), None)
         if kind in DENSE_KINDS:
             values = self._numbers(name, cells[0])
         elif kind == "time":
-            values = time_part(self._rounded(feature, cells[0].values), feature["part"])
+            seconds = self._rounded(feature, cells[0].values)
+            values = time_part(seconds, feature["part"], self._zones[feature["zone"]])
         elif kind == "bucketize":
             numbers = self._rounded(feature, cells[0].values)
             buckets = 1 + np.searchsorted(self.plain["boundaries"][name], numbers, side="right")
@@ -216,7 +215,7 @@ class Encoder:
         else:
             values = self._ids_of_texts(feature, [column.values for column in cells])
         if kind not in DENSE_KINDS:
-            values = values.astype(np.uint32)
+            values = values.astype(np.uint32, copy=False)
         if lengths is None:
             return Encoded(values, None)
         latest = np.minimum(lengths, feature["max_length"])
@@ -239,7 +238,7 @@ class Encoder:
         feature = self.features[name]
         numbers = transformed(self._rounded(feature, cells.values), feature)
         is_null = np.isnan(numbers)
-        if feature["standardize"]:
+        if feature.get("standardize"):
             mean, deviation = self.plain["moments"][name]
             numbers = (numbers - mean) / deviation
         with np.errstate(over="ignore"):
@@ -248,6 +247,18 @@ class Encoder:
         values[is_null] = feature["missing"]
         return values
 
+    def _vectors(self, name: str, cells: Cells) -> np.ndarray:
+        """Return vectors, (num_rows, size)."""
+        feature = self.features[name]
+        size = feature["size"]
+        lengths: Any = cells.lengths
+        is_missing = (lengths == 0) & (not feature["required"])
+        _refuse_rows(~is_missing & (lengths != size), f"more or fewer numbers than size={size}")
+        _refuse_missing(cells, "in a vector")
+        vectors = np.full((len(lengths), size), feature["missing"], dtype=np.float32)
+        vectors[~is_missing] = self._numbers(name, cells).reshape(-1, size)
+        return vectors
+
     def _ids_of_texts(self, feature: dict[str, Any], columns: list[Texts]) -> np.ndarray:
         if feature["kind"] == "vocabulary":
             return _by_value(columns[0], self._vocabularies[feature["table"]].ids_of(columns[0]))
@@ -255,7 +266,7 @@ class Encoder:
         num_rows = feature["rows"]
         if len(columns) == 1:
             hashes = hash_texts(columns[0], seed)
-            return _by_value(columns[0], rows_of(hashes, num_rows))
+            return _by_value(columns[0], rows_of(hashes, num_rows).astype(np.uint32))
         crossed = np.uint64(0)
         is_null = np.zeros(1, dtype=bool)
         for texts in columns:
@@ -275,10 +286,13 @@ class Encoder:
             for row, feature in zip(lengths, features, strict=True):
                 if feature.offsets is not None:
                     row[:] = feature.lengths()
-            arrays[f"{group}.values"] = np.concatenate(
-                [feature.values for feature in features], dtype=np.int64
-            )
+            ids = [feature.values for feature in features]
+            arrays[f"{group}.values"] = np.concatenate(ids, dtype=np.int64)
             arrays[f"{group}.lengths"] = lengths.ravel()
+            weights = [f"{name}.weights" for name in names]
+            if weights[0] in encoded:
+                parts = [encoded.pop(name).values for name in weights]
+                arrays[f"{group}.weights"] = np.concatenate(parts)
         for name, feature in encoded.items():
             is_dense = self.features[name]["kind"] in DENSE_KINDS
             if feature.offsets is None and is_dense:
@@ -287,17 +301,14 @@ class Encoder:
                 values = feature.values if feature.offsets is None else self._padded(name, feature)
                 arrays[name] = values if is_dense else values.astype(np.int64)
         if dense:
-            arrays["dense"] = (
-                np.stack(dense, axis=1) if num_rows else np.zeros((0, len(dense)), np.float32)
-            )
+            arrays["dense"] = np.column_stack(dense)
         return arrays
 
     def _padded(self, name: str, feature: Encoded) -> np.ndarray:
         lengths = feature.lengths()
-        padded = np.zeros(
-            (len(lengths), self.features[name]["max_length"]), dtype=feature.values.dtype
-        )
-        padded[np.arange(padded.shape[1]) < lengths[:, None]] = feature.values
+        size = self.features[name]["max_length"]
+        padded = np.zeros((len(lengths), size), dtype=feature.values.dtype)
+        padded[np.arange(size) < lengths[:, None]] = feature.values
         return padded
 
     def rows_of_values(self, table: str, values: list[Any]) -> list[int]:
@@ -307,20 +318,23 @@ class Encoder:
         return rows
 
     def arrays_of_rows(self, rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-        """Return the arrays of raw rows, a dict by column for each; what a row lacks is missing in
-        it.
-
-        Raises ValueError: an unknown column, a value of another type.
-        """
-        columns = self.columns()
+        """Return the arrays of raw rows, dicts by column; what a row lacks is missing in it. Raises
+        ValueError: an unknown column, a value of another type."""
+        columns: dict[str, dict[str, Any]] = {}
+        names: dict[str, None] = {}
+        for feature in self.features.values():
+            names |= dict.fromkeys(feature["sources"])
+            for column in feature["columns"]:
+                columns.setdefault(column, feature)
         for row in rows:
-            unknown = sorted(row.keys() - columns.keys())
+            unknown = sorted(row.keys() - names.keys())
             if unknown:
-                raise ValueError(f"there is no column {unknown[0]!r}, but {', '.join(columns)}")
+                raise ValueError(f"there is no column {unknown[0]!r}, but {', '.join(names)}")
         cells = {}
         for column, feature in columns.items():
             try:
-                cells[column] = self._cells(feature, [row.get(column) for row in rows])
+                values = [_raw_value(row, column, feature) for row in rows]
+                cells[column] = self._cells(feature, values)
             except (ValueError, OverflowError) as error:
                 raise ValueError(f"column '{column}': {error}") from None
         return self.arrays(self.encode(cells), len(rows))
@@ -348,61 +362,71 @@ class _Vocabulary:
 
     def __init__(self, values: list[str]) -> None:
         hashes = hash_texts(pack(values))
-        self._order = np.argsort(hashes)
-        self._hashes = hashes[self._order]
+        order = np.argsort(hashes)
+        # The largest number ends each search, and is unknown.
+        self._ids = np.append(order + 1, UNKNOWN).astype(np.uint32)
+        self._hashes = np.append(hashes[order], np.uint64(2**64 - 1))
+        # By the upper bits of a hash: where those with the same bits begin, one or two of them. A
+        # binary search through all of them takes 18 times as long.
+        num_bits = max(1, len(hashes).bit_length())
+        self._shift = np.uint64(64 - num_bits)
+        upper_bits = np.arange(1 << num_bits, dtype=np.uint64)
+        self._starts = np.searchsorted(self._hashes, upper_bits << self._shift)
 
     def ids_of(self, texts: Texts) -> np.ndarray:
         hashes = hash_texts(texts)
-        if not len(self._hashes):
-            return np.full(len(hashes), UNKNOWN, dtype=np.int64)
-        position = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
-        return np.where(self._hashes[position] == hashes, 1 + self._order[position], UNKNOWN)
+        position = self._starts[hashes >> self._shift]
+        before = np.flatnonzero(self._hashes[position] < hashes)
+        while len(before):
+            position[before] += 1
+            before = before[self._hashes[position[before]] < hashes[before]]
+        is_known = self._hashes[position] == hashes
+        return np.where(is_known, self._ids[position], np.uint32(UNKNOWN))
 
 
 def _by_value(texts: Texts, results: np.ndarray) -> np.ndarray:
     """Return a result for each value, of results for each text; that of missing values is 0."""
     if texts.is_null is not None:
         results = np.where(texts.is_null, results.dtype.type(UNKNOWN), results)
+    if texts.codes is None:
+        return results
     # The last one is what the code -1 leads to.
-    return (
-        results
-        if texts.codes is None
-        else np.append(results, results.dtype.type(UNKNOWN))[texts.codes]
-    )
+    return np.take(np.append(results, results.dtype.type(UNKNOWN)), texts.codes, mode="wrap")
+
+
+def _refuse_rows(is_wrong: Any, problem: str) -> None:
+    if is_wrong.any():
+        raise ValueError(f"row {is_wrong.argmax()} has {problem}")
 
 
 def row_of(place: int, lengths: np.ndarray | None) -> int:
     """Return the row that a value is in."""
-    return int(
-        place if lengths is None else np.searchsorted(np.cumsum(lengths), place, side="right")
-    )
+    if lengths is None:
+        return int(place)
+    return int(np.searchsorted(np.cumsum(lengths), place, side="right"))
 
 
 def check_finite(
     values: np.ndarray, numbers: np.ndarray, lengths: np.ndarray | None = None
 ) -> None:
-    """Raise ValueError with the row where a value is not finite. numbers: what values were made of,
-    NaN: missing."""
+    """Raise ValueError with the row of a value that is not finite. numbers: its origin, or NaN."""
     places = np.flatnonzero(~np.isfinite(values) & ~np.isnan(numbers))
     if len(places):
-        number = numbers[places[0]]
-        row = row_of(places[0], lengths)
+        number = f"{numbers[places[0]]:g} in row {row_of(places[0], lengths)}"
         raise ValueError(
-            f"{number:g} in row {row} is no finite number in 32 bits; write it as missing, or "
-            "bound it"
+            f"{number} is no finite number in 32 bits; write it as missing, or bound it"
         )
 
 
 def transformed(numbers: np.ndarray, feature: dict[str, Any]) -> np.ndarray:
     """Return numbers as they are fitted: an age of a time, a logarithm."""
     if feature["kind"] == "age":
-        numbers = seconds_of(feature["until"]) - numbers
+        numbers = (seconds_of(feature["until"]) - numbers) / AGE_UNITS[feature["unit"]]
     return np.log1p(np.maximum(numbers, 0)) if feature.get("log") else numbers
 
 
 def seconds_of(text: str) -> float:
-    """Return seconds since 1970 of a number as a text, or of an ISO text, without an offset in
-    UTC."""
+    """Return seconds since 1970 of a number or an ISO text; without an offset, it is in UTC."""
     try:
         return float(text)
     except ValueError:
@@ -411,17 +435,22 @@ def seconds_of(text: str) -> float:
     return (time - datetime(1970, 1, 1, tzinfo=timezone.utc)) / timedelta(seconds=1)
 
 
-def time_part(seconds: np.ndarray, part: str) -> np.ndarray:
-    """Return a part of times in UTC as ids from 1 on; of missing ones, 0."""
+def time_part(seconds: np.ndarray, part: str, zone: np.ndarray) -> np.ndarray:
+    """Return a part of times as ids from 1 on; of missing ones, 0. zone: when its offsets from UTC
+    begin, and the offsets, in seconds."""
     is_null = np.isnan(seconds)
-    hours = np.where(is_null, 0, seconds // 3600).astype(np.int64)
+    times = np.floor(np.where(is_null, 0, seconds)).astype(np.int64)
+    times += zone[1][np.searchsorted(zone[0][1:], times, side="right")]
+    hours = times // 3600
     days = hours // 24
     dates = days.astype("datetime64[D]")
+    months = dates.astype("datetime64[M]")
     # The first day of 1970 was a Thursday.
     parts = {
         "hour": hours % 24,
         "weekday": (days + 3) % 7,
-        "day": dates - dates.astype("datetime64[M]"),
+        "day": dates - months,
+        "month": months.astype(np.int64) % 12,
     }
     return np.where(is_null, UNKNOWN, 1 + parts[part].astype(np.int64))
 
@@ -434,14 +463,11 @@ def _number(value: Any, *, is_text: bool) -> float:
     return np.nan if value is None else float(value)
 
 
-def _refuse_missing(name: str, cells: Cells) -> None:
-    """Raise ValueError: a value is missing."""
+def _refuse_missing(cells: Cells, cause: str) -> None:
     missing = np.flatnonzero(_is_missing(cells.values))
     if len(missing):
         row = row_of(missing[0], cells.lengths)
-        raise ValueError(
-            f"a value is missing, the first in row {row}, and '{name}' has required=True"
-        )
+        raise ValueError(f"a value is missing, the first in row {row}, {cause}")
 
 
 def _is_missing(values: Any) -> np.ndarray:
@@ -459,3 +485,16 @@ def _sequence(value: Any, separator: str | None) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{value!r} is no list")
     return value
+
+
+def _raw_value(row: dict[str, Any], column: str, feature: dict[str, Any]) -> Any:
+    """Return a row's value in a column: where the feature has a key, the one under it."""
+    if feature["key"] is None:
+        return row.get(column)
+    entries = row.get(feature["column"])
+    key = row.get(feature["key"])
+    if entries is None or key is None:
+        return None
+    if not isinstance(entries, dict):
+        raise ValueError(f"{entries!r} is no dict of values by key")
+    return {_bytes(name): value for name, value in entries.items()}.get(_bytes(key))

@@ -8,6 +8,7 @@ import os
 import posixpath
 import re
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -47,6 +48,9 @@ class RowGroup(NamedTuple):
 class Reader(Protocol):
     """Reads row groups; workers receive a pickled copy."""
 
+    types: dict[str, pa.DataType]
+    """Of each column, in the source."""
+
     def read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
         """Return the columns of a row group. Raises DataError with the column, or OSError."""
 
@@ -56,6 +60,7 @@ class TableReader:
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
+        self.types = dict(zip(table.schema.names, table.schema.types, strict=True))
 
     def groups(self) -> list[RowGroup]:
         """Return the blocks."""
@@ -93,12 +98,11 @@ class ParquetReader:
 
     def _read(self, group: RowGroup, columns: Sequence[str]) -> pa.Table:
         # Texts as dictionaries, as most files have them: each different one is hashed once.
+        values = {column: getattr(kind, "value_type", kind) for column, kind in self.types.items()}
         texts = tuple(
-            column
-            for column, kind in self.types.items()
-            if kind in (pa.string(), pa.large_string())
+            column for column, kind in values.items() if kind in (pa.string(), pa.large_string())
         )
-        file = _opened(group.file, os.getpid(), texts)
+        file = _opened(group.file, _reading_thread(), texts)
         table = file.read_row_group(group.number, columns=list(columns), use_threads=False).select(
             columns
         )
@@ -130,12 +134,21 @@ def _store(file: str, process: int) -> tuple[fs.FileSystem, str]:
     return store_of(file)
 
 
-@lru_cache(maxsize=4)
-def _opened(file: str, process: int, texts: tuple[str, ...] = ()) -> parquet.ParquetFile:
-    # By process: connections of a store do not survive a fork.
-    store, path = _store(file, process)
+def _reading_thread() -> tuple[int, int]:
+    # Connections of a store do not survive a fork, and a reader is of one thread.
+    return os.getpid(), threading.get_ident()
+
+
+@lru_cache(maxsize=32)
+def _opened(file: str, thread: tuple[int, int], texts: tuple[str, ...] = ()) -> parquet.ParquetFile:
+    store, path = _store(file, thread[0])
+    source = store.open_input_file(path)
+    metadata = parquet.ParquetFile(source).metadata
+    leaves = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+    # The path of a list's values begins with the column's name.
+    dictionaries = [leaf for leaf in leaves if leaf.partition(".")[0] in texts]
     return parquet.ParquetFile(
-        store.open_input_file(path), pre_buffer="://" in file, read_dictionary=list(texts)
+        source, metadata=metadata, pre_buffer="://" in file, read_dictionary=dictionaries
     )
 
 
@@ -210,6 +223,21 @@ def _matches(path: str, pattern: str) -> bool:
     return fnmatch(path, pattern) and ("**" in pattern or path.count("/") == pattern.count("/"))
 
 
+def split_groups(groups: list[RowGroup], num_rows: int) -> tuple[list[RowGroup], list[RowGroup]]:
+    """Return the first `num_rows` rows, and the others; a row group on the border is in both
+    lists."""
+    first = []
+    second = []
+    for group in groups:
+        size = min(group.num_rows, num_rows)
+        num_rows -= size
+        if size:
+            first.append(group._replace(num_rows=size))
+        if size < group.num_rows:
+            second.append(group._replace(first=group.first + size, num_rows=group.num_rows - size))
+    return first, second
+
+
 def parquet_schema(file: str, *, is_ours: bool = False) -> tuple[pa.Schema, list[RowGroup]]:
     """Return the columns of a file and its row groups. is_ours: `as_parquet` has written it.
 
@@ -217,7 +245,7 @@ def parquet_schema(file: str, *, is_ours: bool = False) -> tuple[pa.Schema, list
     """
     with errors_at(f"{file}: "):
         version = None if is_ours else _version_of(file)
-        opened = _opened(file, os.getpid())
+        opened = _opened(file, _reading_thread())
     counts = [
         opened.metadata.row_group(number).num_rows
         for number in range(opened.metadata.num_row_groups)

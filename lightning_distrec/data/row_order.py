@@ -8,7 +8,6 @@ on whose border it lies. A position is what remains of the order, which any numb
 workers can share out again.
 """
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
@@ -33,6 +32,15 @@ class Request(NamedTuple):
     spans: list[Span]
 
 
+class Window(NamedTuple):
+    """Row groups whose rows are shuffled with each other."""
+
+    epoch: int
+    number: int
+    groups: list[int]
+    num_rows: int
+
+
 class RowOrder:
     """The order of all rows in each epoch. counts: rows of each row group."""
 
@@ -43,7 +51,7 @@ class RowOrder:
         self.buffer_rows = buffer_rows
         self.num_rows = sum(counts)
         self._epoch = -1
-        self._windows = [[0]]
+        self._windows: list[Window] = []
         self._starts = [0]
 
     def begin(self, epoch: int) -> None:
@@ -53,35 +61,32 @@ class RowOrder:
         groups = list(range(len(self.counts)))
         if self.shuffle:
             groups = np.random.default_rng([self.seed, epoch]).permutation(groups).tolist()
-        windows: list[list[int]] = []
-        sizes: list[int] = []
+        windows: list[Window] = []
         for group in groups:
-            if not sizes or sizes[-1] >= self.buffer_rows or not self.shuffle:
-                windows.append([])
-                sizes.append(0)
-            windows[-1].append(group)
-            sizes[-1] += self.counts[group]
+            if not windows or windows[-1].num_rows >= self.buffer_rows or not self.shuffle:
+                windows.append(Window(epoch, len(windows), [], 0))
+            last = windows.pop()
+            last.groups.append(group)
+            windows.append(last._replace(num_rows=last.num_rows + self.counts[group]))
         self._epoch = epoch
         self._windows = windows
-        self._starts = [0, *accumulate(sizes)]
+        self._starts = [0, *accumulate(window.num_rows for window in windows)]
 
-    def window_at(self, place: int) -> tuple[int, Span]:
-        """Return the window that a place of the order is in, and the window's own places."""
-        number = bisect_right(self._starts, place) - 1
-        return number, (self._starts[number], self._starts[number + 1])
+    def parts(self, request: Request) -> Iterator[tuple[Window, Span]]:
+        """Yield the windows of a batch, and which of their rows it has."""
+        self.begin(request.epoch)
+        for first, stop in request.spans:
+            while first < stop:
+                number = bisect_right(self._starts, first) - 1
+                begin, end = self._starts[number : number + 2]
+                until = min(stop, end)
+                yield self._windows[number], (first - begin, until - begin)
+                first = until
 
-    def groups(self, window: int) -> list[int]:
-        """Return the row groups of a window."""
-        return self._windows[window]
-
-    def rows(self, window: int) -> np.ndarray | None:
-        """Return the order of a window's rows; None: as they are."""
-        size = self._starts[window + 1] - self._starts[window]
-        return (
-            np.random.default_rng([self.seed, self._epoch, window]).permutation(size)
-            if self.shuffle
-            else None
-        )
+    def rows(self, window: Window) -> np.ndarray | None:
+        """Return the order of a window's rows, of any epoch; None: as they are."""
+        random = np.random.default_rng([self.seed, window.epoch, window.number])
+        return random.permutation(window.num_rows) if self.shuffle else None
 
 
 class Shares:
@@ -98,6 +103,10 @@ class Shares:
         self._starts = [0, *accumulate(stop - first for first, stop in spans)]
         self.num_rows = self._starts[-1]
         self.num_batches = _ceil(_ceil(self.num_rows, num_ranks), batch_size)
+
+    def layout(self) -> tuple[int, int, int]:
+        """Return how many ranks, workers of each and rows of a batch there are."""
+        return self.num_ranks, self.num_workers, self.batch_size
 
     def _edge(self, rank: int, batch: int) -> int:
         """Return where a batch of a rank begins; the batch after its last one: where its share
@@ -171,11 +180,19 @@ class RowSampler(DistributedSampler):
         self, order: RowOrder, num_ranks: int, rank: int, num_workers: int, batch_size: int
     ) -> None:
         rows: Any = range(order.num_rows)
-        super().__init__(rows, num_ranks, rank, shuffle=order.shuffle, seed=order.seed)
+        super().__init__(
+            rows,
+            num_ranks,
+            rank,
+            shuffle=order.shuffle,
+            seed=order.seed,
+        )
         self.order = order
         self.full = self.shares = Shares(
             [(0, order.num_rows)], num_ranks, max(1, num_workers), batch_size
         )
+        self.num_trained = 0
+        """Batches of `shares` that the next iterator leaves out."""
         if order.num_rows < num_ranks:
             raise DataError(
                 f"{order.num_rows} rows are too few for {num_ranks} ranks: each needs one."
@@ -185,42 +202,13 @@ class RowSampler(DistributedSampler):
         return self.full.num_batches
 
     def __iter__(self) -> Iterator[Any]:
+        epoch = self.epoch
         shares = self.shares
+        first = self.num_trained
         self.shares = self.full
-        for number in range(shares.num_batches):
-            yield Request(self.epoch, shares.batch(self.rank, number))
-
-
-class Packed(NamedTuple):
-    """A batch on its way from a worker: one tensor, since each costs a file descriptor, and
-    connections to pass it."""
-
-    data: torch.Tensor
-    layout: dict[str, tuple[str, list[int]]]
-    """Name -> type and shape."""
-
-
-def pack(tensors: dict[str, torch.Tensor]) -> Packed:
-    """Return tensors as one; those of 8 bytes a number come first."""
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    layout = {}
-    parts = []
-    for name, tensor in tensors.items():
-        layout[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        parts.append(tensor.flatten().view(torch.uint8))
-    return Packed(torch.cat(parts), layout)
-
-
-def unpack(packed: Packed) -> dict[str, torch.Tensor]:
-    """Return the tensors of `pack`, as views."""
-    tensors = {}
-    first = 0
-    for name, (kind, shape) in packed.layout.items():
-        dtype = getattr(torch, kind)
-        stop = first + dtype.itemsize * math.prod(shape)
-        tensors[name] = packed.data[first:stop].view(dtype).view(shape)
-        first = stop
-    return tensors
+        self.num_trained = 0
+        for number in range(first, shares.num_batches):
+            yield Request(epoch, shares.batch(self.rank, number))
 
 
 class RowLoader(DataLoader[Any]):
@@ -234,28 +222,29 @@ class RowLoader(DataLoader[Any]):
     """Where the iterator is that was begun last."""
     next_state: dict[str, Any] | None = None
     """Where the next one begins."""
+    source: str = ""
+    """Differs where rows are others, though their groups are of the same sizes."""
 
     def _beginning(self) -> dict[str, Any]:
         sampler: Any = self.sampler
         order = sampler.order
         shares = sampler.full
+        rows = np.array(order.counts).tobytes() + self.source.encode()
         return {
-            **{"batches": 0, "samples": 0, "rank": sampler.rank, "num_ranks": shares.num_ranks},
-            **{
-                "batch_size": shares.batch_size,
-                "length": order.num_rows,
-                "drop_last": False,
-                "drop_uneven": False,
-            },
-            **{
-                "order": ["rows", order.buffer_rows, crc32(np.array(order.counts).tobytes())],
-                "generator": None,
-            },
-            **{
-                "of_epoch": [sampler.epoch, order.seed, order.shuffle],
-                "num_workers": shares.num_workers,
-            },
-            **{"first_batch": 0, "spans": shares.spans},
+            "batches": 0,
+            "samples": 0,
+            "rank": sampler.rank,
+            "num_ranks": shares.num_ranks,
+            "batch_size": shares.batch_size,
+            "length": order.num_rows,
+            "drop_last": False,
+            "drop_uneven": False,
+            "order": ["rows", order.buffer_rows, crc32(rows)],
+            "generator": None,
+            "of_epoch": [sampler.epoch, order.seed, order.shuffle],
+            "num_workers": shares.num_workers,
+            "first_batch": 0,
+            "spans": shares.spans,
         }
 
     def row_indices(self, batch: int) -> list[int]:
@@ -277,32 +266,36 @@ class RowLoader(DataLoader[Any]):
             list(state["of_epoch"][1:]) != beginning["of_epoch"][1:]
         ):
             rank_zero_warn(
-                "resuming in the middle of an epoch: the checkpoint is of other row groups, or of "
-                "another seed, buffer_rows or shuffling. So this epoch restarts, with rows that "
-                "were trained. Resume with the same data and settings."
+                "resuming in the middle of an epoch: the checkpoint is of other rows, of other row "
+                "groups, or of another seed, buffer_rows or shuffling. So an epoch of all rows "
+                "begins. To go on where it was, resume with the same data and settings."
             )
             return
         spans = [(first, stop) for first, stop in state["spans"]]
-        before = Shares(spans, state["num_ranks"], state["num_workers"], state["batch_size"])
+        before = Shares(
+            spans,
+            state["num_ranks"],
+            state["num_workers"],
+            state["batch_size"],
+        )
         num_trained = max(0, state["batches"] - state["first_batch"])
         # In another layout rows may have been trained and as many batches be left as an epoch has.
         if num_trained >= before.num_batches or not (state["batches"] or state["samples"]):
             return
         sampler: Any = self.sampler
         full = sampler.full
-        shares = Shares(
-            before.remaining(num_trained), full.num_ranks, full.num_workers, full.batch_size
-        )
-        trained = {
-            "batches": full.num_batches - shares.num_batches,
-            "samples": full.num_rows - shares.num_rows,
-        }
-        position = {
-            "first_batch": trained["batches"],
-            "spans": shares.spans,
-            "of_epoch": state["of_epoch"],
-        }
-        self.state = self.next_state = {**beginning, **trained, **position}
+        # In the same layout workers go on taking turns where they were.
+        position = {**state, "rank": sampler.rank}
+        if before.layout() != full.layout():
+            shares = Shares(before.remaining(num_trained), *full.layout())
+            first_batch = full.num_batches - shares.num_batches
+            position = {
+                **beginning,
+                **{"batches": first_batch, "first_batch": first_batch, "spans": shares.spans},
+                "samples": full.num_rows - shares.num_rows,
+                "of_epoch": state["of_epoch"],
+            }
+        self.state = self.next_state = position
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # A generator: it begins with its first batch, when Lightning has set the sampler's epoch.
@@ -312,13 +305,19 @@ class RowLoader(DataLoader[Any]):
         if state is None or state["of_epoch"][0] != sampler.epoch:
             state = self._beginning()
         full = sampler.full
-        sampler.shares = Shares(state["spans"], full.num_ranks, full.num_workers, full.batch_size)
-        columns = self.dataset.columns  # type: ignore[attr-defined]
+        sampler.shares = Shares(state["spans"], *full.layout())
+        sampler.num_trained = state["batches"] - state["first_batch"]
+        dataset: Any = self.dataset
+        pins = self.pin_memory and torch.accelerator.is_available()
+        if self.pin_memory and not pins:
+            rank_zero_warn("pin_memory=True: there is no accelerator, so batches are not pinned.")
         global_batch = full.batch_size * full.num_ranks
-        for batch in super().__iter__():
+        # Threads, where a DataLoader has processes: pyarrow and numpy let others run meanwhile, and
+        # a batch need not be sent.
+        for tensors in dataset.batches(iter(sampler), self.num_workers):
+            if pins:
+                tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
             samples = min(state["samples"] + global_batch, full.num_rows)
             state = {**state, "batches": state["batches"] + 1, "samples": samples}
             self.state = state
-            if isinstance(batch, Packed):
-                batch = columns.batch(unpack(batch))
-            yield batch
+            yield dataset.columns.batch(tensors)

@@ -47,7 +47,7 @@ class CriteoDataModule(ColumnData):
         seed: int = 1,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
-        num_workers: int = 0,
+        num_workers: int = 1,
     ) -> None:
         """Set where the data is and how batches are made of it.
 
@@ -65,7 +65,7 @@ class CriteoDataModule(ColumnData):
             seed: of the generator.
             val_fraction: share of the examples that validates.
             test_fraction: share of the examples, the newest, that tests.
-            num_workers: processes that build batches; 0 builds them in the training process.
+            num_workers: threads that read and encode ahead of the batches.
         """
         if min(max_rows, num_examples, max_ids) < 1:
             raise ConfigError("max_rows, num_examples and max_ids must be at least 1.")

@@ -65,6 +65,8 @@ class ChangedTables:
     def begin(self) -> None:
         """Forget what has changed so far."""
         self._touched.clear()
+        # Not now: gradients stay until they are set to zero, also those that were used.
+        self._notes_gradients = True
         # A copy, since the counts themselves go on.
         self._written_by_user = dict(self._writes)
         for written in self._written.values():
@@ -127,6 +129,9 @@ class ChangedTables:
         return f"{type(group.optimizer).__name__} moves all of its rows"
 
     def _before_update(self, *_: Any) -> None:
+        if self._notes_gradients:
+            self._touched.note_gradients()
+            self._notes_gradients = False
         for name in self._unfused:
             self._written[name].look()
 

@@ -157,11 +157,18 @@ class SavedTable(NamedTuple):
 
     @without_guards
     def read_local(
-        self, name: str, parameter: nn.Parameter, values: Mapping[str, Any], optimizer: Optimizer
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        values: Mapping[str, Any],
+        starts: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the saved state of one shard, for torch. name: of the table's weight."""
+        """Return the saved state of one shard, for torch.
+
+        name: of the table's weight. starts: with what the optimizer begins it, a tensor or a
+        number.
+        """
         shard = self._shard(parameter)
-        old_state = optimizer.state.get(parameter, {})
         local: dict[str, Any] = {}
         for key, value in values.items():
             lazy = as_lazy(value)
@@ -171,12 +178,17 @@ class SavedTable(NamedTuple):
                 continue
             self._check_fits(name, key, lazy.shape)
             offsets, shape = self._box(shard, lazy.shape)
-            start = old_state.get(key)
+            start = starts[key]
             # Rows that the saved table had not keep the state with which the optimizer begins.
             if isinstance(start, Tensor) and tuple(start.shape) == shape:
                 tensor = start.clone()
             else:
-                tensor = torch.zeros(shape, dtype=lazy.dtype, device=shard.weight.device)
+                tensor = torch.full(
+                    shape,
+                    0.0 if isinstance(start, Tensor) else start,
+                    dtype=lazy.dtype,
+                    device=shard.weight.device,
+                )
             if tensor.numel():
                 lazy.read_into([Chunk(offsets, tensor)])
             local[key] = tensor

@@ -74,7 +74,7 @@ def test_a_bad_row_group_is_an_error_on_all_ranks_that_says_where(tmp_path: Path
     # As if it were damaged on its way: name, size and time stay, and so does what was fitted.
     os.utime(file, ns=(changed.st_atime_ns, changed.st_mtime_ns))
     with pytest.raises(RankFailed) as failed:
-        run_on_warm_ranks(fit, 2, tmp_path, -1, None, None, {})
+        run_on_warm_ranks(fit, 2, tmp_path, -1, None, None, {"num_workers": 1})
     for rank in (0, 1):
         assert f"--- rank {rank} " in str(failed.value)
     assert str(failed.value).count("row group 4, column 'user'") >= 2

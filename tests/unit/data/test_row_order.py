@@ -125,6 +125,26 @@ def test_a_loader_continues_with_other_workers_and_batch_sizes_and_twice(tmp_pat
     assert sorted(rows_of(again)) == list(range(ROWS))
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_batches_after_any_stop_are_those_of_an_epoch_that_did_not(
+    tmp_path: Path, num_workers: int
+) -> None:
+    data = data_in(tmp_path, num_workers=num_workers, batch_size=64)
+    expected = list(map(rows_of, zip(data.train_dataloader())))
+    loader = data.train_dataloader()
+    for number in range(len(expected)):
+        state = loader.state_dict()
+        loader = data.train_dataloader()
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        seen = [rows_of([next(batches)])]
+        loader.sampler.set_epoch(1)  # of the next iterator
+        assert [*seen, *map(rows_of, zip(batches))] == expected[number:]
+        loader = data.train_dataloader()
+        loader.load_state_dict(state)
+        next(iter(loader))
+
+
 def test_a_position_of_other_rows_is_not_used(tmp_path: Path) -> None:
     state = data_in(tmp_path).train_dataloader().state_dict() | {"batches": 3}
     loader = data_in(tmp_path, seed=2).train_dataloader()
@@ -140,6 +160,9 @@ def test_shares_of_rows_validate_and_test_in_order(tmp_path: Path) -> None:
     assert sorted(rows_of(data.train_dataloader())) == list(range(750))
     with pytest.raises(ConfigError, match=r"val=0\.5, test=0\.5: shares lie between"):
         data_in(tmp_path, val=0.5, test=0.5)
+    for shares, stage in (({"val": 0.9996}, "train"), ({"test": 0.0004}, "test")):
+        with pytest.raises(DataError, match=f"{stage}: there are no rows. .* 1000 training"):
+            data_in(tmp_path, **shares)
 
 
 def test_too_few_rows_for_the_ranks_are_an_error() -> None:

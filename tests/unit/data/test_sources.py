@@ -4,17 +4,23 @@ where."""
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+import datasets
 import fsspec
+import lightning.pytorch as pl
 import numpy as np
 import pandas as pd
+import polars
 import pyarrow as pa
 import pytest
 import torch
 from pyarrow import fs, parquet
+from torch import Tensor, nn
 
 from lightning_distrec.data import ColumnData, Hash, Number, Vocabulary
 from lightning_distrec.errors import ConfigError, DataError, MissingPackageError
+from tests.support.trainers import DEFAULTS
 
 FEATURES = {
     "user": Hash(rows=1000),
@@ -69,8 +75,13 @@ def test_all_sources_of_the_same_rows_give_the_same_batch(
         for place in ("bucket", "bucket/parts"):
             with store.open(f"/{place}/{number}.parquet", "wb") as file:
                 file.write((folder / f"{number}.parquet").read_bytes())
+    polars_frame = polars.from_arrow(table)
+    coded = polars_frame.with_columns(polars.col("city").cast(polars.Categorical))
     sources = {
         "table": (table, {}),
+        "polars": (polars_frame, {}),
+        "polars, lazy, categories": (coded.lazy(), {}),
+        "datasets": (datasets.Dataset(table).with_format("arrow")[:], {}),
         "folder": (str(folder), {}),
         "glob": (str(folder / "*.parquet"), {}),
         "list": ([str(folder / f"{number}.parquet") for number in range(5)], {}),
@@ -159,6 +170,58 @@ def test_a_checkpoints_features_replace_those_of_the_data(
     changed = ColumnData(frame, {**FEATURES, "user": Hash(rows=999)}, "y")
     with pytest.raises(ConfigError, match="the checkpoint was trained with another feature 'user'"):
         changed.load_state_dict(state)
+
+
+class Mean(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        return (self.weight - batch["label"]).square().mean()
+
+    def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_trained_module_is_not_given_data_that_map_values_otherwise(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
+    model = Mean()
+    data = ColumnData(frame, FEATURES, "y", test=frame)
+    trainer = pl.Trainer(**DEFAULTS, max_steps=1)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    for same in (data, ColumnData(frame, FEATURES, "y", test=frame)):
+        pl.Trainer(**DEFAULTS, max_steps=1).fit(model, same)
+        pl.Trainer(**DEFAULTS).test(model, same)
+    moved = ColumnData(frame.assign(city=frame["city"].str[::-1]), FEATURES, "y", test=frame)
+    dearer = ColumnData(frame.assign(price=2.5 * frame["price"]), FEATURES, "y", test=frame)
+    for other, message in (
+        (moved, "map 'city' otherwise: vocab"),
+        (dearer, "map 'price' otherwise"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            pl.Trainer(**DEFAULTS, max_steps=1).fit(model, other)
+        with pytest.raises(ConfigError, match=message):
+            pl.Trainer(**DEFAULTS).test(model, other)
+        pl.Trainer(**DEFAULTS).test(model, other, ckpt_path=str(tmp_path / "it.ckpt"))
+        assert other.columns.to_plain() == data.columns.to_plain()
+        pl.Trainer(**DEFAULTS, max_steps=2).fit(model, other)  # with the features that are loaded
+    pl.Trainer(**DEFAULTS, max_steps=1).fit(Mean(), moved)
+
+
+def test_tables_in_memory_are_known_by_rows_from_all_of_them(
+    frame: pd.DataFrame, tmp_path: Path
+) -> None:
+    later = frame.assign(city=frame["city"].where(frame.index < 300, "Rom"))
+    first, same, second = (
+        data_of(rows, tmp_path).train_dataloader().state_dict() for rows in (frame, frame, later)
+    )
+    assert first == same != second
 
 
 def test_predictions_need_no_labels_and_no_training_data(
@@ -344,6 +407,18 @@ def test_without_pyarrow_the_room_names_what_to_install(monkeypatch: pytest.Monk
 
 def test_kept_columns_are_those_of_text_and_tables_too(tmp_path: Path) -> None:
     table = pa.table({"row": [1.0, 2.0], "note": ["a", None]})
+    lists = table.append_column("tags", [[["x", "y"], None]])
+    parquet.write_table(lists, tmp_path / "rows.parquet", row_group_size=1)
+    data = ColumnData(
+        predict=str(tmp_path / "rows.parquet"),
+        features={"row": Number()},
+        keep=["note", "tags"],
+        cache_dir=str(tmp_path / "cache"),
+    )
+    data.prepare_data()
+    data.setup("predict")
+    kept = data.predict_dataloader().dataset.kept_columns()
+    assert kept.equals(lists.select(["note", "tags"]))  # no dictionaries
     (tmp_path / "rows.csv").write_text("row,note\n1,a\n2,\n")
     for source in (table, str(tmp_path / "rows.csv")):
         features = {"row": Number()}
