@@ -3,17 +3,18 @@
 `python serve.py` answers request.json, the first of the examples, and
 
 - `python serve.py other.json` another request: the inputs by name, as request.json has them,
-- `python serve.py --http 8080` requests that this machine sends by POST to this port,
-- `python serve.py --http 8080 --follow FOLDER` the same, with what PublishRows publishes there,
+- `python serve.py --follow FOLDER` the same, with what PublishRows has published there,
 - `python serve.py --check` compares answers to the examples with those of the trained module,
 - `python serve.py --index HNSW32` adds an index of faiss to a folder that answers with items.
 
 Where the folder has columns.json, a request is a row of raw values by column, or a list of rows.
 Where it answers with items, a request may have `k`, how many, and `exclude`, a list for each query;
 several rows of columns are its `rows` then. In a program: `serve.Server(folder).answer({"name":
-tensor, ...})`, or `answer_plain(request)`. Tables stay in their file, mapped into memory.
+tensor, ...})`, or `answer_plain(request)`; by HTTP: app.py. Tables stay in their file, mapped into
+memory.
 """
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -73,7 +74,12 @@ class Server:
             about = self.about["top_k"]
             nearest_rows = script(folder / "nearest_rows.py")
             table = self.tables[about["table"]]
-            self.items = nearest_rows.Items(folder, about, table, self.encoder)
+            self.items = nearest_rows.Items(
+                folder,
+                about,
+                table,
+                self.encoder,
+            )
 
     def apply(self, folder: str) -> int:
         """Take over what PublishRows has published in a folder since the last call, in order;
@@ -203,7 +209,10 @@ class Server:
             inputs = self.inputs_of_lists(request)
         else:
             inputs = self.inputs_of_rows([request] if isinstance(request, dict) else request)
-        answer = self.answer(inputs, **options)
+        return self.plain_answer(self.answer(inputs, **options))
+
+    def plain_answer(self, answer: Any) -> Any:
+        """Return what `answer` returns as lists and dicts."""
         return plain(answer if self.items is None else self.items.plain(answer))
 
     def inputs_of_lists(self, request: Any) -> dict[str, torch.Tensor]:
@@ -367,38 +376,36 @@ def differences(
 
 
 if __name__ == "__main__":
-    follow = None
-    if sys.argv[-2:-1] == ["--follow"]:
-        follow = sys.argv.pop()
-        sys.argv.pop()
-    if sys.argv[1:2] == ["--http"] and len(sys.argv) == 3 and sys.argv[2].isdecimal():
-        http_server = script(FOLDER / "http_server.py")
-        server = Server()
-        if follow is not None:
-            server.follower(follow).run()
-        with http_server.http_server(server, int(sys.argv[2])) as http:
-            print(f"http://127.0.0.1:{http.server_port}: send requests by POST", flush=True)
-            http.serve_forever()
-    elif sys.argv[1:] in (["-h"], ["--help"]):
-        print(__doc__)
-    elif sys.argv[1:2] == ["--index"] and len(sys.argv) == 3:
-        try:
-            print(f"finds {add_index(FOLDER, sys.argv[2]):.2%} of the exact answers")
-        except (OSError, ValueError) as error:
-            sys.exit(f"serve.py: {error}.")
-    elif sys.argv[1:] == ["--check"]:
-        allowed = json.loads((FOLDER / "serving.json").read_text())["largest_difference"]
-        difference = check(Server())
-        print(
-            f"largest difference from the trained module: {difference:.3g} ({allowed:.3g} when it "
-            "was exported)"
-        )
-    else:
-        request = Path(sys.argv[1]) if sys.argv[1:] else FOLDER / "request.json"
-        try:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "request",
+        nargs="?",
+        type=Path,
+        default=FOLDER / "request.json",
+    )
+    for option in ("--follow", "--index", "--http"):
+        parser.add_argument(option)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    try:
+        if options.http:
+            raise ValueError("app.py answers by HTTP: python app.py --port 8000")
+        if options.index:
+            print(f"finds {add_index(FOLDER, options.index):.2%} of the exact answers")
+        elif options.check:
             server = Server()
-            if follow is not None:
-                server.apply(follow)
-            print(json.dumps(server.answer_plain(json.loads(request.read_text()))))
-        except (OSError, ValueError) as error:
-            sys.exit(f"serve.py: {request}: {error}.")
+            allowed = server.about["largest_difference"]
+            print(
+                f"largest difference from the trained module: {check(server):.3g} ({allowed:.3g} "
+                "when it was exported)"
+            )
+        else:
+            server = Server()
+            if options.follow:
+                server.apply(options.follow)
+            request = json.loads(options.request.read_text())
+            print(json.dumps(server.answer_plain(request)))
+    except (OSError, ValueError) as error:
+        sys.exit(f"serve.py: {error}.")

@@ -5,7 +5,7 @@ with the module's.
 - tables.safetensors: the tables, in float or quantized; a server maps them into memory.
 - serving.json: inputs, quantization, and how far the answers were from the module's.
 - examples.safetensors, request.json: a batch with the module's answers; a first request.
-- serve.py, http_server.py: answer requests (answer.py); follow.py: takes publications over.
+- serve.py, app.py: answer requests (answer.py); follow.py: takes publications over.
 - columns.json, raw_values.py: how raw values become inputs, where the data was columns.
 - nearest_rows.py, items.faiss: find the best rows of a table, where a method returns queries.
 """
@@ -31,7 +31,7 @@ from lightning_distrec.checkpoint.lazy_tensors import as_lazy, materialized
 from lightning_distrec.checkpoint.tensor_files import write_safetensors
 from lightning_distrec.chunks import num_bytes
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.serving import answer, follow, http_server, nearest_rows
+from lightning_distrec.serving import answer, follow, nearest_rows
 from lightning_distrec.serving.item_table import TopK, best_items, described_items
 from lightning_distrec.serving.program import (
     PREDICT,
@@ -130,8 +130,21 @@ def export_for_serving(
     items: dict[str, Any] = {}
     if top_k is not None:
         request_names = [*tensors_of(batch)] if raw is None else [*raw.rows[0]]
-        items = described_items(top_k, module, request_names, {} if raw is None else raw.mapping)
-    source = _Source(module, batch, first_request, raw, bits, items, dict(published or {}))
+        items = described_items(
+            top_k,
+            module,
+            request_names,
+            {} if raw is None else raw.mapping,
+        )
+    source = _Source(
+        module,
+        batch,
+        first_request,
+        raw,
+        bits,
+        items,
+        dict(published or {}),
+    )
     with _new_folder(folder, overwrite) as new_folder:
         try:
             served = _write(source, tables, new_folder, on_progress)
@@ -239,8 +252,18 @@ def _write(
             stored[f"{path}.rows"] = QuantizedTensor(stored.pop(f"{path}.weight"), table_bits)
             if items.get("table") == f"{path}.weight":
                 items |= {"table": f"{path}.rows", "bits": table_bits}
-        write_safetensors(folder / TABLES, stored, on_progress, alignment=ALIGNMENT)
-    program, inputs = export_program(module, load_file(folder / TABLES), batch, method)
+        write_safetensors(
+            folder / TABLES,
+            stored,
+            on_progress,
+            alignment=ALIGNMENT,
+        )
+    program, inputs = export_program(
+        module,
+        load_file(folder / TABLES),
+        batch,
+        method,
+    )
     torch.export.save(program, folder / PROGRAM)
     needs = needed_packages(program)
     described = _described_inputs(program, inputs)
@@ -251,11 +274,12 @@ def _write(
         "bits": bits,
         "published": source.published,
     }
-    scripts = {SCRIPT: answer, "http_server.py": http_server, "follow.py": follow}
+    scripts = {SCRIPT: answer.__file__, "follow.py": follow.__file__}
+    scripts["app.py"] = str(Path(__file__).with_name("app.py"))  # it needs litserve
     files = [TABLES, PROGRAM, EXAMPLES, REQUEST]
     if items:
         about["top_k"] = items
-        scripts["nearest_rows.py"] = nearest_rows
+        scripts["nearest_rows.py"] = nearest_rows.__file__
     _write_json(folder / ABOUT, about)
     outputs = answer.leaves(expected)
     examples = {f"inputs.{name}": tensor for name, tensor in inputs.items()}
@@ -268,10 +292,10 @@ def _write(
         from lightning_distrec.data import raw_values  # it needs pyarrow, as the data did
 
         _write_json(folder / COLUMNS, raw.mapping)
-        scripts["raw_values.py"] = raw_values
+        scripts["raw_values.py"] = raw_values.__file__
         files.append(COLUMNS)
     for name, script in scripts.items():
-        shutil.copyfile(str(script.__file__), folder / name)
+        shutil.copyfile(script, folder / name)
 
     # The files on disk answer, by the code that will serve them.
     server = answer.Server(folder)

@@ -88,7 +88,12 @@ def describe(path: Path) -> Description:
         return _describe_contents(path, read_contents(path), size)
     except CheckpointError as error:
         kind = "folder" if path.is_dir() else "file"
-        return Description(path=str(path), kind=kind, bytes_on_disk=size, problem=str(error))
+        return Description(
+            path=str(path),
+            kind=kind,
+            bytes_on_disk=size,
+            problem=str(error),
+        )
 
 
 def _describe_contents(path: Path, contents: Loaded, bytes_on_disk: int) -> Description:
@@ -222,5 +227,11 @@ def _table(tensors: Sequence[Tensor], with_plan: bool) -> TextTable:
             if with_plan
             else ()
         )
-        text.add_row(tensor.name, shape, tensor.dtype, format_bytes(tensor.num_bytes), *plan)
+        text.add_row(
+            tensor.name,
+            shape,
+            tensor.dtype,
+            format_bytes(tensor.num_bytes),
+            *plan,
+        )
     return text

@@ -240,7 +240,12 @@ def _placeholder(hole: Path, place: str, item: Any, lazy: LazyTensor) -> Tensor:
     size = num_bytes(lazy)
     if not size:
         return torch.empty(lazy.shape, dtype=lazy.dtype)
-    memory = torch.from_file(str(hole), shared=True, size=size, dtype=torch.uint8)
+    memory = torch.from_file(
+        str(hole),
+        shared=True,
+        size=size,
+        dtype=torch.uint8,
+    )
     return memory.view(lazy.dtype).view(lazy.shape)
 
 

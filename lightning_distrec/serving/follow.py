@@ -319,7 +319,12 @@ class Follower:
         for name in dense.keys() & names.keys():
             value = dense[name]
             table = self._server.tables[names[name]]
-            change = TableChange(names[name], table, value.shape[1], is_snapshot=False)
+            change = TableChange(
+                names[name],
+                table,
+                value.shape[1],
+                is_snapshot=False,
+            )
             change.add(torch.arange(len(value)), value, None)
             yield change
 

@@ -100,5 +100,10 @@ def best_items(queries: Any, rows: Tensor, about: Mapping[str, Any]) -> dict[str
         rows = rows[: 1 + about["num_items"]]
         exclude = torch.zeros(len(queries), 1, dtype=torch.long)
     table = nn.Embedding.from_pretrained(rows)
-    scores, numbers = retrieval.top_k(queries, table, about["k"], exclude=exclude)
+    scores, numbers = retrieval.top_k(
+        queries,
+        table,
+        about["k"],
+        exclude=exclude,
+    )
     return {"items": numbers, "scores": scores}

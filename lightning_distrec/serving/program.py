@@ -308,7 +308,12 @@ def _exported(
         with torch.no_grad(), sizes_from_zero():
             # Not strict: the step runs as ordinary Python on traced tensors, without Dynamo's
             # limits.
-            exported = export(program, (tables, dict(inputs)), dynamic_shapes=sizes, strict=False)
+            exported = export(
+                program,
+                (tables, dict(inputs)),
+                dynamic_shapes=sizes,
+                strict=False,
+            )
     except Exception as error:
         name = type(program.predictor.module).__name__
         lines = [*str(error).strip().splitlines(), type(error).__name__]

@@ -216,6 +216,20 @@ def export_step(folder: Path, name: str, kind: str = "tables", **options: Any) -
     return Server(target)
 
 
+def served_as(folder: Path, name: str, exported: Path) -> Server:
+    """Return the server that the export of a checkpoint gives, by the export of another step or
+    job: they differ in rows, weights and what was published, and an export takes seconds."""
+    checkpoint = read_contents(folder / "checkpoints" / f"{name}.ckpt").checkpoint
+    state = checkpoint["state_dict"]
+    server = Server(exported)
+    server.tables = {key: state[key].clone() for key in server.tables}
+    for key, weight in server.program.state_dict().items():
+        if weight.numel():  # tables are none of the program's
+            weight.copy_(state[key.removeprefix("predictor.module.")])
+    server.published = {**published_of(checkpoint), "is_export": True}
+    return server
+
+
 def one_by_one(published: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield a folder in which the publications of another one appear, one after the other, and the
     manifest of the newest."""

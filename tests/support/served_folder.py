@@ -1,9 +1,9 @@
 """Asks a served folder in a process that can import neither this package nor torchrec."""
 
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.console import finished
 from tests.support.environments import environment
 
 ABSENT = ["lightning_distrec", "lightning", "torchrec", "fbgemm_gpu", "pyarrow", "pandas"]
@@ -15,12 +15,6 @@ def ask(folder: Path, *commands: list[str], code: str = "") -> list[str]:
     """Run some code, then serve.py with each list of arguments, in one process; return the lines
     that it prints."""
     script = WITHOUT + code + "\n" + "".join(RUN.format(arguments) for arguments in commands)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(OMP_NUM_THREADS="1"),
-    )
+    done = finished([sys.executable, "-c", script], folder, env=environment(OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -18,7 +18,7 @@ from lightning_distrec.serving.publishing.published_fit import STATE, PublishedF
 
 class PublishRows(Callback):
     """Publishes, while a fit trains, the rows of tables that changed since the last publication,
-    and all other weights; a served folder follows: `serve.py --http 8080 --follow FOLDER`.
+    and all other weights; a served folder follows: `app.py --port 8000 --follow FOLDER`.
 
     A publication has a Parquet file of each table and rank, with the row, its number and its raw
     id; the dynamic ids that lost their row; other weights as safetensors; and a manifest, which is

@@ -171,6 +171,8 @@ class PublishedFit:
         publication."""
         if state["id"] is None or state["tables"].keys() != self._tables.keys():
             return False
+        if state.get("columns") != self._columns_crc32:  # rows are of other values: see ColumnData
+            return False
         for name, table in self._tables.items():
             if not table.load(state["tables"][name], was_written):
                 return False
@@ -200,7 +202,10 @@ class PublishedFit:
         in_full = self._tables_in_full()
         last_id = None if self._needs_snapshot else self._last_id
         tables = {name: table.state(name in in_full) for name, table in self._tables.items()}
-        return {"run": self._run, "sequence": self._sequence, "id": last_id, "tables": tables}
+        return {
+            **{"run": self._run, "sequence": self._sequence, "id": last_id, "tables": tables},
+            "columns": self._columns_crc32,
+        }
 
     @property
     def is_sharded(self) -> bool:

@@ -4,12 +4,9 @@ import json
 import re
 import shutil
 import sqlite3
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import lightning.pytorch as pl
 import torch
@@ -22,10 +19,12 @@ from lightning_distrec.sharding.mapping.id_mapping import mixed
 from tests.support.column_models import ColumnModel, click_data, write_clicks
 from tests.support.publishing_model import NUM_ROWS, one_by_one, train_and_publish
 from tests.support.ranks import run_on_warm_ranks
+from tests.support.served_app import running_app
 from tests.support.trainers import DEFAULTS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how_to" / "serve_while_training.md"
 WAIT_SECONDS = 60
+NUM_NEWEST = 30
 
 
 def reader_of_the_page() -> Any:
@@ -80,26 +79,26 @@ def test_a_server_follows_columns(tmp_path: Path) -> None:
     trainer.fit(module, data)
     raw = RawRows(mapping=data.columns.to_plain(), rows=data.raw_rows())
     batch = data.columns({name: [row[name] for row in raw.rows] for name in raw.rows[0]})
+    manifests = sorted(file.name for file in (tmp_path / "new").glob("manifest-*"))
+    assert manifests == ["manifest-00000001.json", "manifest-00000002.json"], "rows are sent again"
     served = tmp_path / "served"
     export_for_serving(ColumnModel(), batch, served, raw=raw)
     published = tmp_path / "published"
     published.mkdir()
-    command = [sys.executable, str(served / "serve.py"), "--http", "0", "--follow", str(published)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            url = process.stdout.readline().split(": ")[0]  # type: ignore[union-attr]
-            assert _health(url)["sequence"] is None
-            shutil.copytree(tmp_path / "new", published, dirs_exist_ok=True)
-            deadline = time.monotonic() + WAIT_SECONDS
-            while (health := _health(url))["sequence"] != 2 and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert (health["sequence"], health["step"]) == (2, 20)
-            request = Request(url, json.dumps(raw.rows).encode())
-            with urlopen(request) as answer:
-                assert answer.headers["Step"] == "20"
-                scores = torch.tensor(json.load(answer))
-        finally:
-            process.kill()
+    with running_app(served, "--follow", str(published), absent=("lightning_distrec",)) as app:
+        assert app.ask(content=raw.rows).step is None
+        shutil.copytree(tmp_path / "new", published, dirs_exist_ok=True)
+        answers: dict[str | None, set[str]] = {}
+        deadline = time.monotonic() + WAIT_SECONDS
+        newest = 0
+        while newest < NUM_NEWEST and time.monotonic() < deadline:
+            answered = app.ask(content=raw.rows)
+            answers.setdefault(answered.step, set()).add(json.dumps(answered.content))
+            newest += answered.step == "20"
+    # Both workers have followed, and a step has one answer.
+    assert newest == NUM_NEWEST
+    assert [len(texts) for texts in answers.values()] == [1] * len(answers)
+    scores = torch.tensor(json.loads(answers["20"].pop()))
     trained = trainer.strategy.unshard().eval()
     with torch.no_grad():
         assert torch.equal(scores, trained.predict_step(batch, 0))
@@ -116,20 +115,14 @@ def test_a_server_follows_columns(tmp_path: Path) -> None:
     assert rows["id"].to_pylist() == values
 
 
-def _health(url: str) -> dict[str, Any]:
-    with urlopen(f"{url}/health") as answer:
-        health: dict[str, Any] = json.load(answer)
-        return health
-
-
 def test_publishes_by_the_clock(tmp_path: Path) -> None:
     """Two ranks whose steps take 50 ms or more publish every 0.3 s, at the same steps."""
     begin = time.monotonic()
     options = {"every_n_steps": None, "every_seconds": 0.3}
     job = ("tables", "Adagrad", None, (SlowSteps(),))
-    run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 40, options, *job)
+    run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 20, options, *job)
     steps = [manifest["step"] for _, manifest in one_by_one(tmp_path / "published")]
-    assert steps[-1] == 40
+    assert steps[-1] == 20
     assert 2 <= len(steps) <= (time.monotonic() - begin) / 0.3 + 1
 
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from lightning_distrec.cli.main import main
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPE = ROOT / "recipes" / "criteo_dlrm" / "cpu.yaml"
@@ -87,13 +88,14 @@ class Processes:
         )
 
     def start_server(self) -> None:
-        script = str(self._folder / "served" / "serve.py")
-        follow = ["--http", "0", "--follow", str(self._folder / "published")]
+        """Start it at a port of its own: one that was killed may still have the other."""
+        port = str(free_port())
+        self.url = f"http://127.0.0.1:{port}/predict"
+        script = str(self._folder / "served" / "app.py")
+        options = ["--port", port, "--follow", str(self._folder / "published")]
         self.server = subprocess.Popen(
-            [sys.executable, script, *follow], stdout=subprocess.PIPE, stderr=self.log, text=True
+            [sys.executable, script, *options], stdout=self.log, stderr=self.log
         )
-        assert self.server.stdout is not None
-        self.url = self.server.stdout.readline().split(": ")[0]
 
     def kill_one(self) -> None:
         """Kill the server, or one of the job's two ranks; the other one ends by itself, or is
@@ -145,7 +147,8 @@ def test_answers_are_those_of_their_step(tmp_path: Path) -> None:
     try:
         while time.monotonic() < end:
             try:
-                with urlopen(Request(processes.url, request), timeout=30) as answer:
+                json_request = Request(processes.url, request, {"Content-Type": "application/json"})
+                with urlopen(json_request, timeout=30) as answer:
                     text = answer.read().decode()
                     answers.setdefault(int(answer.headers["Step"]), set()).add(text)
             except (URLError, OSError):

@@ -24,6 +24,7 @@ from tests.support.publishing_model import (
     WritesRows,
     export_step,
     one_by_one,
+    served_as,
     train_and_publish,
 )
 from tests.support.ranks import RankFailed, run_on_ranks, run_on_warm_ranks
@@ -54,10 +55,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_follows_to_the_digit(folder: Path) -> None:
-    server = export_step(folder, "step=3")
-    exports = {6: export_step(folder, "step=6"), 12: export_step(folder, "step=12")}
-    file = folder / "served-step=3-None" / "tables.safetensors"
+@pytest.fixture(scope="module")
+def exported(folder: Path) -> Path:
+    """The export of step 3."""
+    export_step(folder, "step=3")
+    return folder / "served-step=3-None"
+
+
+def test_follows_to_the_digit(folder: Path, exported: Path) -> None:
+    server = Server(exported)
+    exports = {6: export_step(folder, "step=6"), 12: served_as(folder, "step=12", exported)}
+    file = exported / "tables.safetensors"
     before = file.read_bytes()
     steps = []
     for published, manifest in one_by_one(folder / "published"):
@@ -85,40 +93,40 @@ def test_serves_packed_rows(folder: Path) -> None:
             assert_serves_as(server, export_step(folder, "step=12", bits=4))
 
 
-def test_a_late_server_takes_all_rows_first(folder: Path) -> None:
+def test_a_late_server_takes_all_rows_first(folder: Path, exported: Path) -> None:
     published = folder / "late"
     shutil.copytree(folder / "published", published)
     for number in (1, 2, 3):
         (published / f"manifest-{number:08d}.json").unlink()
-    server = export_step(folder, "step=3")
+    server = Server(exported)
     assert server.apply(str(published)) == 2
     assert server.published["sequence"] == 5
-    newest = export_step(folder, "step=12")
+    newest = served_as(folder, "step=12", exported)
     newest.apply(str(folder / "published"))
     assert_serves_as(server, newest)
 
 
-def test_a_damaged_manifest_is_stepped_over(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_stepped_over(folder: Path, exported: Path, tmp_path: Path) -> None:
     published = tmp_path / "published"
     shutil.copytree(folder / "published", published)
     (published / "manifest-00000002.json").write_text("{")
-    server = export_step(folder, "step=3")
+    server = Server(exported)
     assert server.apply(str(published)) == 2  # by all rows of publication 4
     assert server.published["sequence"] == 5
 
 
-def test_keeps_what_it_has(folder: Path, tmp_path: Path) -> None:
+def test_keeps_what_it_has(folder: Path, exported: Path, tmp_path: Path) -> None:
     """Of a gap, damage, another model and another job: the server says which, and goes on."""
     published = tmp_path / "published"
     shutil.copytree(folder / "published", published)
-    server = export_step(folder, "step=6")
+    server = served_as(folder, "step=6", exported)
     (published / "manifest-00000004.json").unlink()
     with pytest.raises(
         ValueError, match="publication 5 does not go on from what is served, of step 9"
     ):
         server.apply(str(published))
     assert server.published["step"] == 9
-    assert_serves_as(server, export_step(folder, "step=9"))
+    assert_serves_as(server, served_as(folder, "step=9", exported))
     shutil.copy(folder / "published" / "manifest-00000004.json", published)
     manifest = json.loads((published / "manifest-00000004.json").read_text())
     (file,) = manifest["tables"]["bags.embedding_bags.by_row.weight"]["changed"][:1]
@@ -132,7 +140,7 @@ def test_keeps_what_it_has(folder: Path, tmp_path: Path) -> None:
         ("num_rows", "is of another model: of .* it has the shape", {}),
         ("format", "has the format 9", {"format": 9}),
     ):
-        server = export_step(folder, "step=9")
+        server = served_as(folder, "step=9", exported)
         _rewrite(published / "manifest-00000004.json", manifest, name, change)
         (published / "manifest-00000005.json").unlink(missing_ok=True)
         with pytest.raises(ValueError, match=text):
@@ -163,11 +171,11 @@ def test_managed_collections(kind: str, tmp_path: Path) -> None:
     assert (num_deleted > 0) == (kind == "mch")
 
 
-def test_dense_updates_publish_all_rows(tmp_path: Path) -> None:
+def test_dense_updates_publish_all_rows(exported: Path, tmp_path: Path) -> None:
     run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 6, None, "tables", "Adam")
-    server = export_step(tmp_path, "step=3")
+    server = served_as(tmp_path, "step=3", exported)
     server.apply(str(tmp_path / "published"))
-    assert_serves_as(server, export_step(tmp_path, "step=6"))
+    assert_serves_as(server, served_as(tmp_path, "step=6", exported))
 
 
 @pytest.fixture(scope="module")
@@ -181,11 +189,13 @@ def between(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "form", slow_except(["ranks", "emptied"], ["ranks", "emptied", "sharding", "writes"])
 )
-def test_goes_on_from_a_checkpoint(between: Path, tmp_path: Path, form: str) -> None:
+def test_goes_on_from_a_checkpoint(
+    between: Path, exported: Path, tmp_path: Path, form: str
+) -> None:
     """Resumed at step 6, where 11 steps were published: what those changed is published again."""
     shutil.copytree(between / "checkpoints", tmp_path / "checkpoints")
     shutil.copytree(between / "published", tmp_path / "published")
-    server = export_step(tmp_path, "step=3")
+    server = served_as(tmp_path, "step=3", exported)
     published = str(tmp_path / "published")
     assert server.apply(published) == 3
     for name in ("step=9.ckpt", "end.ckpt"):
@@ -204,53 +214,53 @@ def test_goes_on_from_a_checkpoint(between: Path, tmp_path: Path, form: str) -> 
     assert manifest["step"] == 8
     assert manifest["is_snapshot"] == (form == "emptied")
     assert server.apply(published) >= 1
-    assert_serves_as(server, export_step(tmp_path, "end"))
+    assert_serves_as(server, served_as(tmp_path, "end", exported))
 
 
 def test_rows_that_a_restart_has_lost_are_published_where_no_other_is_trained(
-    between: Path, tmp_path: Path
+    between: Path, exported: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(between / "checkpoints", tmp_path / "checkpoints")
     shutil.copytree(between / "published", tmp_path / "published")
-    server = export_step(tmp_path, "step=3")
+    server = served_as(tmp_path, "step=3", exported)
     server.apply(str(tmp_path / "published"))
     checkpoint = str(tmp_path / "checkpoints" / "step=6.ckpt")
     (tmp_path / "checkpoints" / "end.ckpt").unlink()
     job = ({"every_n_steps": 4}, "empty", "Adagrad", checkpoint)
     run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 7, *job)
     assert server.apply(str(tmp_path / "published")) == 1
-    assert_serves_as(server, export_step(tmp_path, "end"))
+    assert_serves_as(server, served_as(tmp_path, "end", exported))
 
 
-def test_publishes_what_callbacks_write(tmp_path: Path) -> None:
+def test_publishes_what_callbacks_write(exported: Path, tmp_path: Path) -> None:
     """A callback that comes after PublishRows in the list, and that writes after the last step."""
     job = (None, "tables", "Adagrad", None, (WritesRows(),))
     run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 6, *job)
-    server = export_step(tmp_path, "step=3")
+    server = served_as(tmp_path, "step=3", exported)
     assert server.apply(str(tmp_path / "published")) == 2
-    assert_serves_as(server, export_step(tmp_path, "end"))
+    assert_serves_as(server, served_as(tmp_path, "end", exported))
 
 
-def test_a_folder_with_other_things(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_with_other_things(folder: Path, exported: Path, tmp_path: Path) -> None:
     """Characters of patterns in its name, files of the user, and old publications that cannot be
     removed."""
     path = tmp_path / "layers=[64,32]"
     (path / "published" / "rows-2024").mkdir(parents=True)
     (path / "published" / "rows-2024.parquet").write_bytes(b"of the user")
     job = ({"full_every": 1, "keep": 1}, "tables", "Adagrad", None, (LosesRows(),))
-    run_on_ranks(train_and_publish, 2, str(path), 12, *job)
+    run_on_warm_ranks(train_and_publish, 2, str(path), 12, *job)
     assert (path / "published" / "rows-2024").is_dir()
     assert (path / "published" / "rows-2024.parquet").is_file()
-    server = export_step(path, "step=3")
+    server = served_as(path, "step=3", exported)
     server.apply(str(path / "published"))
-    assert_serves_as(server, export_step(path, "step=12"))
+    assert_serves_as(server, served_as(path, "step=12", exported))
     untrained = tmp_path / "untrained"
     export_for_serving(JOBS["tables"][0](), JOBS["tables"][1](0), untrained)
     with pytest.raises(ValueError, match="gives ids rows of .*mapped.*: export a checkpoint"):
         Server(untrained).apply(str(folder / "published"))
 
 
-def test_a_rank_dies_in_a_publication(tmp_path: Path) -> None:
+def test_a_rank_dies_in_a_publication(exported: Path, tmp_path: Path) -> None:
     job = (None, "tables", "Adagrad", None, (DiesInPublication(3),))
     with pytest.raises(RankFailed):
         run_on_ranks(train_and_publish, 2, str(tmp_path), 13, *job)
@@ -259,24 +269,24 @@ def test_a_rank_dies_in_a_publication(tmp_path: Path) -> None:
         sorted(path.name for path in published.glob("manifest-*"))[-1] == "manifest-00000002.json"
     )
     assert list(published.glob("rows-00000003-*"))
-    server = export_step(tmp_path, "step=3")
+    server = served_as(tmp_path, "step=3", exported)
     assert server.apply(str(published)) == 1
     checkpoint = str(tmp_path / "checkpoints" / "step=6.ckpt")
     run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 9, None, "tables", "Adagrad", checkpoint)
     assert len(list(published.glob("rows-00000003-*"))) == 1
     assert server.apply(str(published)) == 1
-    assert_serves_as(server, export_step(tmp_path, "step=9"))
+    assert_serves_as(server, served_as(tmp_path, "step=9", exported))
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk(exported: Path, tmp_path: Path) -> None:
     """The publication that fails on rank 1 is told; the next one has its rows, too."""
     job = ("tables", "Adagrad", None, (FillsDisk(5),))
-    run_on_ranks(train_and_publish, 2, str(tmp_path), 9, {"on_error": "warn"}, *job)
+    run_on_warm_ranks(train_and_publish, 2, str(tmp_path), 9, {"on_error": "warn"}, *job)
     steps = [manifest["step"] for _, manifest in one_by_one(tmp_path / "published")]
     assert steps == [3, 9]
-    server = export_step(tmp_path, "step=3")
+    server = served_as(tmp_path, "step=3", exported)
     server.apply(str(tmp_path / "published"))
-    assert_serves_as(server, export_step(tmp_path, "step=9"))
+    assert_serves_as(server, served_as(tmp_path, "step=9", exported))
     job = ("tables", "Adagrad", None, (FillsDisk(2),))
     with pytest.raises(RankFailed, match=r"publication 1 of step 3 cannot be written to .*rank 1"):
         run_on_ranks(train_and_publish, 2, str(tmp_path / "other"), 9, None, *job)

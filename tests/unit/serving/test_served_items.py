@@ -2,11 +2,8 @@
 trained module."""
 
 import json
-import re
+import shutil
 import sys
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.retrieval import top_k
-from lightning_distrec.serving import answer, http_server, nearest_rows
+from lightning_distrec.serving import answer, nearest_rows
 from lightning_distrec.serving.artifact import RawRows, export_for_serving
 from lightning_distrec.serving.item_table import TopK
 from tests.support.column_models import FEATURES, ColumnModel, click_data, write_clicks, write_job
@@ -142,23 +139,12 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_request_that_does_not_fit_is_answered_with_400_and_its_reason(served: Served) -> None:
-    with http_server.http_server(served[1], 0) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{http.server_port}"
-
-        def post(request: dict[str, Any]) -> Any:
-            content = json.dumps({"history": [[1, 2, 3]]} | request).encode()
-            with urllib.request.urlopen(url, content, timeout=60) as response:
-                return json.loads(response.read())
-
-        assert len(post({"k": 3, "exclude": [[1]]})["items"][0]) == 3
-        for request, message in BAD_REQUESTS:
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                post(request)
-            assert refused.value.code == 400
-            assert re.search(message, json.loads(refused.value.read())["error"])
-        http.shutdown()
+def test_a_request_that_does_not_fit_is_refused_with_its_reason(served: Served) -> None:
+    request = {"history": [[1, 2, 3]], "k": 3, "exclude": [[1]]}
+    assert len(served[1].answer_plain(request)["items"][0]) == 3
+    for changed, message in BAD_REQUESTS:
+        with pytest.raises(ValueError, match=message):
+            served[1].answer_plain({"history": [[1, 2, 3]]} | changed)
 
 
 class ItemModel(ColumnModel):
@@ -314,11 +300,12 @@ def test_an_index_of_all_rows_answers_as_top_k_without_what_is_excluded(tmp_path
     assert answer.check(server, tmp_path / "served") == 0
 
 
-def test_a_served_folder_gets_an_index_and_its_recall_is_what_is_said(tmp_path: Path) -> None:
+def test_a_served_folder_gets_an_index_and_its_recall_is_what_is_said(
+    served: Served, tmp_path: Path
+) -> None:
     pytest.importorskip("faiss", reason="faiss-cpu is not installed")
-    folder = tmp_path / "served"
-    module = NextItem()
-    exported(folder, module)
+    module = served[0]
+    folder = shutil.copytree(served[2], tmp_path / "served")
     items = exact(module, batch_of(32), 10)[1]
     answer.add_index(folder, "HNSW16")  # replaced by the other
     printed = ask(folder, ["--index", "IVF8,Flat nprobe=2"])

@@ -2,14 +2,9 @@
 
 import json
 import math
-import re
 import shutil
-import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +27,7 @@ from torchrec import (
 from lightning_distrec.checkpoint.lazy_tensors import MappedTensor
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError, ConfigError
-from lightning_distrec.serving import answer, http_server
+from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.serving.program import (
     QuantizedTensor,
@@ -41,7 +36,7 @@ from lightning_distrec.serving.program import (
     tensors_of,
     with_tensors,
 )
-from tests.support.environments import environment
+from tests.support.console import finished
 from tests.support.served_folder import ask
 
 
@@ -169,15 +164,6 @@ def test_a_moved_folder_answers_as_the_module_for_any_batch_size_and_refuses_bad
     assert first["best"] == expected[0]["best"].tolist()
     assert torch.tensor(first["scores"]).allclose(expected[0]["scores"], atol=1e-6)
     assert printed[1].startswith("largest difference from the trained module: ")
-    server, request = answer.Server(folder), json.loads((folder / "request.json").read_text())
-    for name, values, reason in (
-        ("words", [[1, 2, 900]], f"{NO_ROW}to 900 in 'words'"),
-        ("dense", [[1.0, 2.0]] * 2, "as many examples as each other, and .*1 in 'words'.*2 in 'dense'"),
-        ("features.lengths", [*request["features.lengths"], 0], "5 in 'features.lengths', 1 in 'wor"),
-        ("features.values", ["a"], "'features.values' must be lists of int64, and has 'a'"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=reason):
-            server.answer_plain(request | {name: values})
     _check_bad_inputs_and_damage(folder)
 
 
@@ -188,7 +174,8 @@ def test_quantized_answers_are_those_of_the_module_with_rounded_rows_and_bad_inp
     bits = 4  # of the tables whose width is a multiple of 4; 8 of the others
     module, batch = Recommender(), batch_of(64)
     expected = answers(module, batch)
-    served = export_for_serving(module, batch, tmp_path / "q", bits=bits)
+    # first_request: by it the folder knows which inputs have a row for each example.
+    served = export_for_serving(module, batch, tmp_path / "q", bits=bits, first_request=batch_of(1))
     rounded = Recommender()
     for name, weight in module.state_dict().items():
         if "top" not in name:
@@ -208,7 +195,6 @@ def test_quantized_answers_are_those_of_the_module_with_rounded_rows_and_bad_inp
     difference = (answered["scores"] - expected["scores"]).abs().max().item()
     assert 0 < difference <= served.largest_difference
     assert not list((tmp_path / "q").glob(".*"))
-    _check_http(tmp_path / "q")
     _check_bad_inputs_and_damage(tmp_path / "q")
 
 
@@ -257,6 +243,8 @@ BAD_REQUESTS: list[tuple[str, Any, str]] = [
     ("words", [[1.7, 2, 3]], "'words' must be lists of int64, and has 1.7"),
     ("words", [[True, 2, 3]], "'words' must be lists of int64, and has True"),
     ("dense", [["a", 2.0]], "'dense' must be lists of float32, and has 'a'"),
+    ("dense", [[1.0, 2.0]] * 2, "as many examples as each other, and .*1 in 'words'.*2 in 'dense'"),
+    ("features.lengths", [1, 0, 1, 0, 0], "5 in 'features.lengths', 1 in 'wor"),
     ("words", [1, 2, 3], "'words' must have the shape any x 3, not 3"),
     ("words", [[1, 2, 3, 4]], "'words' must have the shape any x 3, not 1 x 4"),
     ("words", [[-1, 2, 3]], f"{NO_ROW}-1 to 3 in 'words'"),
@@ -271,38 +259,11 @@ BAD_REQUESTS: list[tuple[str, Any, str]] = [
 ]  # fmt: skip
 
 
-def _check_http(folder: Path) -> None:
-    """Ask for what cannot be answered, then with many clients at once."""
-    server, request = answer.Server(folder), REQUEST
-    with http_server.http_server(server, 0) as http, ThreadPoolExecutor(50) as clients:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-
-        def ask(method: str, path: str = "/", content: Any = request) -> tuple[int, Any]:
-            connection = HTTPConnection("127.0.0.1", http.server_port, timeout=60)
-            connection.request(method, path, json.dumps(content))
-            response = connection.getresponse()
-            return response.status, json.loads(response.read(), parse_constant=pytest.fail)
-
-        for name, value, message in BAD_REQUESTS:
-            status, answered = ask("POST", content=request | {name: value})
-            assert (status, bool(re.search(message, answered["error"]))) == (400, True), answered
-        assert set(ask("POST", content=request | {"dense": [[math.nan, 1]]})[1]["scores"][0]) == {
-            None
-        }
-        assert ask("GET", "/health") == (200, {"status": "ok", "of": "Recommender"})
-        assert ask("GET")[0] == 404
-        assert ask("PUT")[0] == 501
-        expected = (200, server.answer_plain(request))
-        assert all(answered == expected for answered in clients.map(ask, ["POST"] * 500))
-        server.tables, tables = {}, server.tables
-        assert ask("POST")[0] in (400, 500)
-        server.tables = tables
-        http.shutdown()
-
-
 def _check_bad_inputs_and_damage(folder: Path) -> None:
     server, request = answer.Server(folder), REQUEST
     assert len(server.answer_plain(request)["scores"]) == 1
+    not_finite = server.answer_plain(request | {"dense": [[math.nan, 1]]})
+    assert set(not_finite["scores"][0]) == {None}
     for name, value, message in BAD_REQUESTS:
         with pytest.raises(ValueError, match=message):
             server.answer_plain({**request, name: value})
@@ -339,14 +300,7 @@ def test_operators_of_fbgemm_are_named_as_needed(tmp_path: Path) -> None:
 
     served = export_for_serving(Padded(), batch_of(8), tmp_path / "out", first_request=batch_of(1))
     assert served.needs == ["fbgemm_gpu"]
-    done = subprocess.run(
-        [sys.executable, "serve.py", "--check"],
-        cwd=tmp_path / "out",
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = finished([sys.executable, "serve.py", "--check"], tmp_path / "out")
     assert done.stdout.startswith("largest difference from the trained module: 0 "), done.stderr
 
 
