@@ -149,7 +149,13 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
     full: dict[int, Tensor] = {}
     for i, chunked in enumerate(sharded):
         boxes = [rank_boxes[i] for rank_boxes in per_rank_boxes]
-        full[id(chunked)] = _send(chunked, boxes, ranks, group, everywhere)
+        full[id(chunked)] = _send(
+            chunked,
+            boxes,
+            ranks,
+            group,
+            everywhere,
+        )
 
     def put(leaf: Any, path: str) -> Any:
         return full[id(leaf)] if isinstance(leaf, ChunkedTensor) else leaf

@@ -33,6 +33,48 @@ class MappedTensor(LazyTensor):
         return self.tensor
 
 
+class GrownTensor(LazyTensor):
+    """A saved tensor along a table whose rows are more now, or of other values than when it was
+    saved."""
+
+    def __init__(self, saved: LazyTensor, num_rows: int, factor: int, new_rows: Tensor) -> None:
+        """factor: rows that each saved row but row 0 becomes. new_rows: (num,), those that nothing
+        is read into."""
+        self._saved = saved
+        self._factor = factor
+        self._new_rows = new_rows
+        self.shape = (num_rows, *saved.shape[1:])
+        self.dtype = saved.dtype
+
+    @override
+    def read(self) -> Tensor:
+        raise NotImplementedError("it has no values of new rows; read it into a tensor that has")
+
+    @override
+    @torch.no_grad()
+    def read_into(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            rows = self._new_rows - chunk.offsets[0]
+            is_here = (rows >= 0) & (rows < len(chunk.tensor))
+            rows = rows[is_here].to(chunk.tensor.device)
+            kept = chunk.tensor[rows]
+            self._saved.read_into(self._parts(chunk))
+            chunk.tensor[rows] = kept
+
+    def _parts(self, chunk: Chunk) -> list[Chunk]:
+        """Return the rows of a chunk as strides, each of a run of saved rows."""
+        (top, *columns) = chunk.offsets
+        parts = [Chunk((0, *columns), chunk.tensor[:1])] if top == 0 else []
+        # Row 0 is of missing values, and stays one row: the others begin at 1.
+        first = max(top, 1)
+        stop = min(first + self._factor, top + len(chunk.tensor))
+        for row in range(first, stop):
+            saved_row = 1 + (row - 1) // self._factor
+            rows = chunk.tensor[row - top :: self._factor]
+            parts.append(Chunk((saved_row, *columns), rows))
+        return parts
+
+
 DESCRIBES = frozenset({
     *(
         "shape",
@@ -142,26 +184,43 @@ def materialized(value: Any) -> Any:
     return value.read() if isinstance(value, LazyTensor) else value
 
 
-def materialized_as(value: Any, parameter: Any) -> Any:
+def materialized_as(value: Any, parameter: Any, start: Tensor | float = 0.0) -> Any:
     """Return the tensor of a handle: this rank's shard where `parameter` is a DTensor of its shape,
-    else replicated."""
+    else replicated.
+
+    start: the values of rows that a GrownTensor has not, as a tensor of all rows or one number.
+    """
     # A DTensor is an instance of Tensor too, but has its placements already.
     lazy = None if isinstance(value, DTensor) else as_lazy(value)
-    if lazy is None or not isinstance(parameter, DTensor) or not lazy.shape:
+    is_dtensor = isinstance(parameter, DTensor)
+    if lazy is None or not lazy.shape or not (is_dtensor or isinstance(lazy, GrownTensor)):
         return materialized(value)
-    mesh = parameter.device_mesh
+    if not is_dtensor:
+        full = torch.empty(lazy.shape, dtype=lazy.dtype, device=parameter.device)
+        full.copy_(torch.as_tensor(start).detach())
+        lazy.read_into([Chunk((0,) * full.dim(), full)])
+        return full
     if tuple(lazy.shape) != tuple(parameter.shape):
+        mesh = parameter.device_mesh
         full = lazy.read().to(parameter.to_local().device)
         return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim)
-    local = torch.empty_like(parameter.to_local(), dtype=lazy.dtype)
+    values: Any = start if isinstance(start, Tensor) else torch.full_like(parameter, start)
+    local = values.detach().to_local().to(lazy.dtype, copy=True)
     if local.numel():
         lazy.read_into([Chunk(local_offsets(parameter), local)])
     # from_local infers the shape from equal shards, and the last rank's may be smaller: hence shape
     # and stride.
+    mesh = parameter.device_mesh
     placements = parameter.placements
     shape = parameter.shape
     stride = parameter.stride()
-    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        shape=shape,
+        stride=stride,
+    )
 
 
 def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:

@@ -85,9 +85,7 @@ class KeepsGradients(LargeTables):
     """Steps its tables every third batch, by the gradients of three, and its other layers in
     each."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
         dense = torch.optim.SGD(self.mlp.parameters(), lr=0.1)

@@ -166,9 +166,7 @@ class GroupedInSteps(Grouped):
 class TwoOptimizers(Clicks):
     """Steps by hand: tables by one optimizer, dense layers by Adam, whose rate it lets fall."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
         dense = torch.optim.Adam(self.mlp.parameters(), lr=0.01)

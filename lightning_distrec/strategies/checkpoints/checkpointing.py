@@ -8,19 +8,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
@@ -46,6 +43,12 @@ from lightning_distrec.strategies.checkpoints.checkpoint_io import (
     read_checked,
     refuse_folder,
 )
+from lightning_distrec.strategies.checkpoints.grown_tables import (
+    AVERAGES,
+    grow_tables,
+    grows,
+    start_columns,
+)
 from lightning_distrec.strategies.checkpoints.incremental_saves import IncrementalSaves
 from lightning_distrec.strategies.checkpoints.module_weights import load_weights
 from lightning_distrec.strategies.checkpoints.optimizer_state import (
@@ -66,6 +69,8 @@ MEETING_SECONDS = 20.0
 """How long a rank waits for the others to save a checkpoint with it after an exception."""
 LEAVING_SECONDS = 120.0
 """How long a run that has failed waits for a checkpoint that is still being written."""
+_TRAINED: WeakSet[LightningModule] = WeakSet()
+"""Modules that were in a fit, or whose weights are a checkpoint's."""
 
 
 class Checkpointing:
@@ -88,12 +93,16 @@ class Checkpointing:
         self._tables: SavedTables | None = None
         self._job: JobFit | None = None
         self._incremental: IncrementalSaves | None = None
+        self._added: set[str] = set()
+        """Keys of tables that the data have and the checkpoint has not."""
         self.state_ranks: StateRanks | None = None
         """Which ranks hold the optimizer state of a parameter, until the next run; None: all do."""
         self.positions = Positions(consensus)
         self.fingerprints = ("", "")
         """Of the random generators when the ranks had met, and after the last hook named setup."""
         self._has_started = False
+        self._was_trained = False
+        """Whether the module was in a fit before this one."""
         self._warned: set[str] = set()
 
     def start_run(self, module: LightningModule, job: JobFit | None = None) -> None:
@@ -104,6 +113,7 @@ class Checkpointing:
         self.state_ranks = None
         self._job = job
         self._incremental = None
+        self._added = set()
         # else the position is that of the last fit
         if job is None or module.trainer.state.fn == TrainerFn.FITTING:
             self.positions = Positions(self._ranks, HookDraws(*self.fingerprints))
@@ -126,12 +136,16 @@ class Checkpointing:
         if path is None or self._has_started:
             return
         loaded = self._load(path)
+        self._take_columns(loaded.checkpoint, resumes=False)
+        self._ranks.all_or_none("setup", lambda: start_columns(loaded.checkpoint, module))
         self.load_model(loaded.checkpoint, module.strict_loading)
-        self._has_started = True
+        self._has_started = module.trainer.state.fn == TrainerFn.FITTING or not grows(module)
         rank_zero_info(f"The run starts from the weights in {path}.")
 
     def _begin_fit(self) -> None:
         trainer = self._module.trainer
+        self._was_trained = self._module in _TRAINED
+        _TRAINED.add(self._module)
         if not self.options.pickles and trainer.checkpoint_callbacks:
             prepare_hyperparameters(current_hyperparameters(trainer), self._warned)
             # What it returns is known when it is called: a trial could change what the user's hook
@@ -298,9 +312,20 @@ class Checkpointing:
                 "them, set checkpoint={'start_from': path} in the strategy, and no ckpt_path."
             )
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            add_groups(self._module.trainer, checkpoint)
+            add_groups(self._module.trainer, checkpoint, self._optimizer_states().parameters)
+            self._take_columns(checkpoint, resumes=True)
             self._ranks.all_or_none("loading a checkpoint", lambda: self._resume(path, loaded))
         return checkpoint
+
+    def _take_columns(self, checkpoint: dict[str, Any], resumes: bool) -> None:
+        """Collective. Let data that grow go on with the rows of the checkpoint."""
+        if self._module.trainer.state.fn != TrainerFn.FITTING:
+            return
+        shards = None if self._tables is None else self._tables.shards
+        grow = partial(
+            grow_tables, checkpoint, shards=shards, resumes=resumes, was_trained=self._was_trained
+        )
+        self._added = self._ranks.all_or_none("loading a checkpoint", lambda: grow(self._module))
 
     def _resume(self, path: str | Path, loaded: Loaded) -> None:
         """Raises CheckpointError: the state of the loops, or of this rank, lacks something."""
@@ -340,13 +365,12 @@ class Checkpointing:
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Collective. Load the module's state; every rank reads its own shards of tables."""
+        _TRAINED.add(self._module)
         shards = None if self._tables is None else self._tables.shards
         state = checkpoint["state_dict"]
         grow = self.options.grow_tables
-        self._ranks.all_or_none(
-            "loading a checkpoint",
-            lambda: load_weights(self._module, shards, state, strict=strict, grow=grow),
-        )
+        load = partial(load_weights, strict=strict, grow=grow, added=self._added)
+        self._ranks.all_or_none("loading a checkpoint", lambda: load(self._module, shards, state))
 
     def load_optimizers(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> None:
         """Collective. Load the optimizers' state, of tables too."""
@@ -433,15 +457,19 @@ def current_hyperparameters(trainer: Trainer) -> dict[str, Any]:
     return {source.CHECKPOINT_HYPER_PARAMS_KEY: source.hparams for source in sources}
 
 
-def add_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+def add_groups(
+    trainer: Trainer,
+    checkpoint: Mapping[str, Any],
+    parameters: Mapping[str, list[nn.Parameter]],
+) -> None:
     """Unfreeze what a BaseFinetuning callback had unfrozen, and add its param groups.
 
+    parameters: by the names that checkpoints have; those of a table are all shards of this rank.
     Raises CheckpointError: their parameters are not known, or not there.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if not any(isinstance(callback, BaseFinetuning) for callback in callbacks):
         return
-    parameters = dict(trainer.lightning_module.named_parameters(remove_duplicate=False))
     pairs = zip(trainer.optimizers, checkpoint["optimizer_states"], strict=False)
     for number, (optimizer, state) in enumerate(pairs):
         groups = len(optimizer.param_groups)
@@ -453,7 +481,9 @@ def add_groups(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
                     f"{saved}: a BaseFinetuning callback has added some, and would unfreeze "
                     f"nothing now. Return as many, {START}"
                 )
-            unfrozen = [parameters[name].requires_grad_() for name in group["params"]]
+            unfrozen = []
+            for name in group["params"]:
+                unfrozen += [parameter.requires_grad_() for parameter in parameters[name]]
             optimizer.add_param_group({**group, "params": unfrozen})
 
 
@@ -463,10 +493,8 @@ def refuse_callbacks(trainer: Trainer) -> None:
     if trainer.state.fn != TrainerFn.FITTING or not trainer.checkpoint_callbacks:
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        # Lightning's averages are copies of the whole model, also in subclasses; its other
-        # callbacks have plain types.
-        is_average = isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
-        if is_average or type(callback).__module__.startswith("lightning."):
+        # Also in subclasses of the averages; Lightning's other callbacks have plain types.
+        if isinstance(callback, AVERAGES) or type(callback).__module__.startswith("lightning."):
             continue
         state = with_plain_types(callback.state_dict())
         refuse_not_plain(state, f"the state_dict of {type(callback).__name__}: state")

@@ -3,7 +3,7 @@ DTensors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import LightningModule
@@ -24,9 +24,10 @@ def load_weights(
     *,
     strict: bool,
     grow: bool,
+    added: Set[str] = frozenset(),
 ) -> None:
-    """Load a state_dict of tensors or handles. grow: accept more rows. Raises CheckpointError: it
-    does not fit."""
+    """Load a state_dict of tensors or handles. grow: accept more rows. added: tables that it need
+    not have. Raises CheckpointError: it does not fit."""
     keys: dict[str, str] = {}
     done: set[str] = set()
     if shards is not None:
@@ -50,7 +51,9 @@ def load_weights(
     other_state = {}
     for key, value in state.items():
         if key not in done:
-            other_state[key] = materialized_as(value, parameters.get(key))
+            parameter = parameters.get(key)
+            start = 0.0 if parameter is None else parameter
+            other_state[key] = materialized_as(value, parameter, start)
     try:
         # Never strict: tables and mappings are loaded already, and torch would report them as
         # missing.
@@ -63,6 +66,7 @@ def load_weights(
     # A module that has two names is saved under both, and one of them is enough.
     loaded = {full_name for key, full_name in keys.items() if key in state}
     missing += [key for key, full_name in keys.items() if full_name not in loaded]
+    missing = [key for key in missing if key not in added]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"the checkpoint does not fit the module: missing {missing}, unexpected {unexpected}. "

@@ -22,6 +22,7 @@ from lightning_distrec.checkpoint.plain_state import numbered_names
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.cluster.consensus import Consensus
 from lightning_distrec.errors import CheckpointError
+from lightning_distrec.optimizers.param_groups import initial_state
 from lightning_distrec.strategies.checkpoints.table_states import (
     Description,
     SavedTable,
@@ -69,6 +70,10 @@ class OptimizerStates:
         self._state_ranks = state_ranks
         self._consensus = consensus
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.parameters = {
+            name: [parameter] for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        """By the names that checkpoints have; of a table, this rank's shards."""
         self._tables: dict[str, SavedTable] = {}
         """Name of a table's weight -> the table."""
         if tables is not None:
@@ -80,8 +85,9 @@ class OptimizerStates:
             # Shards replaced the parameters of the unsharded module, and are saved under its name
             # for the table.
             for key, saved in self._tables.items():
-                for shard in saved.shards:
-                    self._names[id(shard.weight)] = key
+                self.parameters[key] = [shard.weight for shard in saved.shards]
+                for weight in self.parameters[key]:
+                    self._names[id(weight)] = key
 
     def collect(self, optimizer: Optimizer) -> dict[str, Any]:
         """Collective. Return an optimizer's class, its param groups with names for parameters, and
@@ -112,7 +118,12 @@ class OptimizerStates:
         state: dict[str, Any] = {}
         if self._state_ranks is not None:
             rank_of = self._state_ranks.rank_of
-            state = _collect_partitioned(plain, optimizer, rank_of, self._consensus)
+            state = _collect_partitioned(
+                plain,
+                optimizer,
+                rank_of,
+                self._consensus,
+            )
         else:
             for name, parameter in plain.items():
                 if parameter in optimizer.state:
@@ -213,7 +224,12 @@ class OptimizerStates:
         numbered = []
         index = 0
         fresh = []
-        triples = zip(saved["param_groups"], optimizer.param_groups, names, strict=True)
+        triples = zip(
+            saved["param_groups"],
+            optimizer.param_groups,
+            names,
+            strict=True,
+        )
         for group, current_group, named_parameters in triples:
             first = index
             for name, parameters in named_parameters.items():
@@ -222,7 +238,14 @@ class OptimizerStates:
                     fresh.append(name)
                 for parameter in parameters:
                     values = states.get(name)
-                    state = self._local_state(name, parameter, values, optimizer, is_saved)
+                    state = self._local_state(
+                        name,
+                        parameter,
+                        values,
+                        optimizer.state.get(parameter),
+                        current_group,
+                        is_saved,
+                    )
                     if state is not None:
                         states_by_index[index] = state
                     index += 1
@@ -247,23 +270,28 @@ class OptimizerStates:
         name: str,
         parameter: nn.Parameter,
         values: Mapping[str, Any] | None,
-        optimizer: Optimizer,
+        state: Mapping[str, Any] | None,
+        group: Mapping[str, Any],
         is_saved: bool,
     ) -> dict[str, Any] | None:
-        """Return the state that torch keeps for a parameter; None for none."""
+        """Return the state that torch keeps for a parameter; None for none.
+
+        state: what it has now. group: the param group that it is in.
+        """
         if values is None:  # it had no state when it was saved, or was not there
-            if is_saved or parameter not in optimizer.state:
-                return None
-            return dict(optimizer.state[parameter])
+            return None if is_saved or state is None else dict(state)
+        starts = {key: initial_state(group, key) for key in values} | dict(state or {})
         table = self._tables.get(name)
         if table is not None:
             if table.update.in_backward:
                 table.load_fused(parameter, values)
                 return None
-            return table.read_local(name, parameter, values, optimizer)
+            return table.read_local(name, parameter, values, starts)
         if self._state_ranks is not None and not self._state_ranks.is_local(parameter):
             return None
-        return {key: materialized_as(value, parameter) for key, value in values.items()}
+        return {
+            key: materialized_as(value, parameter, starts[key]) for key, value in values.items()
+        }
 
     def _named_groups(self, optimizer: Optimizer) -> list[NamedGroup]:
         """Return, for each param group, the names of its parameters in order; a table's shards have

@@ -1,14 +1,10 @@
 """Where a run continues, in the middle of an epoch too: loaders' positions, random generators,
 Lightning's counters."""
 
-import hashlib
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import numpy
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -41,50 +37,13 @@ from lightning_distrec.prefetch.position import (
     merge_states,
     resumable,
 )
-
-
-def generator_states() -> dict[str, Any]:
-    """Return the states, as plain types and tensors."""
-    _, keys, *position = numpy.random.get_state(legacy=True)
-    states = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        # A tensor, since torch.load(weights_only=True) refuses arrays; int64, since torch's uint32
-        # is limited.
-        "numpy": (torch.from_numpy(numpy.asarray(keys, dtype="int64")), *position),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def set_generator_states(states: Mapping[str, Any]) -> None:
-    """Set the generators to states that `generator_states` returned."""
-    torch.set_rng_state(states["torch"])
-    random.setstate(states["python"])
-    keys, *position = states["numpy"]
-    numpy.random.set_state(("MT19937", keys.numpy().astype("uint32"), *position))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def check_generator_states(states: Mapping[str, Any]) -> None:
-    """Raise what `set_generator_states` would raise."""
-    states_before = generator_states()
-    set_generator_states(states)
-    set_generator_states(states_before)
-
-
-def fingerprint() -> str:
-    """Return a short text that differs where states of the host's generators do."""
-    states: Any = numpy.random.get_state(legacy=True)
-    content = (
-        torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        states[1].tobytes(),
-        states[2:],
-    )
-    return hashlib.blake2b(repr(content).encode(), digest_size=8).hexdigest()
+from lightning_distrec.strategies.checkpoints.loader_epochs import LoaderEpochs
+from lightning_distrec.strategies.checkpoints.random_numbers import (
+    check_generator_states,
+    fingerprint,
+    generator_states,
+    set_generator_states,
+)
 
 
 class HookDraws:
@@ -252,6 +211,8 @@ class Positions:
         """Whether it was saved in the middle of one."""
         self._loader_states: list[Any] = []
         """In it, of those loaders that have states."""
+        self._epoch_draws: list[Any] = []
+        """In it, of each of them, `LoaderEpochs.draws`."""
         self._last: dict[str, Any] | None = None
         """What this rank saves once the fit is over; None before."""
 
@@ -262,8 +223,24 @@ class Positions:
         # once they are set.
         if not isinstance(positioned, (PositionedLoader, EvenLoader)):
             positioned = LateLoader(loader)
+        if is_stateful(positioned) and not isinstance(positioned, PositionedLoader):
+            vars(positioned)["epochs"] = self._epochs_of(vars(positioned)["_loader"])
         self._loaders.append(positioned)
         return positioned
+
+    def _epochs_of(self, loader: Any) -> LoaderEpochs:
+        """Return the epochs of the next stateful loader, before its state is loaded."""
+        epochs = LoaderEpochs(loader)
+        number = len(self._stateful())
+        if self._is_resumed and number < len(self._loader_states):
+            draws = None
+            if self._begins_in_an_epoch:
+                draws = self._epoch_draws[number] if self._epoch_draws else generator_states()
+            epochs.resume(self._loader_states[number], draws)
+        return epochs
+
+    def _stateful(self) -> list[Any]:
+        return [loader for loader in self._loaders if is_stateful(loader)]
 
     def keep_rank_state(self, name: str, holder: "RankState") -> None:
         """Save what each rank has of its own under this name."""
@@ -289,10 +266,16 @@ class Positions:
         return last
 
     def _now(self, trainer: Trainer, loader_states: list[Any]) -> dict[str, Any]:
+        draws = []
+        # Loaders that were made again come last.
+        for loader in self._stateful()[-len(loader_states) :]:
+            epochs = vars(loader).get("epochs")
+            draws.append(epochs and epochs.draws)
         rank_state = {
             "loaders": loader_states,
             "generators": self._generators or generator_states(),
             "hooks": self.draws.state(trainer),
+            "epoch_draws": draws,
         }
         for name, holder in self._rank_states.items():
             rank_state[name] = holder.state()
@@ -353,6 +336,7 @@ class Positions:
         self._begins_at_an_end = is_last and is_unfinished
         self._begins_in_an_epoch = not is_last and is_unfinished and batches["current"]["ready"] > 0
         self._loader_states = list(fit_loop["state_dict"].get("combined_loader", []))
+        self._epoch_draws = rank_state.get("epoch_draws", [])
 
     def begins_late(self) -> bool:
         """Return whether nothing is drawn before `on_train_start`: only loaders of a position are
@@ -365,8 +349,7 @@ class Positions:
         """Set the random generators, after all hooks, and Lightning's count of batches to the
         loaders' positions."""
         self._count_batches(trainer)
-        stateful = [loader for loader in self._loaders if is_stateful(loader)]
-        for loader, state in zip(stateful, self._loader_states, strict=False):
+        for loader, state in zip(self._stateful(), self._loader_states, strict=False):
             self._continue_order(loader, state)
         self._loader_states = []
         if self._generators is not None:
@@ -392,9 +375,7 @@ class Positions:
         if isinstance(loader, PositionedLoader):
             loader.continue_generators(state)
             return
-        if self._begins_in_an_epoch:
-            vars(loader)["continues"] = not loader.has_begun
-        else:  # Lightning loads no states between epochs
+        if not self._begins_in_an_epoch:  # Lightning loads no states between epochs
             end_epoch(loader, state)
         if loses_order(loader):
             rank_zero_warn(
@@ -408,14 +389,19 @@ class Positions:
         """Let Lightning count the batches before the loaders' positions: with another batch size
         its own differs."""
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        if progress.is_last_batch or not trainer.fit_loop.restarting:
+        if not trainer.fit_loop.restarting:
             return
         restarted = self._warn_of_restarts() if self._begins_in_an_epoch else []
         positioned = [loader for loader in self._loaders if has_position(loader)]
-        if positioned:
+        behind = 0
+        if progress.is_last_batch:
+            # Without a length Lightning does not see that the next epoch begins, and counts on.
+            is_endless = trainer.num_training_batches == float("inf")
+            behind = -progress.current.ready if is_endless else 0
+        elif positioned:
             behind = int(max(positioned, key=len).state["batches"]) - progress.current.ready
-        else:
-            behind = -progress.current.ready if restarted else 0
+        elif restarted:
+            behind = -progress.current.ready
         for counter in COUNTERS:
             setattr(progress.current, counter, getattr(progress.current, counter) + behind)
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.checkpoint.hyperparameters import load_safely
-from lightning_distrec.errors import CheckpointError
 from tests.support.drawing_runs import Noisy, SavesAt, Splitting
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import DEFAULTS
@@ -131,33 +130,6 @@ def test_numbers_paths_members_of_enums_and_dates_come_back(saved: tuple[Path, A
     assert type(loaded.rate) is float
     assert type(loaded.folder) is type(Path())
     assert loaded.loss is Loss.SQUARED
-
-
-@pytest.mark.parametrize("form", ["file", "folder"])
-def test_objects_are_asked_for_by_name_and_come_back_where_they_are_trusted(
-    saved: tuple[Path, Any], form: str
-) -> None:
-    path = saved[0] / f"objects {form}" / "again.ckpt"  # of the resumed run
-    names = r"'criterion' \(torch.nn.modules.loss.HuberLoss\), 'optimizer_cls' \(torch"
-    with pytest.raises(CheckpointError, match=names):
-        WithObjects.load_from_checkpoint(path)
-    given = {"criterion": None, "optimizer_cls": None, "parts": None}
-    assert WithObjects.load_from_checkpoint(path, **given).hparams.loss is Loss.SQUARED
-    loaded = WithObjects.load_from_checkpoint(path, weights_only=False).hparams
-    assert loaded.criterion.delta == 0.3
-    assert loaded.optimizer_cls is torch.optim.Adam
-    assert loaded.parts.cls is nn.GELU
-    unread = r"'transform' \(builtins.function\) are objects, and reading"
-    with pytest.raises(CheckpointError, match=unread):
-        WithData.load_from_checkpoint(path)
-
-
-def test_a_file_has_them_where_packages_read_them_by_themselves(saved: tuple[Path, Any]) -> None:
-    hyperparameters = torch.load(saved[0] / "objects file" / "it.ckpt", weights_only=False)[
-        "hyper_parameters"
-    ]
-    # as chemprop
-    assert hyperparameters["parts"].pop("cls")(**hyperparameters["parts"]).approximate == "tanh"
 
 
 def test_what_is_not_read_by_itself_is_reported_once_before_training_and_does_not_keep_a_run_from_resuming(

@@ -15,7 +15,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from lightning_distrec.checkpoint.contents import read_full, verify
 from lightning_distrec.checkpoint.difference import Mark
 from lightning_distrec.cli.main import main
-from lightning_distrec.errors import CheckpointError, ConfigError
+from lightning_distrec.errors import CheckpointError
 from lightning_distrec.serving.describe import describe
 from lightning_distrec.serving.export_checkpoint import merge
 from lightning_distrec.strategies.checkpoints import resuming
@@ -24,7 +24,7 @@ from lightning_distrec.strategies.run import strategy as run_strategy
 from tests.support import incremental_runs as runs
 from tests.support.incremental_runs import assert_same_as_full, fit, resume, series_in
 from tests.support.plain_checkpoints import load
-from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 0.5})
 ADAGRAD = (torch.optim.Adagrad, {"lr": 0.05})
@@ -157,18 +157,6 @@ def test_a_difference_and_its_base_merge_into_a_full_checkpoint(
         merge(merged, tmp_path / "again.ckpt")
 
 
-def test_load_from_checkpoint_reads_a_difference_with_its_base(
-    quick: tuple[Path, dict[str, list[set[str]]]],
-) -> None:
-    folder = quick[0] / "by columns"
-    path = folder / "series" / "step=4-difference.ckpt"
-    loaded = runs.LargeTables.load_from_checkpoint(path, optimizer=torch.optim.Adagrad, options={})
-    actual = loaded.state_dict()
-    expected = read_full(folder / "full/step=4.ckpt", with_optimizers=False)["state_dict"]
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[key], expected[key]) for key in expected)
-
-
 def _change_byte(checkpoint: Path) -> None:
     """Change a byte of some tensor's values."""
     files = sorted(checkpoint.glob("*.safetensors"))
@@ -176,24 +164,6 @@ def _change_byte(checkpoint: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-50] ^= 1
     file.write_bytes(content)
-
-
-def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    from lightning_distrec import CheckpointOptions
-
-    for options, message in (
-        ({"every": 200, "full_every": 300}, "full_every=300 is no multiple of every=200"),
-        ({"every": 0, "full_every": 300}, "every=0 must be a whole number"),
-        ({"every": 200}, "every and full_every"),
-        (
-            {"every": 200, "full_every": 200, "row_bits": 8},
-            "unexpected keyword argument 'row_bits'",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            CheckpointOptions(incremental=options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="distributed=False"):
-        CheckpointOptions(incremental={"every": 1, "full_every": 1}, distributed=False)  # type: ignore[arg-type]
 
 
 def test_a_base_stays_as_long_as_a_difference_needs_it() -> None:
@@ -323,12 +293,3 @@ def test_a_restarted_job_goes_on_from_its_difference_or_the_one_before(tmp_path:
     actual = torch.load(folder / "final-0.pt")
     assert actual.keys() == whole.keys()
     assert all(torch.equal(value, whole[key]) for key, value in actual.items())
-
-
-@pytest.mark.slow
-def test_a_module_without_sharded_tables_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        RankFailed,
-        match="ConfigError: checkpoint: incremental saves changed rows of sharded tables",
-    ):
-        run_on_warm_ranks(fit, 2, str(tmp_path), 2, SGD, {}, runs.WithoutTables)

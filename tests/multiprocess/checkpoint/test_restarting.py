@@ -351,6 +351,15 @@ def test_a_job_whose_folder_is_gone_starts_at_step_0(tmp_path: Path) -> None:
     assert "has no complete checkpoint" in second["said"]
 
 
+def test_checkpoints_of_other_jobs_are_not_a_jobs_own(tmp_path: Path) -> None:
+    own, other, nameless = (resuming.JobFit(str(tmp_path), job) for job in ("x", "y", ""))
+    for fit in (own, other):
+        fit.begin("@its-start")
+    assert own.has_label(own.label), "nothing is known of its start"
+    assert not own.has_label(other.label)
+    assert not nameless.has_label(nameless.label)
+
+
 def test_a_name_that_is_no_files_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="run_name='a/b': it becomes part of a file's name"):
         StopOptions(run_name="a/b")

@@ -171,10 +171,6 @@ def _own(samples: Any) -> Any:
     return DataLoader(samples, batch_size=4, shuffle=True, generator=draw)
 
 
-def _wrapped(samples: Any) -> Any:
-    return DataLoader(samples, batch_size=4, sampler=Permuted(samples))
-
-
 def _stateful(samples: Any) -> Any:
     return StatefulLoader(samples, batch_size=4, shuffle=True)
 
@@ -236,10 +232,6 @@ class Scheduled(Noisy):
         return [optimizer], [falling]
 
 
-class ScheduledTable(Scheduled, WithTable):
-    """The same with a table."""
-
-
 def averages() -> list[pl.Callback]:
     return [Averages(swa_lrs=0.02, swa_epoch_start=2, annealing_epochs=2)]
 
@@ -279,13 +271,6 @@ SLOW = {
         save=END, data=Streaming, settings={"max_steps": 35, "max_epochs": -1}
     ),
 }
-OF_AVERAGES = {"tables": of_average(TABLES, ScheduledTable), "fsdp": of_average("fsdp_tuned")}
-OF_LOADERS = {
-    f"{make.__name__} {strategy} {save}": of_loader(make, save, strategy)
-    for make in (_own, _wrapped, _stateful, _stateful_stream)
-    for strategy in (TABLES, DDP)
-    for save in (IN_EPOCH, BETWEEN)
-}
 
 
 def _check(rows: dict[str, Row], folder: Any) -> None:
@@ -315,11 +300,6 @@ def test_hooks_draw_as_before_however_often_loaders_are_made_and_validation_runs
         },
         tmp_path,
     )
-
-
-@pytest.mark.slow
-def test_loaders_of_all_kinds_and_averages_continue_under_each_strategy(tmp_path: Any) -> None:
-    _check(OF_LOADERS | OF_AVERAGES, tmp_path)
 
 
 def test_draws_of_setup_that_no_seed_repeats_are_reported_and_those_of_loaders_repeated(

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -197,44 +196,6 @@ def test_the_form_is_chosen_by_size_and_one_form_replaces_the_other(tmp_path: Pa
         }
         assert folders == {"large"}
         assert all(names == ["it.ckpt"] for _, names in actual.values()), actual
-
-
-def _keep(folder: str, checkpoint: dict[str, Any]) -> dict[str, Any]:
-    retained = ModelCheckpoint(
-        folder,
-        filename="best",
-        monitor="score",
-        mode="max",
-        save_top_k=2,
-        every_n_train_steps=1,
-        save_last=True,
-    )
-    options = {"callbacks": [retained], "enable_checkpointing": True}
-    trainer = _trainer("torchrec", checkpoint, **options)
-    trainer.fit(_model(), _batches())
-    trainer.strategy.barrier()
-    steps = {path.name: plain_checkpoint(path)["global_step"] for path in Path(folder).iterdir()}
-    repeated = _trainer("torchrec", checkpoint, max_epochs=2)
-    repeated.fit(_model(), _batches(), ckpt_path=retained.best_model_path)
-    assert repeated.global_step == 2 * STEPS
-    return {"steps": steps, "best": Path(retained.best_model_path).name}
-
-
-@pytest.mark.slow
-def test_model_checkpoint_keeps_versions_and_removes_files_as_it_does_with_ddp(
-    tmp_path: Path,
-) -> None:
-    kinds: dict[str, dict[str, Any]] = {
-        "file": {},
-        "file, behind the steps": {"async_save": True},
-        "folder, behind the steps": {"async_save": True, "distributed": True},
-    }
-    calls = {kind: (_keep, str(tmp_path / kind), options) for kind, options in kinds.items()}
-    for rank_results in run_each_on_ranks(calls, 2):
-        for actual in rank_results.values():
-            assert sorted(actual["steps"].values()) == [3, 4, 4]
-            assert "last.ckpt" in actual["steps"]
-            assert actual == rank_results["file"]
 
 
 def _fail(folder: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ the way out."""
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,7 +13,7 @@ from torch import nn
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.serving.export_checkpoint import export
-from tests.support.click_model import NO_OUTPUT
+from tests.support.trainers import one_process_trainer
 
 
 class WithLoss(BoringModel):
@@ -30,15 +29,15 @@ class WithLoss(BoringModel):
 
 
 def _fit(folder: Path, max_epochs: int, pickles: bool, ckpt_path: Path | None = None) -> WithLoss:
-    options = NO_OUTPUT | {
-        "accelerator": "cpu",
-        "devices": 1,
-        "limit_train_batches": 2,
-        "limit_val_batches": 0,
-    }
-    options |= {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(folder, filename="it")]}
-    strategy = TunedDDPStrategy(checkpoint={"pickles": pickles})
-    trainer, module = pl.Trainer(strategy=strategy, max_epochs=max_epochs, **options), WithLoss()
+    trainer = one_process_trainer(
+        TunedDDPStrategy(checkpoint={"pickles": pickles}),
+        max_epochs=max_epochs,
+        limit_train_batches=2,
+        limit_val_batches=0,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, filename="it")],
+    )
+    module = WithLoss()
     trainer.fit(module, ckpt_path=ckpt_path)
     return module
 

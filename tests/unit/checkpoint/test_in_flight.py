@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_distrec.atomic_files import BLOCK_BYTES, Pace
 from lightning_distrec.checkpoint.checkpoint_options import CheckpointOptions
 from lightning_distrec.checkpoint.contents import verify
 from lightning_distrec.checkpoint.save import (
@@ -61,20 +60,6 @@ def test_the_thread_that_writes_yields_to_steps_and_nothing_else_does(tmp_path: 
     saver.finish()
     assert file.niceness == min(19, before + WRITER_NICENESS)
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
-
-
-def test_a_large_write_leaves_its_core_to_others_in_between(tmp_path: Path) -> None:
-    class NotedPace(Pace):
-        def wait(self, num_bytes: int) -> None:
-            blocks.append(num_bytes)
-            super().wait(num_bytes)
-
-    blocks: list[int] = []
-    content = os.urandom(3 * BLOCK_BYTES + 5)
-    with NotedPace().open(tmp_path / "bytes") as file:
-        assert file.write(content) == len(content)
-    assert blocks == 3 * [BLOCK_BYTES] + [5]
-    assert (tmp_path / "bytes").read_bytes() == content
 
 
 @pytest.mark.parametrize("form", ["folder", "file"])

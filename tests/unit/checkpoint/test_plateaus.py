@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import TunedDDPStrategy
-from tests.support.click_model import NO_OUTPUT
+from tests.support.trainers import one_process_trainer
 
 STEPS, EPOCHS = 4, 4
 
@@ -43,19 +43,8 @@ def _fit(
 ) -> tuple[float, float, list[str]]:
     """Return a weight, the last rate, and what was said of schedulers."""
     model, batches = Falls(), DataLoader(torch.arange(float(STEPS))[:, None], batch_size=1)
-    limits = {
-        **NO_OUTPUT,
-        "enable_checkpointing": bool(callbacks),
-        "num_sanity_val_steps": 1,
-        **extra,
-    }
-    trainer = pl.Trainer(
-        strategy=TunedDDPStrategy(),
-        accelerator="cpu",
-        devices=1,
-        callbacks=list(callbacks),
-        **limits,
-    )
+    limits = {"enable_checkpointing": bool(callbacks), "num_sanity_val_steps": 1, **extra}
+    trainer = one_process_trainer(TunedDDPStrategy(), callbacks=list(callbacks), **limits)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         trainer.fit(model, batches, batches, ckpt_path=ckpt_path)

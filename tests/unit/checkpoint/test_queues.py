@@ -7,7 +7,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_distrec import TorchRecShardedStrategy
-from tests.support.click_model import NO_OUTPUT
+from tests.support.trainers import one_process_trainer
 
 STRATEGIES: dict[str, Any] = {
     "ddp_tuned": lambda: "ddp_tuned",
@@ -49,13 +48,9 @@ class Notes(BoringModel):
 def _fit(
     strategy: str, items: Any, num_workers: int, file: Path, max_steps: int, path: Path | None
 ) -> list[int]:
-    options = NO_OUTPUT | {
-        "accelerator": "cpu",
-        "devices": 1,
-        "limit_val_batches": 0,
-        "max_steps": max_steps,
-    }
-    trainer = pl.Trainer(strategy=STRATEGIES[strategy](), **options)
+    trainer = one_process_trainer(
+        STRATEGIES[strategy](), limit_val_batches=0, max_epochs=-1, max_steps=max_steps
+    )
     model = Notes()
     loader: DataLoader[Any] = DataLoader(
         Items(items),

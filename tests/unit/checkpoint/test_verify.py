@@ -1,7 +1,6 @@
 """A changed byte anywhere in a checkpoint is found by its checksums, before anything of it is
 loaded."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from lightning_distrec.checkpoint import checksums
-from lightning_distrec.checkpoint.atomic_folder import MARKER, MARKER_CHECKSUM, marker_crc32
+from lightning_distrec.checkpoint.atomic_folder import MARKER
 from lightning_distrec.checkpoint.checksums import (
     SummedFile,
     changed_files,
@@ -22,14 +21,15 @@ from lightning_distrec.checkpoint.lazy_tensors import materialized
 from lightning_distrec.checkpoint.plain_state import map_nested
 from lightning_distrec.checkpoint.save import RankContent, take_folder_snapshot
 from lightning_distrec.checkpoint.single_file import take_file_snapshot
-from lightning_distrec.cli.command_line import EXIT_ERROR, EXIT_OK
+from lightning_distrec.cli.command_line import EXIT_ERROR
 from lightning_distrec.cli.main import main
 from lightning_distrec.errors import CheckpointError
 from lightning_distrec.serving.export_checkpoint import export
 from lightning_distrec.strategies.checkpoints.checkpoint_io import read_checked
-from tests.support.checkpoint_folders import SingleRank, by_rows, edit_marker, write_folder
+from tests.support.checkpoint_folders import SingleRank, by_rows, write_folder
 from tests.support.plain_checkpoints import load
 from tests.support.resuming import differences
+from tests.support.trainers import one_process_trainer
 
 
 @pytest.fixture
@@ -60,45 +60,6 @@ def test_a_changed_number_of_a_table_is_found_by_what_reads_all_of_it(
         export(folder, tmp_path / "it.pt")
     assert not (tmp_path / "it.pt").exists()
     assert main(["checkpoint", "inspect", str(folder), "--verify"]) == EXIT_ERROR
-
-
-def test_a_plain_file_is_verified_too(tmp_path: Path) -> None:
-    state = {"layer": torch.rand(50)}
-    torch.save(state, tmp_path / "a.pt")
-    assert main(["checkpoint", "inspect", str(tmp_path / "a.pt"), "--verify"]) == EXIT_OK
-    _flip(
-        tmp_path / "a.pt",
-        (tmp_path / "a.pt").read_bytes().index(state["layer"].numpy().tobytes()) + 20,
-    )
-    assert verify(tmp_path / "a.pt") == ["a/data/0 in a.pt"]
-    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match="old.pt has no checksums"):
-        verify(tmp_path / "old.pt")
-
-
-def test_a_file_without_checksums_inside_is_compared_with_what_the_marker_has(
-    tmp_path: Path,
-) -> None:
-    path = (tmp_path / "it.ckpt").absolute()
-    whole = {"state_dict": {"layer": torch.rand(3)}}
-    content = RankContent(
-        path=path, checkpoint=whole, extra_files={"plan.json": b"{1}", "notes": b"12"}
-    )
-    take_folder_snapshot(content, SingleRank()).write(SingleRank())
-    assert verify(path) == []
-    (path / "notes").write_bytes(b"13")
-    assert verify(path) == ["notes"]
-    (path / "plan.json").write_bytes(b"{2}")
-    assert verify(path) == ["notes", "plan.json"]
-    for crc32 in ([1], {"../notes": 1}, {"gone": 1}):
-        edit_marker(path)
-        marker = json.loads((path / MARKER).read_text()) | {"crc32": crc32}
-        del marker[MARKER_CHECKSUM]
-        (path / MARKER).write_text(json.dumps(marker | {MARKER_CHECKSUM: marker_crc32(marker)}))
-        with pytest.raises(
-            CheckpointError, match="it.ckpt is damaged: its marker has no checksums of .*, but "
-        ):
-            verify(path)
 
 
 def test_a_changed_marker_is_no_marker(folder: Path) -> None:
@@ -162,7 +123,7 @@ class Layer(pl.LightningModule):
 
 
 def test_load_from_checkpoint_compares_the_checksums_of_a_plain_file(tmp_path: Path) -> None:
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = one_process_trainer()
     trainer.strategy.connect(Layer())
     trainer.save_checkpoint(path := tmp_path / "plain.ckpt")
     weight = trainer.model.layer.weight.detach()
@@ -181,7 +142,7 @@ class OneOf(SingleRank):
     def __init__(self, rank: int, num_ranks: int, shares: list[Any]) -> None:
         self.rank, self.num_ranks, self.shares = rank, num_ranks, shares
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, activity: str = "") -> list[Any]:
         self.shares.append(value)
         # What ranks to come would report is not known yet: only the last one's result counts.
         return self.shares if len(self.shares) == self.num_ranks else [value]
