@@ -82,6 +82,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 EXTRAS = {
+    "distributed": "dask",
     "matplotlib": "plots",
     "pyarrow": "parquet",
     "shtab": "completion",

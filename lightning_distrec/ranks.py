@@ -35,16 +35,21 @@ class Ranks(Protocol):
         """Collective. Start a min all-reduce of each of `values`."""
 
     def start_min_and_exchange(
-        self, values: tuple[int, ...], to_ranks: list[list[int]]
+        self,
+        values: tuple[int, ...],
+        to_ranks: list[list[int]],
+        group: Any = None,
+        device: Any = None,
     ) -> MinReduction:
         """Collective. Start the same, and send each rank its entry of `to_ranks`, all of one
-        length."""
+        length. group: of all ranks, for tensors on `device`; None: that of the ranks."""
 
     def all_reduce_min(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Collective. Return every rank's `value`, in rank order."""
+    def all_gather(self, value: Any, activity: str = "") -> list[Any]:
+        """Collective. Return every rank's `value`, in rank order. Ranks that are in different
+        activities all raise."""
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank,

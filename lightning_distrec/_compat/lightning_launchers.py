@@ -1,17 +1,19 @@
-"""Private names of lightning: the launcher that forks ranks."""
+"""Private names of lightning: the launchers that fork ranks, and that start their processes."""
 
 import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher,
     _WorkerOutput,
@@ -27,6 +29,18 @@ RESULTS = "results.pt"
 
 check_cuda_before_fork = _check_bad_cuda_fork
 """Raises RuntimeError: CUDA has begun in this process, and a forked one could not use it."""
+
+
+@contextmanager
+def ranks_started_by(start: Callable[..., Any]) -> Iterator[None]:
+    """Let Lightning's launcher start other ranks by `start(command, env=..., cwd=...)`, which
+    returns what `subprocess.Popen` does."""
+    earlier = subprocess_script.subprocess
+    subprocess_script.subprocess = SimpleNamespace(Popen=start)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        subprocess_script.subprocess = earlier
 
 
 class ForkLauncher(_MultiProcessingLauncher):

@@ -10,7 +10,9 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
+from lightning_distrec.cli.asked_ranks import asked_ranks
 from lightning_distrec.cli.command_line import COMMANDS, EXIT_ERROR, LIGHTNING_COMMANDS
+from lightning_distrec.cluster.early_ranks import early_ranks
 from lightning_distrec.errors import DistRecError, did_you_mean
 from lightning_distrec.versions import find_installed, problem_with
 
@@ -24,7 +26,10 @@ def main(args: Sequence[str] | None = None) -> int:
     args = sys.argv[1:] if args is None else list(args)
     _make_working_directory_importable()
     if _is_for_lightning(args):
-        return _run_lightning(args)
+        # Other ranks run the command line of this process.
+        num_ranks, strategy = asked_ranks(args) if args == sys.argv[1:] else (1, "")
+        with early_ranks(num_ranks, strategy, args):
+            return _run_lightning(args)
     name = _find_command(args)
     options = COMMANDS[name].parser(name).parse_args(args[1:])
     try:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_distrec import errors
 from lightning_distrec._compat.gloo import one_socket_thread
+from lightning_distrec.cluster.host_resources import IDS_GROUP_RANKS
 from lightning_distrec.cluster.places import find_location
 
 T = TypeVar("T")
@@ -57,11 +58,15 @@ class Consensus:
         return PendingMin(values, self.flags, self.group)
 
     def start_min_and_exchange(
-        self, values: tuple[int, ...], to_ranks: list[list[int]]
+        self,
+        values: tuple[int, ...],
+        to_ranks: list[list[int]],
+        group: Any = None,
+        device: Any = None,
     ) -> "PendingMin":
         """Collective. As `start_all_reduce_min`; each rank also gets its entry of `to_ranks`:
-        `PendingMin.received`."""
-        return PendingMin(values, self.flags, self.group, to_ranks)
+        `PendingMin.received`. group, device: of another exchange, which it joins."""
+        return PendingMin(values, self.flags, group or self.group, to_ranks, device)
 
     def all_reduce_min(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
@@ -72,10 +77,11 @@ class Consensus:
         tables' group.
 
         gloo runs groups side by side. NCCL's would wait for each other on the device in an order of
-        its own.
+        its own. Many ranks would have a socket more to each other one.
         """
-        # The backend is the same on all ranks, so that all make the group, or none does.
-        if self._ids is None and self.num_ranks > 1 and dist.get_backend() == "gloo":
+        # Backend and number are the same on all ranks, so that all make the group, or none does.
+        is_made = self._ids is not None or not 1 < self.num_ranks <= IDS_GROUP_RANKS
+        if not is_made and dist.get_backend() == "gloo":
             with one_socket_thread():
                 self._ids = dist.new_group(backend="gloo", timeout=self.timeout)
         return self._ids
@@ -134,6 +140,12 @@ class Consensus:
 FIRST_BYTES = 64
 """What one message holds; a rank whose value is larger makes all send a second one."""
 LENGTH_BYTES = 8
+RING_RANKS = 4
+"""More of them send along a tree, in which a rank has fewer messages than there are ranks."""
+TREE_BYTES = 1 << 20
+"""What all ranks together may send so: the root of the tree sends all of it more than once."""
+TAG = (1 << 20) - 1
+"""Beyond the tags of people's own messages."""
 
 
 class _Pickler(pickle.Pickler):
@@ -194,12 +206,35 @@ def all_gather_values(value: Any, group: Any = None, activity: str = "") -> list
 
 def _all_gather_bytes(data: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:
     sent = torch.zeros(size, dtype=torch.uint8)
-    received = torch.empty(num_ranks * size, dtype=torch.uint8)
+    received = torch.empty(num_ranks, size, dtype=torch.uint8)
     if data:
         # torch warns of read-only bytes, and frombuffer takes no empty buffer.
         sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.all_gather_into_tensor(received, sent, group=group)
-    return [part.numpy().tobytes() for part in received.split(size)]
+    if num_ranks <= RING_RANKS or received.numel() > TREE_BYTES:
+        dist.all_gather_into_tensor(received.flatten(), sent, group=group)
+    else:
+        _gather_along_tree(received, sent, dist.group.WORLD if group is None else group)
+    return [part.numpy().tobytes() for part in received]
+
+
+def _gather_along_tree(received: Tensor, sent: Tensor, group: Any) -> None:
+    """Collective. Fill `received`, (ranks, size), with what all ranks have sent.
+
+    Along binomial trees to rank 0 and back: a rank exchanges with log2 of their number at most, and
+    all ranks together send two messages for each. A ring of gloo's sends one for each pair.
+    """
+    rank = group.rank()
+    received[rank] = sent
+    distance = 1
+    while rank % (2 * distance) == 0 and rank + distance < len(received):
+        child = rank + distance
+        # It has what the ranks from its own number on have sent.
+        group.recv([received[child : child + distance]], child, TAG).wait()
+        distance *= 2
+    if rank:
+        # Without the lowest bit a rank's number is its parent's.
+        group.send([received[rank : rank + distance]], rank & (rank - 1), TAG).wait()
+    dist.broadcast(received, group=group, group_src=0)
 
 
 NUM_FLAGS = 5
@@ -286,6 +321,7 @@ class PendingMin:
         flags: RankFlags,
         group: Any,
         to_ranks: list[list[int]] | None = None,
+        device: Any = None,
     ) -> None:
         self._flags = flags
         flagged = (*values, *flags.to_send())
@@ -295,7 +331,8 @@ class PendingMin:
         """What each rank has sent to this one by `to_ranks`, after `wait`."""
         # Values, flags and what single ranks get travel as one message: each one costs the
         # network's latency.
-        self._values = sent = torch.tensor([(*flagged, *numbers) for numbers in to_ranks or ((),)])
+        rows = [(*flagged, *numbers) for numbers in to_ranks or ((),)]
+        self._values = sent = torch.tensor(rows, device=device)
         self._work = None
         if group is not None and to_ranks is None:
             self._work = dist.all_reduce(sent, dist.ReduceOp.MIN, group=group, async_op=True)

@@ -89,9 +89,13 @@ class Heartbeat:
         self._progress = _wait_at_end
         return f"end of run {self._state.started}"
 
-    def look_for_failures(self, *_: float) -> None:
-        """Raise RankError: a rank has failed, or is gone, or waits for this one."""
-        if self._peer.verdict.running:
+    def look_for_failures(self, waited_seconds: float, *_: float) -> None:
+        """Raise RankError: a rank has failed, or is gone, or waits for this one.
+
+        waited_seconds: since this rank came to the end of its run. At first the verdict may be that
+        one was silent, which has gone on since, and taken the last steps with this one.
+        """
+        if waited_seconds > 2 * BEAT_SECONDS and self._peer.verdict.running:
             raise RankError(f"{self._peer.verdict.running}.")
 
     def ask(self) -> Verdict:
@@ -126,6 +130,10 @@ class Heartbeat:
         text = "" if is_repeated else f"{type(failure).__name__}: {failure}"
         run = self._state.started
         self.report(failed=run, failure=text[:MAX_TEXT], is_asking=False)
+        if self._state.rank == 0:
+            # Others ask at this moment: an end of this process with their reports unread would take
+            # the answer from them.
+            time.sleep(TICK_SECONDS)
         return None if reason is None else RankError(reason)
 
     def report(self, **changes: Any) -> None:

@@ -72,20 +72,16 @@ def end_threads() -> bool:
 
 
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
-MESHES = {"gloo": 3, "nccl": 1}
-"""Groups of gloo in which each two ranks may exchange something: control messages; without NCCL
-rows and ids too."""
+JOINED_REQUESTS = "GLOO_ENABLE_STORE_V2_API"
+"""Lets gloo ask the store for the addresses of 128 ranks at once, and not three times for each."""
+IDS_GROUP_RANKS = 16
+"""Over gloo, more ranks send ids ahead in the group of rows."""
 OTHER_FILES = 256
 """What a rank has open besides: libraries, logs, checkpoints, pipes of workers, and few sockets of
 other groups."""
 PROCESS_BYTES = 300 << 20
 """Host memory of a rank before any data, measured on CPUs: Python, torch, torchrec and FBGEMM; CUDA
 takes more."""
-STORE_REQUESTS = 25
-STORE_REQUESTS_PER_RANK = 14
-"""To rank 0's store until training begins, measured over gloo on 2 to 64 ranks: of any rank, and
-more for each rank of the job. These are gloo's, which exchanges the addresses of all ranks for each
-mesh."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,10 @@ class HostNeeds:
     def sockets(self) -> int:
         """Those of a rank to others; NCCL's own are few. Rank 0 has two more to each: of its store,
         and of its heartbeat."""
-        return MESHES["nccl" if "nccl" in self.backend else "gloo"] * self.num_ranks
+        # Groups of gloo in which each two ranks exchange something: control messages; without NCCL
+        # rows, and ids.
+        num_meshes = 3 if self.num_ranks <= IDS_GROUP_RANKS else 2
+        return (1 if "nccl" in self.backend else num_meshes) * self.num_ranks
 
     @property
     def open_files(self) -> int:
@@ -112,8 +111,7 @@ class HostNeeds:
         return (
             f"Processes: {format_bytes(self.ranks_on_node * PROCESS_BYTES)} of host memory a node "
             f"before any data; a rank opens up to {self.open_files:,} files, most of them sockets "
-            f"to other ranks (`ulimit -n`), a node {self.ranks_on_node * self.sockets:,} sockets; "
-            f"a rank starts with some {self._store_requests:,} requests to rank 0's store."
+            f"to other ranks (`ulimit -n`), a node {self.ranks_on_node * self.sockets:,} sockets."
         )
 
     def as_json(self) -> dict[str, int]:
@@ -123,12 +121,7 @@ class HostNeeds:
             "sockets_per_rank": self.sockets,
             "sockets_per_node": self.ranks_on_node * self.sockets,
             "process_bytes_per_node": self.ranks_on_node * PROCESS_BYTES,
-            "store_requests_per_rank": self._store_requests,
         }
-
-    @property
-    def _store_requests(self) -> int:
-        return STORE_REQUESTS + STORE_REQUESTS_PER_RANK * self.num_ranks
 
 
 def open_files_limit() -> int:
@@ -171,6 +164,7 @@ def reserve_open_files(num_ranks: int, backend: str) -> None:
     Raises ConfigError: too few for `num_ranks`.
     """
     os.environ.setdefault(LAZY_GLOO, "1")
+    os.environ.setdefault(JOINED_REQUESTS, "1")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         # some systems have a lower limit than the one that they name

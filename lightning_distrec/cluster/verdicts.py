@@ -115,6 +115,9 @@ class Judge:
         watched = [state for state in states if not state.is_closed]
         # Before failures, which follow from ranks that cannot report.
         for state in watched:
+            # Most are neither: only for those that are is it worth it to look at all others.
+            if not (state.is_gone or state.is_silent):
+                continue
             # A rank that has ended the run may go: only one that others wait for in a run blocks.
             runs = [other.started for other in waiting if other is not state]
             if max(runs, default=0) <= state.last:
@@ -122,9 +125,15 @@ class Judge:
             if state.is_gone:
                 name = self._name(state.rank)
                 yield f"{name} has died: its process is gone (killed, or out of memory?)"
-            elif state.is_silent:
+            else:
                 yield self._describe_silence(state.rank)
-        missed = [state for state in watched if self._is_missed(state, waiting)]
+        # Ranks that have failed in a run that others are still in, or in which they have died.
+        runs_of_dead = {other.started for other in waiting}
+        runs_of_all = {other.started for other in waiting if other.is_running}
+        missed = []
+        for state in watched:
+            if state.failed in (runs_of_dead if state.is_gone else runs_of_all):
+                missed.append(state)
         for state in missed:
             if state.failure:
                 yield f"{self._name(state.rank)} failed: {state.failure}"
@@ -139,13 +148,6 @@ class Judge:
             limit = f"{self.deadlock_seconds:g} s"
             locations = self._list_locations(states)
             yield f"ranks wait in different exchanges for {limit}: {locations}. {RULE}"
-
-    def _is_missed(self, state: RankState, waiting: list[RankState]) -> bool:
-        """Whether a rank has failed in a run that others are still in, or in which it has died."""
-        for other in waiting:
-            if other.started == state.failed and (other.is_running or state.is_gone):
-                return True
-        return False
 
     def _describe_silence(self, rank: int) -> str:
         return (

@@ -44,36 +44,6 @@ def test_slurm_runs_it_on_two_nodes(
     assert "JobName=my-run" in slurm.scontrol("show", "job", str(job))
 
 
-@pytest.mark.slow
-def test_torchrun_starts_the_ranks_of_each_node(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = (
-        "--nodes=2",
-        "--ranks-per-node=1",
-        "--gpus=false",
-        "--cpus-per-rank=2",
-        "--time=10",
-        "--launcher=torchrun",
-    )
-    options = (
-        "--setup=export FROM_SETUP=1",
-        "--sbatch=comment=from-sbatch",
-        "--job-name=by-torchrun",
-    )
-    overrides = ("--", "--trainer.max_epochs=100000", f"--trainer.default_root_dir={tmp_path}")
-    assert _write(*sizes, *options, *overrides, folder=tmp_path) == 0
-    script = capsys.readouterr().out.replace("srun ", 'test "$FROM_SETUP" = 1; srun ')
-    # This Slurm's nodes are one machine, and their names have no addresses.
-    job = slurm.sbatch(script, env={"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"})
-    slurm.wait_for_output(job, "Embedding tables over 2 ranks")
-    assert "Comment=from-sbatch" in slurm.scontrol("show", "job", str(job))
-    slurm.cancel(str(job))
-    assert slurm.output(job).count("2 ranks on 2 nodes, started by torchrun") == 2, (
-        "the doctor's and the training's"
-    )
-
-
 def test_several_files_overrides_and_lines_of_the_site_are_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

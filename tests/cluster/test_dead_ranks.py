@@ -4,7 +4,6 @@ was."""
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from tests.support.faulty_script import (
     hang_at_exit,
 )
 from tests.support.hooks_that_raise import FAULTY, HOOKS, SAID, fit
-from tests.support.launches import ONE_THREAD
 from tests.support.parameters import slow_except
 from tests.support.ranks import (
     RankFailed,
@@ -27,7 +25,6 @@ from tests.support.ranks import (
     run_on_ranks,
     words_of_ranks,
 )
-from tests.support.slurm import Slurm
 
 NUM_RANKS = 3
 GONE = "rank 1 has died: its process is gone"
@@ -176,8 +173,11 @@ def test_ranks_that_wait_in_different_exchanges_are_ended_with_their_places(
     began = time.monotonic()
     output = _fails(tmp_path, kind, deadlock_seconds=4)
     assert time.monotonic() - began < 90, "and not timeout_seconds, half an hour"
-    place = r"faulty_script.py:\d+ in _fail \(\w+\)" if kind.startswith("save") else ".*"
-    pattern = rf"ranks wait in different exchanges for 4 s: .*rank 1: .*, {place}.* All ranks must make the same calls"
+    if kind.startswith("save"):
+        place = r"faulty_script.py:\d+ in _fail \(\w+\)"
+        pattern = rf"ranks wait in different exchanges for 4 s: .*rank 1: .*, {place}.* All ranks must make the same calls"
+    else:  # its next message meets one of theirs
+        pattern = r"ranks exchange messages in different places:\nrank 0: .*\nrank 1: .*\nrank 2: .*\nProbably"
     assert any(re.search(pattern, words) for words in output.values()), output
 
 
@@ -206,13 +206,3 @@ def test_an_exception_in_a_hook_of_one_rank_is_named_on_all(tmp_path: Path, hook
         output = words[rank] + (tmp_path / f"{rank}.out").read_text()
         expected = f"ValueError: {SAID}" if rank == FAULTY else rf"rank {FAULTY} failed"
         assert re.search(expected, output), output[-2000:]
-
-
-@pytest.mark.slow
-@pytest.mark.cluster
-def test_under_slurm_it_is_named_with_its_node(slurm: Slurm, tmp_path: Path) -> None:
-    environment = ONE_THREAD | {"FAULTY_FOLDER": str(tmp_path)}
-    script = [sys.executable, "-m", "tests.support.faulty_script", "kill in a step"]
-    done = slurm.srun(["-N2", "-n2"], script, env=environment)
-    assert done.returncode
-    assert "RankError: rank 1 on node2 has died" in done.stderr, done.stderr[-3000:]

@@ -14,7 +14,7 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.cluster
 
-PAGE = Path(__file__).parents[2] / "docs/how_to/cluster.md"
+PAGE = Path(__file__).parents[2] / "docs/how_to/networks.md"
 
 
 def _agent(*arguments: str, **environ: str) -> "subprocess.Popen[str]":

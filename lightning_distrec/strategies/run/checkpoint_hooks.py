@@ -22,7 +22,8 @@ from lightning_distrec.errors import ConfigError, DistRecError, ShardingError, d
 from lightning_distrec.host_memory import free_host_bytes
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.strategies.checkpoints.checkpoint_io import is_elsewhere
-from lightning_distrec.strategies.checkpoints.positions import fingerprint, update_in_resumed_epoch
+from lightning_distrec.strategies.checkpoints.positions import update_in_resumed_epoch
+from lightning_distrec.strategies.checkpoints.random_numbers import fingerprint
 from lightning_distrec.strategies.checkpoints.resuming import Resuming
 from lightning_distrec.strategies.checkpoints.table_states import SavedTables
 from lightning_distrec.strategies.run.launched_ranks import refuse_half_checkpoint

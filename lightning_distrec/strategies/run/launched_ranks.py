@@ -26,10 +26,15 @@ from typing_extensions import override
 
 from lightning_distrec._compat.gloo import one_socket_thread
 from lightning_distrec._compat.lightning_checkpoints import upload_folders_too
-from lightning_distrec._compat.lightning_launchers import ForkLauncher, check_cuda_before_fork
+from lightning_distrec._compat.lightning_launchers import (
+    ForkLauncher,
+    check_cuda_before_fork,
+    ranks_started_by,
+)
 from lightning_distrec._compat.torch import default_store
 from lightning_distrec.checkpoint.save import wait_for_checkpoint
 from lightning_distrec.cluster.consensus import CONTINUE, job_consensus
+from lightning_distrec.cluster.early_ranks import start_rank
 from lightning_distrec.cluster.environment import (
     LaunchedRanks,
     check_numbers,
@@ -241,6 +246,7 @@ def _prepare_and_launch(
             and not environment.creates_processes_externally
         ):
             os.environ[LAUNCHER_PID] = str(os.getpid())
+            undo.enter_context(ranks_started_by(start_rank))
         if (
             trainer is not None
             and trainer.state.fn == TrainerFn.FITTING

@@ -55,7 +55,8 @@ class LoggedKeys:
         smallest, negated = self._ranks.start_all_reduce_min(number, -number).wait()
         if smallest == -negated:
             return
-        gathered = [list(map(tuple, remote)) for remote in self._ranks.all_gather(values)]
+        per_rank = self._ranks.all_gather(values, "logged values")
+        gathered = [list(map(tuple, remote)) for remote in per_rank]
         in_steps = list(map(_in_each_step, gathered))
         is_reordered = all(sorted(remote) == sorted(gathered[0]) for remote in gathered)
         if is_reordered and all(remote == in_steps[0] for remote in in_steps):

@@ -124,7 +124,8 @@ class ReplicatedState:
         names, copy = self._projections
         self._projections = None
         numbers: Any = copy.read()
-        digests = list(map(tuple, self._ranks.all_gather((number_for(names), number_for(numbers)))))
+        local = number_for(names), number_for(numbers)
+        digests = list(map(tuple, self._ranks.all_gather(local, "weights")))
         # Ranks of a stage, or with the same shards, have the same names, and so must have the same
         # numbers.
         if len(set(digests)) > len({digest for digest, _ in digests}):

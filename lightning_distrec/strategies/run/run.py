@@ -20,7 +20,7 @@ from lightning_distrec.errors import ShardingError, UnsupportedError
 from lightning_distrec.optimizers.gradient_hooks import GradientHooks
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.strategies.checkpoints.checkpointing import Checkpointing
-from lightning_distrec.strategies.checkpoints.positions import fingerprint
+from lightning_distrec.strategies.checkpoints.random_numbers import fingerprint
 from lightning_distrec.strategies.data_parallel.losses import (
     ADVICE,
     BatchSizes,

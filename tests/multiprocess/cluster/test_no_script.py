@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import installing
+from tests.support.console import finished
 from tests.support.limits import LIMIT_SECONDS
 
 PROGRAM = (Path(__file__).parents[2] / "support" / "notebook_script.py").read_text("utf-8")
@@ -44,7 +44,6 @@ ALONE = """
 alone = pl.Trainer(strategy="ddp_tuned", accelerator="cpu", devices=1, max_epochs=1, logger=False)
 alone.fit(module, DataLoader(ids, 8))
 """
-TWO_AGAIN = "trainer(1).fit(module, DataLoader(ids, 8))"
 THEN_BOTH = """
 with pytest.raises(ConfigError, match="this Trainer has 2 ranks, and this process is one of 1"):
     trainer(1).fit(module, DataLoader(ids, 8))
@@ -62,13 +61,9 @@ def run(
     """Run python in a folder; return what it prints."""
     folder.mkdir(exist_ok=True)
     variables = {**os.environ, "FOLDER": str(folder), "STRATEGY": strategy, **environ}
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        **{"input": stdin, "env": variables, "capture_output": True, "text": True},  # type: ignore[call-overload]
-        timeout=LIMIT_SECONDS,
-    )
+    ended = finished([sys.executable, *arguments], env=variables, input=stdin)
     assert ended.returncode == 0, ended.stderr
-    return str(ended.stdout) + str(ended.stderr)
+    return ended.stdout + ended.stderr
 
 
 def found_in(folder: Path) -> dict[str, Any]:
@@ -146,41 +141,3 @@ def test_an_interrupt_or_a_dead_rank_ends_all_forked_ranks(tmp_path: Path, fault
     expected = "RankError: rank 1" if fault == "killed" else "Detected KeyboardInterrupt"
     assert expected in printed
     assert not any(Path(f"/proc/{process}").exists() for process in ranks.values())
-
-
-@pytest.mark.slow
-def test_a_notebook_trains_on_two_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    packages = Path(request.config.cache.mkdir("notebooks")) / "packages"  # type: ignore[union-attr]
-    if problem := installing.install(packages, ["nbclient==0.11.0", "ipykernel==7.4.0"]):
-        pytest.skip(f"the package index cannot be reached: {problem}")
-    notebook = f"""
-import sys
-sys.path.append({str(packages)!r})
-import nbformat
-from jupyter_client import AsyncKernelManager
-from jupyter_client.kernelspec import KernelSpec
-from nbclient import NotebookClient
-kernel = AsyncKernelManager()
-argv = [sys.executable, "-c", "import sys; sys.path.append({str(packages)!r}); import runpy; "
-        "runpy.run_module('ipykernel_launcher', run_name='__main__')", "-f", "{{connection_file}}"]
-kernel._kernel_spec = KernelSpec(argv=argv, display_name="python", language="python")
-cells = [nbformat.v4.new_code_cell(text) for text in {[*re.split("# %%.*", PROGRAM), GOES_ON + ALONE + TWO_AGAIN]!r}]
-executed = NotebookClient(nbformat.v4.new_notebook(cells=cells), km=kernel, timeout=100).execute()
-print([output for cell in executed.cells for output in cell.outputs])
-"""
-    printed = run(tmp_path, "-c", notebook)
-    assert "Embedding tables over 2 ranks" in printed
-    assert "went on" in printed
-    assert found_in(tmp_path)["step"] == 12
-
-
-@pytest.mark.slow
-def test_several_nodes_without_a_script_are_an_error() -> None:
-    code = "import lightning.pytorch as pl, lightning_distrec\n"
-    code += (
-        "pl.Trainer(strategy='ddp_tuned', accelerator='cpu', devices=2, num_nodes=2, logger=False)"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
-    assert "ConfigError: num_nodes=2: a notebook" in ended.stderr

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_distrec import TunedDDPStrategy
 from lightning_distrec.errors import OptimizerError
 from tests.support.dense_runs import fit
-from tests.support.embedding_models import KeepsState, loader, train_unsharded
+from tests.support.embedding_models import KeepsState, loader
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
@@ -78,24 +78,3 @@ def test_the_error_about_unused_layers_names_our_strategy() -> None:
     for message in run_on_warm_ranks(_unused, 2):
         assert "find_unused_parameters=True" in message
         assert " DDPStrategy" not in message
-
-
-def _skip(depth: int) -> dict[str, Tensor]:
-    torch.manual_seed(3)
-    model = Scores(True, "Adagrad")
-    make_trainer({"convert_embeddings": "all", "prefetch": {"depth": depth}}).fit(
-        model, loader(STEPS)
-    )
-    return model.final_state
-
-
-STEPS = [_ids(step) for step in range(6)]
-
-
-def test_steps_that_return_no_loss_change_nothing_on_one_rank() -> None:
-    torch.manual_seed(3)
-    plain = train_unsharded(Scores(False, "Adagrad"), [[batch] for batch in STEPS[1::2]])
-    (results,) = run_each_on_ranks({str(depth): (_skip, depth) for depth in (1, 2, 3)}, 1)
-    for state in results.values():
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, atol=1e-5, rtol=1e-5, msg=name)

@@ -1,14 +1,17 @@
 """Ranks that are in different places, because one of them has caught what all raise, say so instead
 of mixing up."""
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_distrec.cluster import consensus
 from lightning_distrec.cluster.consensus import Consensus, RankFlags
 from lightning_distrec.errors import RankError
+from tests.benchmarks.ranks import count_sockets
 from tests.support.ranks import rank_and_num_ranks, run_on_ranks
 
 
@@ -21,16 +24,16 @@ def _swallow(activities: tuple[str, str]) -> tuple[str, list[Any]]:
     gathered after it."""
     rank, num_ranks = rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    consensus = Consensus(20, RankFlags())
+    ranks = Consensus(20, RankFlags())
     with pytest.raises((ValueError, RankError)):
-        consensus.all_or_none("setup", _fail if rank else lambda: None)
+        ranks.all_or_none("setup", _fail if rank else lambda: None)
     try:
         if activity := activities[rank]:
-            consensus.all_or_none(activity, lambda: None)
+            ranks.all_or_none(activity, lambda: None)
         else:
-            consensus.all_gather([("RankError", 2), 3])
+            ranks.all_gather([("RankError", 2), 3])
     except Exception as error:
-        return f"{type(error).__name__}: {error}", consensus.all_gather(rank)
+        return f"{type(error).__name__}: {error}", ranks.all_gather(rank)
     return "", []
 
 
@@ -49,14 +52,34 @@ def test_all_ranks_raise_one_error_that_says_where_each_is(activities: tuple[str
 def _gather() -> tuple[str, list[Any]]:
     rank, num_ranks = rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    consensus = Consensus(20, RankFlags())
+    ranks = Consensus(20, RankFlags())
     refused = ""
     try:
-        consensus.all_gather(consensus if rank else "x" * 1000)
+        ranks.all_gather(ranks if rank else "x" * 1000)
     except RankError as error:
         refused = str(error)
     parameter = torch.nn.Parameter(torch.arange(6.0, dtype=torch.bfloat16).reshape(3, 2))
-    return refused, consensus.all_gather({"rows": parameter.T[rank], (rank, None): torch.Size([2])})
+    return refused, ranks.all_gather({"rows": parameter.T[rank], (rank, None): torch.Size([2])})
+
+
+def _gather_more(tree_bytes: int) -> list[tuple[list[Any], int]]:
+    """Return what is gathered of values of one message and of several, and this rank's sockets."""
+    rank, num_ranks = rank_and_num_ranks()
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    ranks = Consensus(20, RankFlags())
+    before = count_sockets()
+    consensus.TREE_BYTES = tree_bytes
+    return [(ranks.all_gather("x" * size * rank), count_sockets() - before) for size in (1, 100)]
+
+
+@pytest.mark.parametrize("tree_bytes", [1 << 20, 1000])
+def test_more_ranks_than_four_gather_by_a_tree_and_long_values_by_a_ring(tree_bytes: int) -> None:
+    """Seven: no power of two, so that some subtrees are cut."""
+    for (short, sockets), (long, _) in run_on_ranks(_gather_more, 7, tree_bytes):
+        assert short == ["x" * rank for rank in range(7)]
+        assert long == ["x" * 100 * rank for rank in range(7)]
+        assert sockets <= 6, "three neighbours, to one and to the other"
 
 
 def test_values_of_any_length_come_back_and_what_cannot_be_sent_is_an_error_on_all_ranks() -> None:

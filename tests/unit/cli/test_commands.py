@@ -1,13 +1,10 @@
 """The console script: its help, its exit codes and its errors."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +17,8 @@ from torch import nn
 from lightning_distrec.cli import command_line, fit_cli, main
 from lightning_distrec.sharding.weights.shard_access import without_guard
 from tests.support.checkpoint_folders import by_rows, write_folder
-from tests.support.limits import LIMIT_SECONDS
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.support.command import Run, run_command
+from tests.support.console import finished
 
 
 @pytest.fixture
@@ -31,15 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def run_script(*args: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = main.main(args)
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        return (code, *capsys.readouterr())
-
-    return run_script
+    return lambda *args: run_command(capsys, *args)
 
 
 def _folder(name: str, value: float = 1.0, **entries: Any) -> str:
@@ -68,6 +56,7 @@ def test_help_lists_all_commands(run: Run) -> None:
         ("checkpoint", "inspect"),
         ("checkpoint", "merge"),
         ("publish", "inspect"),
+        ("columns", "fit"),
     ],
 )
 def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
@@ -86,6 +75,8 @@ def test_each_command_has_help(run: Run, command: tuple[str, ...]) -> None:
             "Write a difference and its base as one full checkpoint.",
         ),
         "inspect": ("--verify", "2: i"),
+        "columns": ("fit", "Fit the features of columns before a job"),
+        "fit": ("--scheduler", "Read all training rows once"),
         "publish": ("inspect", "Print the publications of a folder."),
         "merge": ("difference", "out", "Exit codes: 0: written; 2: it cannot be."),
         "recipes": ("list", "copy", "List the jobs that come with the package"),
@@ -210,17 +201,6 @@ def test_inspect_of_what_is_incomplete_ends_with_2_and_one_line(run: Run) -> Non
     assert description["problem"] == error.removeprefix("lightning-distrec: ").strip()
 
 
-def test_unexpected_errors_are_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_distrec.cli import checkpoint_commands
-
-    def fail(path: Path) -> None:
-        raise RuntimeError("unexpected")
-
-    monkeypatch.setattr(checkpoint_commands, "describe", fail)
-    with pytest.raises(RuntimeError, match="unexpected"):
-        run("checkpoint", "inspect", "a.ckpt")
-
-
 def test_commands_and_help_load_neither_torchrec_nor_a_process_group(tmp_path: Path) -> None:
     _folder(str(tmp_path / "a.ckpt"))
     (tmp_path / "job.yaml").write_text("")
@@ -251,45 +231,13 @@ def test_commands_and_help_load_neither_torchrec_nor_a_process_group(tmp_path: P
         sys.argv = ["lightning_distrec", "xyz"]
         runpy.run_module("lightning_distrec", run_name="__main__", alter_sys=True)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = finished([sys.executable, "-c", textwrap.dedent(code)], tmp_path)
     assert done.returncode == 2, done.stderr
     assert [line for line in done.stderr.splitlines() if line.endswith(("]", "e"))] == [
         *("--help []", "doctor --help []", "slurm --help []", "[0, 0, 0, 0] []"),
         *("advise []", "plan []", "export []", "checkpoint []", "a group: False"),
     ]
     assert "unknown command 'xyz'" in done.stderr, "python -m lightning_distrec"
-
-
-def test_an_export_that_gets_sigterm_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightning_distrec.serving import export_checkpoint
-
-    write = export_checkpoint.write_blocks
-
-    def ask_to_end(*args: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        write(*args)
-
-    earlier_handler = signal.getsignal(signal.SIGTERM)
-    _folder(str(tmp_path / "a.ckpt"))
-    monkeypatch.setattr(export_checkpoint, "write_blocks", ask_to_end)
-    with pytest.raises(SystemExit) as exit_:
-        main.main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out.pt")])
-    assert exit_.value.code == 128 + signal.SIGTERM
-    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
-    assert signal.getsignal(signal.SIGTERM) == earlier_handler
-
-
-def test_versions_are_printed(run: Run) -> None:
-    code, text, _ = run("--version")
-    assert code == 0
-    lines = dict(line.split(" ", 1) for line in text.splitlines())
-    # the suffix of a build is not in each package's metadata
-    assert torch.__version__.startswith(lines["torch"])
-    assert {"lightning-distrec", "lightning", "torchrec", "Python"} <= set(lines)
 
 
 def test_where_torchrec_is_not_installed_the_line_that_installs_it_is_printed(
@@ -320,9 +268,7 @@ def test_where_torchrec_is_not_installed_the_line_that_installs_it_is_printed(
             print("VersionError:", error)
     """)
     command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
+    done = finished(command, tmp_path)
     assert done.stdout.count("pip install --no-deps fbgemm-gpu-cpu==") == 2, done.stdout
     assert "torchrec_sharded cannot be used. Installed: torch" in done.stdout
     assert "exit code 2" in done.stdout

@@ -1,6 +1,5 @@
 """What `fit` and its like print about a mistake: one block, which names the key."""
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from lightning_distrec.cli import fit_cli, main
-from lightning_distrec.errors import ConfigError
-from tests.support.environments import environment
-from tests.support.limits import LIMIT_SECONDS
 
 MODULE = """
 import torch
@@ -115,8 +111,6 @@ def _check_block(run: Run, message: str, *args: str) -> None:
     [
         ("max_epochs", "max_epoch", "Subcommand 'fit' does not accept option 'trainer.max_epoch'"),
         ("max_epochs: 1", "max_epochs: -5", "`max_epochs` must be a non-negative integer or -1"),
-        ("clicks_job.Data", "clicks_jb.Data", "No module named 'clicks_jb'"),
-        ("Model}", "Model, init_args: {dmi: 3}}", "Option 'dmi' is not accepted"),
         ("model: {", "model: }", "Problems parsing config: "),
     ],
 )  # fmt: skip
@@ -134,11 +128,6 @@ def test_a_module_whose_package_is_missing_names_it(
     assert code == 2
     assert "Problem with given class_path 'clicks_job.Model':" in error
     assert "import of pyarrow halted" in error
-
-
-def test_with_debug_an_error_keeps_its_traceback(run: Run) -> None:
-    with pytest.raises(ConfigError, match="File does not exist"):
-        run("fit", "--config", "none.yaml", "--debug")
 
 
 def test_of_the_ranks_of_a_node_one_prints_the_mistake(
@@ -204,28 +193,3 @@ def test_predictions_are_one_file_in_the_order_of_the_data(run: Run) -> None:
         code, error = run(*predict, *args)
         assert code == 2
         assert message in error
-
-
-@pytest.mark.slow
-def test_what_ranks_refuse_together_is_one_block(run: Run, tmp_path: Path) -> None:
-    Path("clicks_job.py").write_text(
-        MODULE.replace('self(batch["id"]), batch', 'self(batch["id"] + 90), batch')
-    )
-    command = [sys.executable, "-m", "lightning_distrec", "fit", "--config", "job.yaml"]
-    command += ["--trainer.devices=2", f"{STRATEGY}.convert_embeddings=all"]
-    errors = [
-        subprocess.run(
-            [*command, *more],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            env=environment(),
-        ).stderr
-        for more in ([], ["--debug"])
-    ]
-    assert "Traceback" not in errors[0]
-    assert errors[0].count("lightning-distrec: ") == 1
-    message = "feature 'ids' of table 'table' has the id 122, but the table has rows 0 to 99"
-    assert f"lightning-distrec: {message}" in errors[0]
-    assert "IdsError" in errors[1]
-    assert "Traceback" in errors[1]

@@ -9,15 +9,11 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-from lightning_distrec.cli import main as cli
-from lightning_distrec.sharding.planning.constraints import TableConstraints
-from lightning_distrec.sharding.planning.costs import update_milliseconds
-from lightning_distrec.sharding.planning.table_options import TableOptions
+from tests.support.command import run_command, write_config
 
 HERE = "tests.unit.cli.test_plan_from_data."
 BATCH, BATCHES = 32, 5
@@ -88,15 +84,9 @@ class Clicks(pl.LightningModule):
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str, **data: Any) -> tuple[int, str, str]:
-    config = {
-        "model": {"class_path": HERE + "Clicks"},
-        "data": {"class_path": HERE + "Data", "init_args": data},
-        "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "torchrec_sharded"},
-    }
-    Path("job.yaml").write_text(yaml.safe_dump(config))
-    capsys.readouterr()
-    code = cli.main(["plan", "--config", "job.yaml", "--quick", *args])
-    return (code, *capsys.readouterr())
+    trainer = {"accelerator": "cpu", "devices": 2, "strategy": "torchrec_sharded"}
+    write_config(HERE + "Clicks", HERE + "Data", trainer, **data)
+    return run_command(capsys, "plan", "--config", "job.yaml", "--quick", *args)
 
 
 def test_a_plan_follows_what_its_batches_look_up(
@@ -132,15 +122,3 @@ def test_data_is_read_only_where_that_is_asked_for_and_a_failure_is_told(
     code, _, error = run(capsys, "--from-data", "0")
     assert code == 2
     assert "--from-data 0: must be at least 1" in error
-
-
-def test_rows_that_repeat_make_updates_shorter() -> None:
-    def milliseconds(share: float) -> float:
-        constraints = TableConstraints(
-            (), False, TableOptions(), bytes_per_element=4.0, distinct_share=share
-        )
-        return float(update_milliseconds([(10**6, 64)], constraints, 5000.0, False, 1e6)[0])
-
-    every, tenth, almost_every = map(milliseconds, (1.0, 0.1, 0.999))
-    assert tenth == pytest.approx(every / 10, rel=0.01)
-    assert almost_every == pytest.approx(every, rel=0.01)

@@ -1,7 +1,5 @@
 """What the Trainer was given, compared with what was launched; and launchers other than Slurm."""
 
-from dataclasses import replace
-
 import pytest
 
 from lightning_distrec.cluster.environment import check_numbers, check_variables
@@ -33,11 +31,6 @@ def test_other_numbers_are_refused() -> None:
         ConfigError, match=r"Trainer\(num_nodes=3\), but srun started ranks on 2 nodes"
     ):
         check_numbers(TWO_NODES, 4, 4, 3)
-
-
-def test_idle_devices_are_reported_once() -> None:
-    with pytest.warns(UserWarning, match="4 ranks on a node with 8 devices: 4 stay idle"):
-        check_numbers(replace(TWO_NODES, rank=0), 8, 8, 1)
 
 
 TORCHRUN = {

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -54,14 +55,6 @@ def ranks() -> Iterator[Ranks]:
     yield made
     for peer in (made.hub, *made.links.values()):
         peer.close()
-
-
-def test_a_rank_whose_connection_is_closed_has_died_for_all(ranks: Ranks) -> None:
-    ranks.links.pop(2).close()
-    ranks.hear()
-    assert ranks.reasons() == {
-        "rank 2 on b has died: its process is gone (killed, or out of memory?)"
-    }
 
 
 def test_a_rank_that_says_nothing_for_longer_than_the_limit_is_lost(ranks: Ranks) -> None:
@@ -126,17 +119,17 @@ def test_a_port_scanner_and_ranks_of_other_jobs_are_not_listened_to(ranks: Ranks
         stranger.close()
 
 
-def test_a_fork_holds_no_connection_open(ranks: Ranks) -> None:
-    """As a worker of a dataloader that outlives its rank for a while."""
+def test_a_rank_whose_connection_is_closed_has_died_for_all(ranks: Ranks) -> None:
+    """Also where a fork of it, as a worker of a dataloader, outlives it for a while."""
     pid = os.fork()
     if pid == 0:
         time.sleep(3)
         os._exit(0)
     ranks.links.pop(2).close()
     ranks.hear()
-    is_named = {"has died" in reason for reason in ranks.reasons()}
+    reasons = ranks.reasons()
     os.waitpid(pid, 0)
-    assert is_named == {True}
+    assert reasons == {"rank 2 on b has died: its process is gone (killed, or out of memory?)"}
 
 
 def test_rank_0_that_cannot_be_reached_is_named_with_what_to_set() -> None:
@@ -201,6 +194,9 @@ class _Peer:
 
     judge, job, verdict, is_answered = JUDGE, JOB, Verdict(RUNS[0]), False
 
+    def __init__(self) -> None:
+        self.is_closed = threading.Event()
+
     def report(self, state: RankState) -> None:
         self.state = state
 
@@ -211,7 +207,17 @@ class _Peer:
         pass
 
     def close(self) -> None:
-        pass
+        self.is_closed.set()
+
+
+def test_a_rank_that_was_silent_may_report_again_before_the_others_fail_for_it() -> None:
+    peer: Any = _Peer()
+    beat = Heartbeat(1, peer)
+    beat.report(is_closed=True)
+    peer.verdict = Verdict(RUNS[0], "rank 2 has been silent for 3 s")
+    beat.look_for_failures(0.5, 2)
+    with pytest.raises(RankError, match="rank 2 has been silent for 3 s"):
+        beat.look_for_failures(2.5, 2)
 
 
 def _seconds_until_stuck(
@@ -260,6 +266,9 @@ def test_a_rank_that_waits_for_another_without_end_is_ended(
     beat = Heartbeat(1, peer)
     beat.start_run(str)
     beat.report(is_closed=True)
+    # Its thread would go on if it had not looked yet, and end this process once its clock is later
+    # than the times below.
+    assert peer.is_closed.wait(timeout=60)
     beat._state = replace(beat._state, is_closed=False)
 
     def ends(is_held: bool, begin: float, end: float) -> bool:

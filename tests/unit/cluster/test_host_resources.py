@@ -6,8 +6,9 @@ import resource
 from multiprocessing import get_context
 
 import pytest
+import torch
 
-from lightning_distrec.cluster.host_resources import num_threads, reserve_open_files
+from lightning_distrec.cluster.host_resources import end_threads, num_threads, reserve_open_files
 from lightning_distrec.errors import ConfigError
 
 ALL = frozenset(range(16))
@@ -55,12 +56,32 @@ def _reserve(calls: tuple[tuple[int, str], ...]) -> list[str]:
 
 
 def test_a_rank_may_open_what_the_system_lets_it_and_too_many_ranks_are_refused() -> None:
-    calls = ((148, "gloo"), (149, "gloo"), (248, "nccl"), (249, "cpu:gloo,cuda:nccl"))
+    calls = ((186, "gloo"), (187, "gloo"), (248, "nccl"), (249, "cpu:gloo,cuda:nccl"))
     with get_context("fork").Pool(1) as process:
         fits, gloo, nccl, too_many = process.apply(_reserve, (calls,))
     assert fits == nccl == "(1000, 1000) 1"
     assert gloo.startswith(
-        "a rank in a job of 149 needs 1001 open files, most of them sockets, and may open 1000."
+        "a rank in a job of 187 needs 1004 open files, most of them sockets, and may open 1000."
     )
-    assert "`ulimit -n 1001`" in gloo
+    assert "`ulimit -n 1004`" in gloo
     assert too_many.startswith("a rank in a job of 249 needs 1003 open files")
+
+
+def _use_two_threads() -> None:
+    torch.set_num_threads(2)
+    torch.ones(1_000_000).exp()
+
+
+def test_a_fork_of_a_process_whose_threads_have_ended_begins_its_own() -> None:
+    threads = torch.get_num_threads()
+    _use_two_threads()
+    assert end_threads()
+    fork = get_context("fork").Process(target=_use_two_threads)
+    fork.start()
+    try:
+        fork.join(60)
+        assert fork.exitcode == 0, "it waits for threads that only its parent has"
+    finally:
+        fork.kill()
+        fork.join()
+        torch.set_num_threads(threads)

@@ -75,16 +75,6 @@ def test_two_jobs_at_the_same_ports_each_find_their_own(point: MeetingPoint) -> 
     assert _run(*calls) == ["job 1.0"] * 2 + ["job 1.1"] * 2
 
 
-def test_an_earlier_attempt_that_still_listens_is_passed_by(point: MeetingPoint) -> None:
-    lines: list[str] = []
-    outcomes = _run(
-        _rank(replace(point, identity="job 1.0 restart 0"), 0, 2, [], seconds=3),
-        *(_rank(replace(point, identity="job 1.0 restart 1"), rank, 2, lines) for rank in range(2)),
-    )
-    assert outcomes[1:] == ["job 1.0 restart 1"] * 2
-    assert isinstance(outcomes[0], RendezvousError)
-
-
 @pytest.mark.parametrize(
     "greeting",
     [b"", b"\xff\xfe\n", b'{"job": "job 0.9", "port": 1}'],
@@ -127,28 +117,6 @@ def test_a_rank_that_is_missing_is_named_on_all(point: MeetingPoint) -> None:
     ] * 3
     assert lines
     assert all(line.startswith(f"{expected}, after") for line in lines), lines
-
-
-def test_why_nobody_else_may_come_is_told_where_nobody_has_come(point: MeetingPoint) -> None:
-    hinted = replace(point, hint=" (unset LOCAL_RANK)")
-    (failure,) = _run(_rank(hinted, 0, 3, [], seconds=0.5))
-    assert (
-        "1 of 3 ranks arrived at 127.0.0.1; waiting for rank 1 on node1, rank 2 on node2 (unset "
-        "LOCAL" in str(failure)
-    )
-    (lost,) = _run(_rank(hinted, 1, 3, [], seconds=0.5))
-    assert "(unset LOCAL_RANK): not within 0.5 s" in str(lost)
-    outcomes = _run(*(_rank(hinted, rank, 3, [], seconds=1) for rank in (0, 1)))
-    assert not any("unset LOCAL_RANK" in str(outcome) for outcome in outcomes)
-
-
-def test_a_missing_first_rank_is_reported_by_the_others(point: MeetingPoint) -> None:
-    lines: list[str] = []
-    (outcome,) = _run(_rank(point, 1, 2, lines, seconds=1))
-    assert str(outcome).startswith(
-        f"waiting for rank 0 at 127.0.0.1, port {point.ports[0]} and 2 others: not within"
-    )
-    assert lines
 
 
 def test_ranks_that_count_differently_are_reported(point: MeetingPoint) -> None:

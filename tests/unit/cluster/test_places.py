@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed import DistNetworkError, DistStoreError, HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from lightning_distrec.cluster.places import (
     find_location,
@@ -26,6 +26,7 @@ from lightning_distrec.cluster.places import (
     is_waiting,
 )
 from lightning_distrec.errors import RankError
+from tests.support.limits import LIMIT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,10 @@ def test_a_main_thread_that_just_enters_a_function_is_not_taken_for_one_that_wai
     # a frame without a line, as Python has it on entry
     enter.__code__ = enter.__code__.replace(co_linetable=b"")
     (thread := threading.Thread(target=enter)).start()
+    limit = time.monotonic() + LIMIT_SECONDS
+    while sys._current_frames()[cast(int, thread.ident)].f_code is not enter.__code__:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
     assert sys._current_frames()[cast(int, thread.ident)].f_lineno is None
     assert not is_waiting(cast(int, thread.ident))
     lock.release()
@@ -94,7 +99,12 @@ def _look_at(run: Callable[[threading.Event], object]) -> tuple[set[bool], int]:
     event = threading.Event()
 
     def look() -> None:
-        time.sleep(0.1)
+        # Until it has come to where it stays; what computes is never at one place.
+        for _ in range(10):
+            place = find_place(thread_id)
+            time.sleep(0.1)
+            if find_place(thread_id) == place:
+                break
         for _ in range(8):
             time.sleep(0.1)
             waits.append(is_waiting(thread_id))
@@ -118,9 +128,10 @@ def _blocked(event: threading.Event) -> "functools.partial[bool]":
 def test_waits_are_told_from_work() -> None:
     store = HashStore()
 
-    def wait(_: threading.Event) -> None:
-        with contextlib.suppress(DistStoreError):
-            store.wait(["never"], timedelta(seconds=3))
+    def wait(event: threading.Event) -> None:
+        end = threading.Thread(target=lambda: event.wait() and store.set("end", ""), daemon=True)
+        end.start()
+        store.wait(["end"], timedelta(seconds=LIMIT_SECONDS))
 
     def wait_for_gpu(event: threading.Event) -> None:
         bool(SimpleNamespace(item=_blocked(event)).item())

@@ -143,12 +143,6 @@ def test_no_two_steps_or_attempts_share_an_identity() -> None:
     assert all(20_000 <= port < 30_000 for point in points for port in point.ports)
 
 
-@pytest.mark.usefixtures("_names")
-def test_the_users_address_and_port_count() -> None:
-    point = read_srun(_task() | {"MASTER_ADDR": "there", "MASTER_PORT": "1234"}).point
-    assert (point.host, point.ports) == ("there", (1234,))
-
-
 def test_only_scripts_of_several_nodes_must_use_srun() -> None:
     refuse_lone_script({})
     refuse_lone_script(_alone(**STEP))

@@ -120,10 +120,18 @@ def test_the_first_reason_stays_while_ranks_end_for_it() -> None:
     assert JUDGE.judge(RUNS, silent).running == "", "it was stopped for a moment"
 
 
-def test_where_ranks_are_is_told_when_one_asks() -> None:
-    asking = replace(RUNS[0], is_asking=True)
-    apart = replace(RUNS[2], location="y.py:7 in f (all_reduce)")
-    assert JUDGE.judge([asking, RUNS[1], apart], NONE).locations == (
-        "ranks 0, 1: batch 1, x.py:1; rank 2 on b: batch 1, y.py:7 in f (all_reduce)"
-    )
-    assert JUDGE.judge(RUNS, NONE).locations == ""
+def test_rank_zero_looks_at_each_rank_a_few_times() -> None:
+    """It judges several times a second, beside its own steps."""
+
+    class Counted(RankState):
+        looks = 0
+
+        def __getattribute__(self, name: str) -> object:
+            Counted.looks += 1
+            return super().__getattribute__(name)
+
+    for num_ranks in (64, 256):
+        ranks = [Counted(rank, started=1) for rank in range(num_ranks)]
+        Counted.looks = 0
+        assert JUDGE.judge(ranks, NONE).running == ""
+        assert Counted.looks < 50 * num_ranks
