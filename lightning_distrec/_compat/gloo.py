@@ -33,6 +33,7 @@ def one_socket_thread() -> Iterator[None]:
     made in here before.
 
     torch starts one for each group; on busy cores the main thread waits longer the more there are.
+    A default group that the program has made lends its own, so that its exchanges are served too.
     For groups in which each rank exchanges with each: they connect when they are made, whatever
     TORCH_GLOO_LAZY_INIT says. Groups that connect later mix up their ranks in such a thread, and
     hang.
@@ -40,6 +41,17 @@ def one_socket_thread() -> Iterator[None]:
     with Patches() as patches:
         patches.replace(distributed_c10d, "ProcessGroupGloo", _SharedThread)
         yield
+
+
+def _lent_devices() -> list[Any]:
+    """Return the devices of the default group; [] where it is not gloo's, or connects late."""
+    if not dist.is_initialized() or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0":
+        return []
+    with contextlib.suppress(RuntimeError):  # a group for GPUs alone
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        if isinstance(backend, ProcessGroupGloo):
+            return backend.options._devices  # type: ignore[no-any-return,attr-defined]
+    return []
 
 
 @functools.cache
@@ -68,7 +80,8 @@ class _Constructor(type):
     ) -> Any:
         gloo: Any = ProcessGroupGloo  # torch's stubs have other names
         options = gloo._Options()
-        options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        options._devices = _lent_devices() or _devices(interfaces, os.getpid())
         options._timeout = timeout
         options._threads = 2 * len(options._devices)  # as torch has it
         for name, value in other_options.items():  # enable_reconfigure, from torch 2.14 on

@@ -139,7 +139,8 @@ class _ResumingFetcher(fetchers._PrefetchDataFetcher):
         # The batch that is returned here was the last that was drawn, unless there is none ahead.
         states = loader_states(self.combined_loader)
         batch = super().__next__()
-        override_loader_states(self.combined_loader, lambda: states)
+        # After the last batch a loader is where its next epoch begins.
+        override_loader_states(self.combined_loader, None if self.done else lambda: states)
         return batch
 
     def teardown(self) -> None:

@@ -308,10 +308,9 @@ def make_facts(dry: DryModule, job: DryJob) -> ClusterFacts:
         dry.module, dry.decisions.tables, dry.decisions.optimizers, dry.trainer.precision, shares
     )
     reservation = reservation.with_dense(dense, job.memory_bytes)
-    # Nothing can be measured without ranks: torchrec's defaults fill in, and the report mentions
-    # it.
-    bandwidths = bandwidth_request(planning.bandwidths, os.environ).with_measured({})
-    bandwidths = replace(bandwidths, **job.bandwidths)
+    # Nothing can be measured without ranks: defaults fill in, and the report mentions it.
+    request = bandwidth_request(planning.bandwidths, os.environ)
+    bandwidths = replace(request.with_measured({}, job.device.type), **job.bandwidths)
     # On a CPU a rank's memory is the host's already, and would count twice.
     on_host = job.host_bytes // job.ranks_on_node if job.device.type == "cuda" else 0
     memory = RankMemory(

@@ -310,9 +310,7 @@ def _assumed(dry: DryModule, job: DryJob, reservation: Reservation) -> list[str]
     request = bandwidth_request(planning.bandwidths, os.environ)
     missing = [name for name in request.to_measure if name not in job.bandwidths]
     if missing:
-        assumed.append(
-            f"{', '.join(missing)} cannot be measured without ranks: torchrec's defaults are used"
-        )
+        assumed.append(f"{', '.join(missing)} cannot be measured without ranks: defaults are used")
     if planning.estimate_pooling and dry.counts is None:
         assumed.append(
             "planning.estimate_pooling: no data is read, so ids per example are not counted"

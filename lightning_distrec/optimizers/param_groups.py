@@ -41,6 +41,15 @@ class TableParamGroup:
         return self.shared_label or f"{self.optimizer_index}.{self.group_index}"
 
 
+STARTS = {"sum": "initial_accumulator_value", "step_size": "lr"}
+"""State of torch's optimizers that begins at a setting: of Adagrad, Rprop. Others begin at 0."""
+
+
+def initial_state(group: Mapping[str, Any], key: str) -> float:
+    """Return the number with which a param group's optimizer begins its state `key` of a row."""
+    return float(group.get(STARTS.get(key, ""), 0.0))
+
+
 def find_param_groups(
     parameters: Weights,
     optimizers: list[optim.Optimizer],

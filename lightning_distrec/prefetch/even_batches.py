@@ -7,12 +7,10 @@ Ranks compare the lengths of sized loaders once, and the states of other loaders
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-import torch
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch import Trainer
 from torch import nn
@@ -107,19 +105,11 @@ class Wrapper:
         # A pickle is refused where __class__ is not the class that it makes.
         return _with_attributes, (type(self), vars(self))
 
-    has_begun = False
-    """Whether an iterator of `_begin_late` has begun."""
-    continues = False
-    """Whether the next one goes on in an epoch: what it draws when it begins was drawn before the
-    checkpoint."""
-
     def _begin_late(self) -> Iterator[Any]:
         """Return the loader's batches; it begins, and draws seeds of workers, with the first
         one."""
-        with torch.random.fork_rng(devices=[]) if self.continues else nullcontext():
-            batches = iter(self._loader)
-        vars(self).update(continues=False, has_begun=True)
-        yield from batches
+        # A stateful loader that trains has `epochs`, which begin as before a resumed run.
+        yield from vars(self).get("epochs", self._loader)
 
     def __getattr__(self, name: str) -> Any:
         # copy.deepcopy asks the instance for __deepcopy__: the loader's own would return a copy

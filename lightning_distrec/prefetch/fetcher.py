@@ -75,7 +75,6 @@ class PrefetchFetcher(DataFetcher):
         self._has_more = True
         self._agrees_on_draws = False
         self._has_ended = False
-        self._loader_states: Any = None
 
     @override
     def __iter__(self) -> "PrefetchFetcher":
@@ -103,8 +102,8 @@ class PrefetchFetcher(DataFetcher):
         self._num_drawn = 0
         self._has_ended = False
         self._has_more = self.length != 0
-        self._loader_states = loader_states(self.combined_loader)
-        override_loader_states(self.combined_loader, lambda: self._loader_states)
+        # Not asked for before the first batch: torchdata's loader would begin, and draw seeds.
+        override_loader_states(self.combined_loader, None)
         return self
 
     @override
@@ -125,7 +124,7 @@ class PrefetchFetcher(DataFetcher):
         self.fetched += 1
         # A checkpoint in this step resumes after this batch, though later ones were drawn from the
         # loaders.
-        self._loader_states = in_flight.loader_states
+        self._save_states(in_flight)
         counted = self.length is not None and self.fetched >= self.length
         if (
             self.length is None
@@ -159,7 +158,11 @@ class PrefetchFetcher(DataFetcher):
         # Lightning may ask again after the end; `apply` is collective, and warns.
         if not self._has_ended:
             self._has_ended = True
+            self._save_states(self._queue[0])
             self._end.apply(self.fetched, self._queue[0].state, self._queue[0].failure)
+
+    def _save_states(self, in_flight: InFlightBatch) -> None:
+        override_loader_states(self.combined_loader, lambda: in_flight.loader_states)
 
     def _fill(self, size: int) -> None:
         while len(self._queue) < size and self._has_more:

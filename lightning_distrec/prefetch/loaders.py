@@ -158,7 +158,12 @@ class LateLoader(Wrapper):
 
 
 def is_of_torchdata(value: Any) -> bool:
-    return any(kind.__module__.startswith("torchdata.") for kind in type(value).__mro__)
+    return is_of(value, "torchdata.")
+
+
+def is_of(value: Any, *packages: str) -> bool:
+    """Return whether the class of `value`, or one above it, is of one of the packages."""
+    return any(kind.__module__.startswith(packages) for kind in type(value).__mro__)
 
 
 def has_state(loader: DataLoader[Any]) -> bool:
@@ -184,9 +189,9 @@ def has_position(loader: Any) -> bool:
 
 
 def end_epoch(loader: Any, state: State) -> None:
-    """Let torchdata's loader begin its next epoch as it does after one that has ended in
-    `state`."""
-    if is_of_torchdata(original_loader(loader)):
+    """Let a loader of torchdata or litdata begin its next epoch as it does after one that has ended
+    in `state`."""
+    if is_of(original_loader(loader), "torchdata.", "litdata."):
         loader.load_state_dict(state)
         # is at the end; the sampler's and the dataset's state is theirs from now on
         iter(original_loader(loader))

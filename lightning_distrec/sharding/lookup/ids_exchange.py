@@ -2,7 +2,8 @@
 
 By torchrec's modules: one exchange of sizes for all lookups, then one of ids. torchrec's train
 pipelines do the same (torchrec/distributed/train_pipeline), and its classes are used here. On the
-short path: one exchange of lengths and ids; sizes are known before.
+short path: one exchange of lengths and ids; sizes are known before, by the control message of an
+earlier step, or by an exchange of them.
 """
 
 from collections.abc import Callable
@@ -240,7 +241,7 @@ class BothExchanges:
 
 
 def start_exchange(
-    requests: list[LookupRequest], stream: Stream, group: Any
+    requests: list[LookupRequest], stream: Stream = None, group: Any = None
 ) -> IdsExchange | ShortExchange | BothExchanges:
     """Collective. Start to exchange the ids of these lookups, each on its way; arguments are those
     of IdsExchange."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from lightning_distrec.sharding.lookup.jagged import DistinctIds, LookedUp, Padd
 from lightning_distrec.sharding.lookup.lookup_setup import LookupSetup
 
 if TYPE_CHECKING:
-    from lightning_distrec.sharding.lookup.short_path import ShortIds
+    from lightning_distrec.sharding.lookup.short_path import ShortIds, ShortPath
 
 _TYPES = (
     None,
@@ -176,14 +176,25 @@ class LookupConsensus:
         self._path = path
         self._ranks = ranks
 
-    def agree(self, request: LookupRequest) -> tuple[int, int]:
+    def agree(self, request: LookupRequest, path: ShortPath | None = None) -> tuple[int, int]:
         """Collective. Return the minimum and maximum of examples over ranks. All ranks raise what
-        is wrong on one."""
-        # A separate all-reduce, for lookups whose sizes must be known before ids are sent.
+        is wrong on one.
+
+        path: brings `request.received` too, also where the request cannot go it on this rank: the
+        others do not know of that yet.
+        """
+        # A separate exchange, for lookups whose sizes must be known before ids are sent.
         fine, examples, form = self._values(request)
         # The minima of a form and of its negative are opposite only where all ranks have one form.
-        agreed = self._ranks.start_all_reduce_min(fine, examples, -examples, form, -form).wait()
-        fine, smallest, negated, form, negated_form = agreed
+        values = (fine, examples, -examples, form, -form)
+        if path is None:
+            pending = self._ranks.start_all_reduce_min(*values)
+        else:
+            counts = [[count] for count in request.counts or [0] * path.num_ranks]
+            place = path.sharding.group, request.setup.device
+            pending = self._ranks.start_min_and_exchange(values, counts, *place)
+        fine, smallest, negated, form, negated_form = pending.wait()
+        request.received = tuple(chain.from_iterable(pending.received))
         if not fine or form != -negated_form:
             self._raise(request)
         return smallest, -negated

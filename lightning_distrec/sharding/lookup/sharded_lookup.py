@@ -29,7 +29,7 @@ from lightning_distrec._compat.torchrec_modules import (
 )
 from lightning_distrec.errors import IdsError, ShardingError
 from lightning_distrec.recorded_step import LIBRARY_OPERATIONS
-from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange
+from lightning_distrec.sharding.lookup.ids_exchange import IdsExchange, start_exchange
 from lightning_distrec.sharding.lookup.jagged import DistinctIds, LookedUp, SharedBags
 from lightning_distrec.sharding.lookup.lazy_outputs import (
     BackwardOrder,
@@ -76,9 +76,6 @@ class ShardedLookup:
             setup.path, [t.full_name for t in tables if not uses[t.name].adds_up]
         )
         self.inputs = LookupInputs(setup)
-        self._agrees_first = setup.needs_equal_batches or (
-            setup.groups is not None and setup.groups.num_replicas > 1
-        )
         self._weights_exchange = WeightsExchange(setup, self.second_gradients)
         self._deduplicated: dict[str, int] = {}
         """Feature whose ids are sent once -> number of rows."""
@@ -93,12 +90,16 @@ class ShardedLookup:
             disable_mean_pooling_divisor(setup.sharded)
         calls = list(map(KernelCall, self._kernels))
         self.short_path = None
-        """Where lookups that are prefetched go, if they may go the short path; alike on all
-        ranks."""
+        """Where lookups go that may go the short path; alike on all ranks."""
         if setup.mapped is None and setup.has_small_ids:
             self.short_path = short_path_of(
                 setup.sharded, calls, setup.ranks.num_ranks, setup.device
             )
+        self._agrees_first = (
+            self.short_path is not None
+            or setup.needs_equal_batches
+            or (setup.groups is not None and setup.groups.num_replicas > 1)
+        )
 
     def __call__(self, make_features: Callable[[], Any]) -> LookedUp:
         """Collective. Look up the features that are made; returns what the unsharded collection
@@ -121,21 +122,20 @@ class ShardedLookup:
                 )
             # sizes must be known before ids are sent, or the exchange does not reach all ranks
             if self._agrees_first:
-                request.sizes = self._consensus.agree(request)
-            exchange = IdsExchange([request], self._consensus.values_to_send(request))
-            values = exchange.values_of_ranks()
-            if not self._agrees_first:
-                request.sizes = self._consensus.agree_on(values, request)
+                request.sizes = self._consensus.agree(request, self.short_path)
+                exchange = start_exchange([request])
+            else:
+                exchange = IdsExchange([request], self._consensus.values_to_send(request))
+                request.sizes = self._consensus.agree_on(exchange.values_of_ranks(), request)
             exchange.wait()
             self.note_call(request)
             return self.look_up(request)
 
-    def prepare(self, begun: BegunFeatures, is_ahead: bool = False) -> LookupRequest:
+    def prepare(self, begun: BegunFeatures) -> LookupRequest:
         """Return the lookup of features, of which nothing has left this rank. Raises ShardingError
         as a call does.
 
-        is_ahead: of a step. It goes the short path where it can: a control message brings the
-        numbers of ids before they are sent.
+        It goes the short path where it can.
         """
         try:
             features, late_weights, problem = self.inputs.prepare(begun)
@@ -166,12 +166,8 @@ class ShardedLookup:
         )
         # Whether features have weights, or unequal batch sizes, is a part of the form that ranks
         # agree on (request.py).
-        if (
-            is_ahead
-            and self.short_path is not None
-            and features.weights_or_none() is None
-            and not is_variable
-        ):
+        is_weighted = features.weights_or_none() is not None
+        if self.short_path is not None and not is_weighted and not is_variable:
             request.short = self.short_path.prepare(features)
         return request
 

@@ -2,8 +2,8 @@
 exchanges.
 
 It serves unweighted bags of one collection whose tables are all table-wise or all row-wise, with
-equal batch sizes on all ranks. The control message of an earlier step has how many ids each rank
-gets, so that no exchange of sizes is left; lengths and ids are sent together, as 32-bit numbers
+equal batch sizes on all ranks. How many ids each rank gets is in the control message of an earlier
+step, or in an exchange of these numbers; lengths and ids are sent together, as 32-bit numbers
 (ids_exchange.py); rows and their gradients are exchanged by torch's own collectives. Ids, their
 order, and all arithmetic are those of torchrec's modules, and so are the bits.
 """

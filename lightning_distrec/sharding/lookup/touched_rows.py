@@ -45,14 +45,17 @@ class TouchedRows:
         flags = self._flags.get(id(shard))
         return torch.empty(0, dtype=torch.long) if flags is None else flags.nonzero().squeeze(1)
 
-    @without_guards
     def clear(self) -> None:
-        """Forget all rows but those of gradients that no optimizer has used yet."""
+        """Forget all rows, also those of gradients that no optimizer has used yet."""
         for rows in self._kernels:
             rows.forget()
+
+    @without_guards
+    def note_gradients(self) -> None:
+        """Note the rows of gradients that are there: those that accumulate will change their rows
+        after `clear`."""
+        for rows in self._kernels:
             for shard, flags in rows.flags_by_shard():
-                # Gradients that accumulate will change their rows after this, and belong to the
-                # next difference.
                 gradient = shard.weight.grad
                 if gradient is not None and gradient.is_sparse:
                     flags.index_fill_(0, gradient.coalesce().indices()[0], True)

@@ -66,6 +66,9 @@ class MchMapping(RowsOfIds):
         self._noted: tuple[Tensor, ...] = ()
         """Of an update: the ids of the history by buckets, their places there, and where each
         bucket ends."""
+        self._lookup: tuple[Tensor, ...] = ()
+        """Of a lookup in training: its ids, these ascending, and their order; then its ids and
+        their rows, until these are asked for, or change."""
         # Due: an eviction interval has ended. Wait: rows were looked up, and no optimizer has
         # stepped since.
         self._is_due = False
@@ -99,16 +102,20 @@ class MchMapping(RowsOfIds):
     @torch.no_grad()
     def find(self, ids: Tensor) -> Tensor:
         """Return the rows of `ids`, (num_ids,) each, counted from this rank's first one."""
-        rows, has_own = self._own_rows(ids)
-        shared = (self._bucket_of(ids) + 1) * self.spec.bucket_rows - 1
-        return torch.where(has_own, rows, shared)
+        lookup = self._lookup
+        self._lookup = ()
+        # By identity: what was learned last is asked for next.
+        if lookup and lookup[0] is ids:
+            return lookup[1]
+        return self._rows_of(ids)[0]
 
     @torch.no_grad()
     def note_lookup(self, ids: Tensor) -> Tensor:
         """Note the ids of a lookup in training. Return where the buckets of an update end, or
         nothing."""
         self.num_lookups += 1
-        self._history.append((self.num_lookups, ids.sort().values))
+        self._lookup = (ids, *ids.sort())
+        self._history.append((self.num_lookups, self._lookup[1]))
         self._is_due |= self.num_lookups % self._interval == 0
         # A second lookup of a step would evict rows that the first one has looked up: it leaves
         # that to a later one.
@@ -124,14 +131,17 @@ class MchMapping(RowsOfIds):
     def learn(self, numbers: Sequence[int]) -> Tensor:
         """Once in an interval, let ids have rows. Return rows that an id was evicted from, and
         -1s."""
-        ids = self._history[-1][1]
+        (looked_up, ids, order) = self._lookup
         evicted = ids.new_empty(0)
         if len(numbers):
             evicted = self._update(numbers)
             self._is_due = False
         self._rows_wait = True
         is_first = first_flags(ids)
-        num_shared = (is_first & ~self._own_rows(ids)[1]).sum()
+        # A search for both counts and rows. It is faster in this order: it reads what is near.
+        rows, has_own = self._rows_of(ids)
+        self._lookup = looked_up, torch.empty_like(rows).scatter_(0, order, rows)
+        num_shared = (is_first & ~has_own).sum()
         self._count(is_first.sum(), num_shared, (evicted >= 0).sum())
         return evicted
 
@@ -235,6 +245,7 @@ class MchMapping(RowsOfIds):
 
     def _index(self) -> None:
         """Make what lookups search in: it ascends over all buckets, as ids do within each."""
+        self._lookup = ()
         ids = self._state[MCH_IDS]
         rows = self._state[MCH_ROWS]
         self._sorted_ids = self._search_keys = ids.view(-1)
@@ -260,11 +271,15 @@ class MchMapping(RowsOfIds):
         # From below 0 on: the sum of all spans may be above what 64 bits can count from 0.
         return (buckets - len(self._state[MCH_IDS]) // 2) * span + (span - 1 if are_last else place)
 
-    def _own_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _rows_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of ids, and which have one of their own; (num_ids,) each."""
-        keys = ids if len(self._state[MCH_IDS]) == 1 else self._keys(ids, self._bucket_of(ids))
+        buckets = self._bucket_of(ids)
+        keys = ids if len(self._state[MCH_IDS]) == 1 else self._keys(ids, buckets)
         places = torch.searchsorted(self._search_keys, keys).clamp_(max=self.num_rows - 1)
-        return self._rows_of_sorted[places], self._sorted_ids[places] == ids
+        has_own = self._sorted_ids.index_select(0, places) == ids
+        shared = (buckets + 1) * self.spec.bucket_rows - 1
+        rows = torch.where(has_own, self._rows_of_sorted.index_select(0, places), shared)
+        return rows, has_own
 
     def _update(self, ends: Sequence[int]) -> Tensor:
         """Let the module choose the ids of each bucket; return rows that an id was evicted from,

@@ -31,6 +31,9 @@ DEFAULTS = {
     "host_to_device": constants.HBM_TO_DDR_MEM_BW * MILLISECONDS,
 }
 """torchrec's own, in bytes per second."""
+OF_GLOO = 1e9
+"""What a rank sends by gloo in a second, to other processes or over 10 Gbit/s: one thread copies
+to sockets and sums. torchrec's defaults are those of GPUs' links."""
 
 MIN_BYTES = 64 * 2**10
 MAX_BYTES = 64 * 2**20
@@ -50,15 +53,17 @@ class Bandwidths:
     """How fast bytes move: "25GB/s", "200Gbit/s", a number of bytes per second, or "measure".
 
     None takes INTRA_NODE_BANDWIDTH or CROSS_NODE_BANDWIDTH where they are set, or else TorchRec's
-    default. Of the two variables, numbers below 1 GB/s and 100 MB/s are bytes per millisecond.
+    default, on CPUs gloo's. Of the two variables, numbers below 1 GB/s and 100 MB/s are bytes per
+    millisecond.
     """
 
     intra_node: str | float | None = None
     """What one rank sends to the others on its node, all ranks sending at once; by default 600
-    GiB/s."""
+    GiB/s, on CPUs 1 GB/s."""
 
     cross_node: str | float | None = None
-    """What one rank sends to ranks on other nodes, all ranks sending at once; 12.5 GiB/s."""
+    """What one rank sends to ranks on other nodes, all ranks sending at once; 12.5 GiB/s, on CPUs
+    1 GB/s."""
 
     device_memory: str | float | None = None
     """What a GPU reads and writes in its own memory; 897 GiB/s."""
@@ -125,12 +130,15 @@ class BandwidthRequest:
     configured: Mapping[str, Bandwidth]
     to_measure: tuple[str, ...] = ()
 
-    def with_measured(self, measured: Mapping[str, Bandwidth]) -> AssumedBandwidths:
-        """Return the bandwidths to plan with; torchrec's defaults where none is configured or could
-        be measured."""
+    def with_measured(self, measured: Mapping[str, Bandwidth], device: str) -> AssumedBandwidths:
+        """Return the bandwidths to plan with; defaults for the type of `device` where none is
+        configured or could be measured."""
         defaults = {}
-        for name in NAMES:
-            defaults[name] = Bandwidth(bytes_per_second=DEFAULTS[name], origin="torchrec's default")
+        for name, default in DEFAULTS.items():
+            defaults[name] = Bandwidth(bytes_per_second=default, origin="torchrec's default")
+        if device == "cpu":
+            gloo = Bandwidth(bytes_per_second=OF_GLOO, origin="assumed of gloo")
+            defaults |= dict.fromkeys(VARIABLES, gloo)
         # The later of these dicts wins: configured values over measured ones, and those over the
         # defaults.
         return AssumedBandwidths(**(defaults | dict(measured) | dict(self.configured)))

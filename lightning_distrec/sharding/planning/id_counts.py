@@ -117,15 +117,11 @@ class IdCounts:
         set stays."""
         counted = dict(constraints)
         for table in tables:
-            table_constraints = constraints[table.full_name]
-            # Counts in pooling_factors come before torchrec's default, but must not replace a
-            # number that the user set.
-            factors = (
-                self.factors(table) if table_constraints.options.pooling_factor is None else None
-            )
-            share = self.distinct_share(table)
+            # A pooling_factor of the options comes before them; see torchrec_constraint.
             counted[table.full_name] = replace(
-                table_constraints, pooling_factors=factors, distinct_share=share
+                constraints[table.full_name],
+                pooling_factors=self.factors(table),
+                distinct_share=self.distinct_share(table),
             )
         return counted
 

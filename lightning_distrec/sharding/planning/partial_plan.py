@@ -4,6 +4,7 @@ fit."""
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,22 +43,19 @@ class PartialPlan:
         self.option_numbers: list[int] = [-1] * len(options)
         """Number of the option of each table; -1 while the table is on no rank."""
         self.ranks: list[Ranks] = [np.empty(0, dtype=np.intp)] * len(options)
-        self.compute = np.zeros(budget.num_ranks)
-        """(R,): milliseconds of each rank's shards, without exchanges."""
-        self.exchange = np.zeros((3, self.num_links))
-        """(3, links): of each exchange, over a rank's link on one node, over a node's on
-        several."""
+        num_ranks = budget.num_ranks
+        on_node = budget.ranks_on_node
+        self.num_links = num_ranks if num_ranks == on_node else num_ranks // on_node
+        """How many links there are: one of each rank on one node, one of each node on several."""
+        self.starts = np.cumsum([0, num_ranks, self.num_links, self.num_links])
+        """(4,): where in `times` compute begins, and each exchange."""
+        self.times: NDArray[np.float64] = np.zeros(num_ranks + 3 * self.num_links)
+        """Milliseconds of each rank's shards without exchanges; then those of each exchange, over a
+        rank's link on one node, over a node's on several."""
         self.device_left = budget.device_bytes.copy()
         """(R,): what is left of the budget."""
         self.host_left = budget.host_bytes.copy()
         """(R,)."""
-
-    @property
-    def num_links(self) -> int:
-        """How many links there are: one of each rank on one node, one of each node on several."""
-        num_ranks = self.budget.num_ranks
-        on_node = self.budget.ranks_on_node
-        return num_ranks if num_ranks == on_node else num_ranks // on_node
 
     def copy(self) -> "PartialPlan":
         """Return an independent copy."""
@@ -67,25 +65,29 @@ class PartialPlan:
         copied = copy(self)
         copied.option_numbers = list(self.option_numbers)
         copied.ranks = list(self.ranks)
-        for name in ("compute", "exchange", "device_left", "host_left"):
+        for name in ("times", "device_left", "host_left"):
             setattr(copied, name, getattr(self, name).copy())
         return copied
 
     @property
     def critical_path(self) -> float:
         """Milliseconds of a step: each exchange waits for the slowest."""
-        return float(self.compute.max() + self.exchange.max(axis=1).sum())
+        return float(np.maximum.reduceat(self.times, self.starts).sum())
 
     @property
+    def _parts(self) -> list[NDArray[np.float64]]:
+        """Compute, and each exchange."""
+        return np.split(self.times, self.starts[1:])
+
+    @cached_property
     def milliseconds(self) -> NDArray[np.float64]:
         """(R,): each rank's compute, and the exchanges of its link; by it, ranks for further shards
         are found."""
         # On several nodes the ranks of a node share one link: a rank without shards there still
         # waits for it.
-        on_links = self.exchange.sum(axis=0)
-        times: NDArray[np.float64] = (
-            self.compute.reshape(self.num_links, -1) + on_links[:, None]
-        ).ravel()
+        compute, *exchange = self._parts
+        on_links = np.sum(exchange, axis=0)[:, None]
+        times: NDArray[np.float64] = (compute.reshape(self.num_links, -1) + on_links).ravel()
         return times
 
     def option_of(self, table: int) -> EstimatedOption:
@@ -107,24 +109,30 @@ class PartialPlan:
         return number, ranks
 
     def _count(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
-        if option.sharding_type in EVERY_RANK_TYPES:
-            # Shard i is on rank i, so that plain sums do, which are much faster than np.add.at.
-            self.compute += sign * option.compute
-            self.exchange += sign * option.exchange.reshape(3, self.num_links, -1).sum(axis=2)
-            self.device_left -= sign * option.device_bytes
-            self.host_left -= sign * option.host_bytes
-        else:
-            # Several shards may be on one rank, of which an indexed `+=` would count only the last.
-            self._count_parts(option, ranks, sign)
-            np.subtract.at(self.device_left, ranks, sign * option.device_bytes)
-            np.subtract.at(self.host_left, ranks, sign * option.host_bytes)
+        self.times += sign * self.load(option, ranks)
+        vars(self).pop("milliseconds", None)
+        # Several shards may be on one rank, of which an indexed `-=` would count only the last.
+        np.subtract.at(self.device_left, ranks, sign * option.device_bytes)
+        np.subtract.at(self.host_left, ranks, sign * option.host_bytes)
 
-    def _count_parts(self, option: EstimatedOption, ranks: Ranks, sign: int) -> None:
-        np.add.at(self.compute, ranks, sign * option.compute)
-        # On several nodes the ranks of a node share one link, on which their times add up.
-        links = self._links_of(ranks)
-        for link_times, shard_times in zip(self.exchange, option.exchange, strict=True):
-            np.add.at(link_times, links, sign * shard_times)
+    def load(self, option: EstimatedOption, ranks: Ranks) -> NDArray[np.float64]:
+        """Return what an option on these ranks adds to `times`."""
+        if option.sharding_type in EVERY_RANK_TYPES:
+            # Shard i is on rank i, so that plain sums do. On several nodes ranks share a link, on
+            # which their times add up.
+            exchange = option.exchange.reshape(3, self.num_links, -1).sum(axis=2)
+            return np.concatenate([option.compute, exchange.ravel()])
+        return self._sums(option.times, self._places(ranks))
+
+    def _sums(self, times: NDArray[np.float64], places: Ranks) -> NDArray[np.float64]:
+        return np.bincount(places.ravel(), times.ravel(), len(self.times)).astype(np.float64)
+
+    def _places(self, ranks: Ranks) -> Ranks:
+        """Return, (4, S), where in `times` shards on these ranks count."""
+        links = ranks
+        if self.num_links < self.budget.num_ranks:
+            links = ranks // self.budget.ranks_on_node
+        return np.array([ranks, links, links, links]) + self.starts[:, None]
 
     def find_ranks(self, option: EstimatedOption, prefer_memory: bool = False) -> Ranks | None:
         """Return ranks with memory for the option's shards, with least work or most memory; None:
@@ -145,29 +153,24 @@ class PartialPlan:
         """Return the tables that the critical path waits for, those that it gets shorter without
         the most first."""
         # All tables at once: a loop over them would take most of a search.
-        options = list(map(self.option_of, range(len(self.ranks))))
-        ranks = np.concatenate(self.ranks)
-        links = self._links_of(ranks)
-        compute = np.concatenate([option.compute for option in options])
-        times = compute * (ranks == self.compute.argmax())
-        exchange = np.concatenate([option.exchange for option in options], axis=1)
-        for part, link in enumerate(self.exchange.argmax(axis=1)):
-            times += exchange[part] * (links == link)
-        tables = np.repeat(np.arange(len(options)), list(map(len, self.ranks)))
-        sums = np.bincount(tables, times, minlength=len(options))
+        times, places = self._all_times()
+        slowest = self.starts + [part.argmax() for part in self._parts]
+        times = (times * (places == slowest[:, None])).sum(axis=0)
+        tables = np.repeat(np.arange(len(self.options)), list(map(len, self.ranks)))
+        sums = np.bincount(tables, times, minlength=len(self.options))
         # Equal times are ordered by the table's number: equal input must give equal plans.
         return [table for table in np.argsort(-sums, kind="stable").tolist() if sums[table] > 0]
 
     def recount(self) -> None:
         """Add up the ranks' times again, without the rounding errors of all moves."""
-        self.compute, self.exchange = np.zeros_like(self.compute), np.zeros_like(self.exchange)
-        for table, ranks in enumerate(self.ranks):
-            self._count_parts(self.option_of(table), ranks, 1)
+        times, places = self._all_times()
+        self.times = self._sums(times, places)
+        vars(self).pop("milliseconds", None)
 
-    def _links_of(self, ranks: Ranks) -> Ranks:
-        if self.num_links == self.budget.num_ranks:
-            return ranks
-        return ranks // self.budget.ranks_on_node
+    def _all_times(self) -> tuple[NDArray[np.float64], Ranks]:
+        """Return, each (4, all shards), their times and where in `times` they count."""
+        times = [self.option_of(table).times for table in range(len(self.options))]
+        return np.concatenate(times, axis=1), self._places(np.concatenate(self.ranks))
 
     def _anywhere(
         self, option: EstimatedOption, start: int, stop: int, prefer_memory: bool
@@ -180,6 +183,7 @@ class PartialPlan:
         if len(ranks) > 1:
             # A table's own shards compete for work and memory too. With one shard nothing is
             # written, and views do.
+            busy = busy.copy()
             device = device.copy()
             host = host.copy()
         for i, (time, on_device, on_host) in enumerate(

@@ -23,7 +23,7 @@ from lightning_distrec.sharding.planning.partial_plan import (
     pack_by_memory,
 )
 from lightning_distrec.sharding.planning.planned_table import PlannedShard, PlannedTable
-from lightning_distrec.sharding.planning.search import GOOD_ENOUGH, Search, Totals, proposals
+from lightning_distrec.sharding.planning.search import Search, Totals, proposals
 from lightning_distrec.sharding.planning.sharding_options import (
     EstimatedOption,
     OptionEstimator,
@@ -77,7 +77,7 @@ class Planner:
             if isinstance(packed, InfeasiblePlan):
                 raise self._error(packed)
             starts = [packed]
-        best = Search(options, seed).improve(starts, totals.lower_bound * GOOD_ENOUGH)
+        best = Search(options, seed).improve(starts, totals.lower_bound)
         placed = {}
         for number, table in enumerate(self.tables):
             option = best.option_of(number)

@@ -118,7 +118,10 @@ def ids_in_words(plan: ShardingPlan) -> str:
 
 
 def sent_in_words(plan: ShardingPlan) -> str:
-    """Return how much ranks send, how much of it to other nodes, and which rank sends the most."""
+    """Return how much ranks send, how much of it to other nodes, and which rank sends the most; ""
+    for a plan that was made for no batch."""
+    if not plan.batch_size:
+        return ""
     traffic = plan.traffic
     if traffic.layout.num_ranks == 1:
         return "Nothing is sent: there is only one rank"

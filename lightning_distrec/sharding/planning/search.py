@@ -9,8 +9,6 @@ leave a plan that no single move improves.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import product
-from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +22,6 @@ Options = Sequence[Sequence[EstimatedOption]]
 
 PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 """The price of all memory of a kind, in units of all time that the tables need."""
-MAX_COMBINATIONS = 300
-"""Up to this number, all combinations of options are proposed instead of those of prices."""
 NUM_PRICES = 6
 """Number of prices that are tried from the first on at which tables fit."""
 NUM_STARTS = 4
@@ -36,8 +32,11 @@ GOOD_ENOUGH = 1.003
 """The search stops at this multiple of the lower bound: estimates of times are less exact by
 far."""
 MOVES = 32_000
-"""Moves of a search. For 1,000 tables on 512 ranks 5,000 end at 1.26 of the lower bound; these at
-1.08, 2 s later."""
+"""Moves of a search at most. For 1,000 tables on 512 ranks 5,000 end at 1.26 of the lower bound;
+these at 1.08, 2 s later."""
+MOVES_PER_MILLISECOND = 2_000_000
+"""The search stops when it has made this many moves for each millisecond that the critical path is
+above the lower bound: the moves have taken what 100,000 steps could gain at most."""
 SQUARINGS = 4
 """Times are added up in their 16th power, to see progress while several ranks or links are equally
 slow."""
@@ -160,14 +159,9 @@ def _lower_bound(means: NDArray[np.float64], peaks: NDArray[np.float64], parts: 
 def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[PartialPlan]:
     """Return up to `NUM_STARTS` plans, the best first; none where no proposal fits.
 
-    They come from the lowest prices at which tables fit, or from all combinations of options where
-    those are few.
+    They come from the lowest prices at which tables fit.
     """
     plans: list[PartialPlan] = []
-    if _has_few_combinations(options):
-        for picks in product(*(range(len(table_options)) for table_options in options)):
-            plans += pack(options, np.asarray(picks), budget)
-        return sorted(plans, key=lambda plan: plan.critical_path)[:NUM_STARTS]
     # Neighbouring prices often pick the same options, and packing these again would give the same
     # plans.
     seen: set[bytes] = set()
@@ -184,10 +178,6 @@ def proposals(options: Options, totals: Totals, budget: MemoryBudget) -> list[Pa
         if remaining_prices == 0:
             break
     return sorted(plans, key=lambda plan: plan.critical_path)[:NUM_STARTS]
-
-
-def _has_few_combinations(options: Options) -> bool:
-    return prod(map(len, options)) <= MAX_COMBINATIONS
 
 
 def _all_prices(budget: MemoryBudget) -> Iterator[tuple[float, float]]:
@@ -245,17 +235,19 @@ class Search:
 
     def __init__(self, options: Options, seed: int) -> None:
         self._moves_left = MOVES
-        self._max_failures = min(400, (4 if _has_few_combinations(options) else 60) * len(options))
+        self._max_failures = min(400, 60 * len(options))
         self._random = np.random.default_rng(seed)
 
-    def improve(self, starts: Sequence[PartialPlan], goal: float) -> PartialPlan:
-        """Return the best plan that moves from `starts` lead to. goal: the critical path at which
-        to stop."""
+    def improve(self, starts: Sequence[PartialPlan], lower_bound: float) -> PartialPlan:
+        """Return the best plan that moves from `starts` lead to.
+
+        lower_bound: no plan has a shorter critical path.
+        """
         best = min(
             (self._polish(start.copy()) for start in starts), key=lambda plan: plan.critical_path
         )
         failures = 0
-        while self._moves_left > 0 and failures < self._max_failures and best.critical_path > goal:
+        while failures < self._max_failures and self._can_gain(best.critical_path, lower_bound):
             failures += 1
             tried = self._with_random_tables_moved(best)
             if tried is None:
@@ -266,6 +258,11 @@ class Search:
                 best = tried
                 failures = 0
         return best
+
+    def _can_gain(self, critical_path: float, lower_bound: float) -> bool:
+        """Whether more moves may be worth what they cost."""
+        worth = (critical_path - lower_bound * GOOD_ENOUGH) * MOVES_PER_MILLISECOND
+        return MOVES - self._moves_left < min(worth, MOVES)
 
     def _polish(self, plan: PartialPlan) -> PartialPlan:
         """Move tables of the critical path, one by one, while that helps. Changes `plan`, and
@@ -283,21 +280,15 @@ class Search:
         unit = plan.critical_path
         if unit <= 0:
             return False
-        steepness = _steepness(plan, unit)
+        steepness = float(_steepness(plan.times, plan.starts, unit))
         for table in plan.critical_tables():
             old = plan.take(table)
-            moves = [
-                move
-                for move in self._moves_of(plan, table, unit)
-                if _is_better(move, unit, steepness)
-            ]
-            if moves:
-                _, _, number, ranks = min(moves, key=lambda move: move[:2])
-                plan.put(table, number, ranks)
+            moves = self._moves_of(plan, table, unit)
+            best = min(moves, default=None, key=lambda move: move[:2])
+            if best is not None and _is_better(best, unit, steepness):
+                plan.put(table, best[2], best[3])
                 return True
             plan.put(table, *old)
-            if self._moves_left <= 0:
-                return False
         return False
 
     def _moves_of(
@@ -305,24 +296,32 @@ class Search:
     ) -> list[tuple[float, float, int, Ranks]]:
         """Return critical path, steepness, number and ranks of each option that takes up to `unit`
         on a rank."""
-        moves: list[tuple[float, float, int, Ranks]] = []
         options = plan.options[table]
-        short = [
-            number
-            for number, option in enumerate(options)
-            if float(option.milliseconds.max()) <= unit
-        ]
+        short = [number for number, option in enumerate(options) if option.longest <= unit]
+        numbers: list[int] = []
+        places: list[Ranks] = []
+        loads = []
+        tried: set[tuple[str, bytes]] = set()
         for number in short or range(len(options)):
-            ranks = plan.find_ranks(options[number])
+            option = options[number]
+            ranks = plan.find_ranks(option)
             if ranks is None:
                 continue
-            self._moves_left -= 1
-            if self._moves_left < 0:
-                continue
-            plan.put(table, number, ranks)
-            moves.append((plan.critical_path, _steepness(plan, unit), number, ranks))
-            plan.take(table)
-        return moves
+            # Kernels come fastest first: on the same ranks none of the others is better.
+            place = option.sharding_type, ranks.tobytes()
+            if place not in tried:
+                tried.add(place)
+                self._moves_left -= 1
+                numbers.append(number)
+                places.append(ranks)
+                loads.append(plan.load(option, ranks))
+        if not places:
+            return []
+        # All at once: arrays are short, and numpy takes most of the time of a call to begin.
+        times = plan.times + np.array(loads)
+        paths = np.maximum.reduceat(times, plan.starts, axis=1).sum(axis=1)
+        steepnesses = _steepness(times, plan.starts, unit)
+        return list(zip(paths.tolist(), steepnesses.tolist(), numbers, places, strict=True))
 
     def _with_random_tables_moved(self, plan: PartialPlan) -> PartialPlan | None:
         """Return a copy in which some tables were put again in random order; None where one did not
@@ -351,16 +350,20 @@ class Search:
         return changed
 
 
-def _steepness(plan: PartialPlan, unit: float) -> float:
+def _steepness(
+    times: NDArray[np.float64], starts: NDArray[np.intp], unit: float
+) -> NDArray[np.float64]:
     """Return about the critical path over `unit`, with a little of all ranks and links that are
-    nearly as slow."""
-    total = 0.0
-    for times in (plan.compute, *plan.exchange):
-        powers = times / unit
-        for _ in range(SQUARINGS):  # much faster than **
-            powers *= powers
-        total += float(powers.sum()) ** (1 / 2**SQUARINGS)
-    return total
+    nearly as slow.
+
+    times, starts: of a plan; or (moves, ...), of several.
+    """
+    powers = times / unit
+    for _ in range(SQUARINGS):  # much faster than **
+        powers *= powers
+    sums = np.add.reduceat(powers, starts, axis=-1)
+    steepness: NDArray[np.float64] = (sums ** (1 / 2**SQUARINGS)).sum(axis=-1)
+    return steepness
 
 
 def _is_better(move: tuple[float, float, int, Ranks], path: float, steepness: float) -> bool:

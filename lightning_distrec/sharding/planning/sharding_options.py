@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator, get_partition_by_type
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 
@@ -72,6 +73,16 @@ class EstimatedOption:
         return compute
 
     @cached_property
+    def times(self) -> NDArray[np.float64]:
+        """(4, S): `compute`, then `exchange`."""
+        return np.concatenate([self.compute[None], self.exchange])
+
+    @cached_property
+    def longest(self) -> float:
+        """Of the shards' times."""
+        return float(self.milliseconds.max())
+
+    @cached_property
     def device_bytes(self) -> NDArray[np.int64]:
         """(S,)."""
         return self.device_bytes_by_size[self.size_numbers]
@@ -106,7 +117,10 @@ class OptionEstimator:
         }
         self._links = make_links(topology)
         self._enumerator = EmbeddingEnumerator(
-            topology=topology, batch_size=batch_size, constraints=self._requirements
+            topology=topology,
+            batch_size=batch_size,
+            constraints=self._requirements,
+            estimator=_estimators(topology, self._requirements),
         )
         # An empty module: the enumerator lists no options of its own, and only registers the
         # sharders.
@@ -114,7 +128,7 @@ class OptionEstimator:
         self._enumerator.enumerate(nn.Module(), self._sharders)
 
     def options_of(self, table: Table) -> list[EstimatedOption]:
-        """Return all options of a table, in a fixed order."""
+        """Return all options of a table, in a fixed order; those of a type by time."""
         constraint = self._requirements[table.full_name]
         topology = self._topology
         device = topology.compute_device
@@ -136,8 +150,10 @@ class OptionEstimator:
                 col_wise_shard_dim=constraint.min_partition,
             )
             cells = tuple(map(tuple, sizes)), tuple(map(tuple, offsets))
-            for kernel in sorted(kernels):
-                options.append(self._estimate(table, sharding_type, kernel, *cells))
+            by_kernel = [
+                self._estimate(table, sharding_type, kernel, *cells) for kernel in sorted(kernels)
+            ]
+            options += sorted(by_kernel, key=lambda option: option.longest)
         return options
 
     def planned_option(self, table: Table, planned: PlannedTable) -> EstimatedOption:
@@ -242,6 +258,25 @@ class OptionEstimator:
             # In the order of TIME_PARTS.
             parts.append((forward, rows_time, backward, gradients_time, prefetch, ids_time, update))
         return np.asarray(parts, dtype=np.float64)
+
+
+def _estimators(topology: Topology, constraints: dict[str, Any]) -> list[Any] | None:
+    """Return torchrec's default estimators, which estimate in half the time; None: its own."""
+    try:
+        from torchrec.distributed.planner import estimator
+    except ImportError:  # before torchrec 1.8
+        return None
+
+    class PlainConfig(estimator.EmbeddingPerfEstimatorConfig):
+        # torchrec looks through all names of a config for methods of some hardware, 20 times for
+        # each option. The default one has none.
+        def __dir__(self) -> list[str]:
+            return []
+
+    times = estimator.EmbeddingPerfEstimatorFactory.create_with_config(
+        PlainConfig(), topology=topology, constraints=constraints
+    )
+    return [times, EmbeddingStorageEstimator(topology=topology, constraints=constraints)]
 
 
 def without_duplicates(options: Sequence[EstimatedOption]) -> list[EstimatedOption]:

@@ -373,7 +373,8 @@ class PlanningOptions:
     bandwidths: BandwidthOption = None
     """How fast bytes move: intra_node, cross_node, device_memory, host_memory, host_to_device, each
     such as "25GB/s" or "measure". "measure" measures what neither this nor INTRA_NODE_BANDWIDTH and
-    CROSS_NODE_BANDWIDTH say. None: those variables, or else torchrec's defaults."""
+    CROSS_NODE_BANDWIDTH say. None: those variables, or else torchrec's defaults, and gloo's on
+    CPUs."""
 
     reserve: str | float | None = None
     """Memory of each rank that is not for tables: a percentage such as "15%", or a size such as

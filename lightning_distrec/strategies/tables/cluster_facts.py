@@ -154,7 +154,7 @@ def find_facts(inputs: SetUpInputs, decisions: Decisions) -> ClusterFacts:
     reservation = reservation.with_dense(dense, min(memory.device_bytes))
     usable = memory.less(reservation)
     measured = measured_bandwidths(request.to_measure, layout, device, consensus)
-    bandwidths = request.with_measured(measured)
+    bandwidths = request.with_measured(measured, device.type)
     return ClusterFacts(
         layout=in_group,
         topology=make_topology(device, in_group, usable, bandwidths),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_distrec._compat.torchrec_modules import fill_weight
 from lightning_distrec.errors import ConfigError, PlanError, ShardingError
+from lightning_distrec.optimizers.param_groups import initial_state
 from lightning_distrec.optimizers.translation import TableUpdate
 from lightning_distrec.ranks import Ranks
 from lightning_distrec.sharding.lookup.mapped_ids import MappedIds, RowReset
@@ -233,10 +234,9 @@ def _states(
     if update.param_group is None:
         return []
     state: dict[str, Any] = update.param_group.optimizer.state.get(shard.weight, {})
-    start = float(update.param_group.group.get("initial_accumulator_value", 0.0))
     rows = len(shard.values)
     states = []
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and len(value) == rows:
-            states.append((value.detach(), start if key == "sum" else 0.0))
+            states.append((value.detach(), initial_state(update.param_group.group, key)))
     return states

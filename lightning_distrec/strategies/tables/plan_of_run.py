@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,21 +30,22 @@ from lightning_distrec.sharding.planning.id_counts import IdCounts
 from lightning_distrec.sharding.planning.plan_file import (
     PLAN_FILE,
     load_plan,
-    parse_plan,
-    plan_text,
     save_plan,
 )
 from lightning_distrec.sharding.planning.planner import Planner
 from lightning_distrec.sharding.planning.report_text import print_plan
-from lightning_distrec.sharding.planning.sharding_plan import ShardingPlan, plan_from_torchrec
+from lightning_distrec.sharding.planning.sharding_plan import (
+    NOT_ESTIMATED,
+    ShardingPlan,
+    plan_from_torchrec,
+)
 from lightning_distrec.sharding.sharded_tables import ShardedTables
-from lightning_distrec.sharding.tables import Table
 from lightning_distrec.strategies.tables.cluster_facts import ClusterFacts
 from lightning_distrec.strategies.tables.set_up_inputs import Decisions, SetUpInputs, TableSettings
 from lightning_distrec.units import describe_error, shortened
 
 MAX_NAMED = 4
-"""Number of tables that the message names."""
+"""Number of notes in a message."""
 
 
 def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, TableConstraints]:
@@ -51,8 +53,7 @@ def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, Tab
     batches of all ranks.
 
     Counts in `planning.estimate_pooling` batches of each training dataloader on each rank. A
-    pooling_factor that the user set stays. A message names what cannot be counted; those tables are
-    planned without counts.
+    pooling_factor that the user set stays. The start table names what cannot be counted.
     """
     counts = IdCounts()
     total = 0
@@ -69,13 +70,10 @@ def with_counted_ids(inputs: SetUpInputs, decisions: Decisions) -> dict[str, Tab
         total += batches
         notes += [f"rank {rank}: {note}" for note in rank_notes]
     if total or notes:
-        # Tables with a pooling_factor of the user's are planned with that: their counts are of no
-        # interest.
-        unset = []
-        for t in decisions.tables:
-            if decisions.constraints[t.full_name].options.pooling_factor is None:
-                unset.append(t)
-        _report(unset, counts, total, inputs.consensus.num_ranks, notes)
+        text = f"ids are counted in {total} batches of {inputs.consensus.num_ranks} ranks"
+        if notes:
+            text += f". not read: {shortened(notes, MAX_NAMED, '; ')}"
+        rank_zero_info(f"torchrec_sharded: estimate_pooling: {text}.")
     return counts.add_to(decisions.constraints, decisions.tables)
 
 
@@ -107,38 +105,6 @@ def _count(
     return counts, total, notes
 
 
-def _report(
-    tables: list[Table], counts: IdCounts, total: int, num_ranks: int, notes: list[str]
-) -> None:
-    texts = []
-    unknown = []
-    for table in tables:
-        factors = counts.factors(table)
-        if factors is None:
-            unknown.append(table.full_name)
-        else:
-            texts.append(_in_words(table, factors))
-    lines = []
-    if texts:
-        text = shortened(texts, MAX_NAMED, "; ")
-        lines.append(f"ids per example, counted in {total} batches of {num_ranks} ranks: {text}")
-    if unknown:
-        lines.append(
-            f"ids per example of {shortened(unknown, MAX_NAMED)} are not known: no batch holds "
-            "their features by name, nor does what sparse_inputs(batch) returns. Set "
-            "pooling_factor where planning needs it"
-        )
-    if notes:
-        lines.append(f"not read: {shortened(notes, MAX_NAMED, '; ')}")
-    rank_zero_info(f"torchrec_sharded: estimate_pooling: {'. '.join(lines)}.")
-
-
-def _in_words(table: Table, factors: tuple[float, ...]) -> str:
-    features = [""] if table.plain is not None else [f"{f} " for f in table.config.feature_names]
-    numbers = [f"{feature}{factor:.2f}" for feature, factor in zip(features, factors, strict=True)]
-    return f"{table.full_name} {', '.join(numbers)}"
-
-
 OF_CHECKPOINT = "FORCE_LOAD_SHARDING_PLAN"
 """1: a fit follows the plan in the checkpoint that it resumes from, as in TorchEasyRec."""
 
@@ -152,25 +118,28 @@ def plan_tables(
     not fit, or cannot be sharded as in a file.
     """
     consensus = inputs.consensus
-    settings = inputs.settings
 
     def make() -> ShardingPlan | None:
         return _make_plan(inputs, decisions, earlier, facts) if consensus.rank == 0 else None
 
-    made = consensus.all_or_none("planning", make)
-    content = _sent_by_rank_zero(plan_text(made).encode() if made else b"", inputs)
-    # Rank 0's: what the plan says of repeated ids must be alike on ranks with other batches. The
-    # file has no estimates.
-    cost = None if made is None else made.cost
-    batch_size, cost = consensus.all_gather((settings.batch_size, cost))[0]
-    if made is None:
-        placed = parse_plan(content, "the plan of rank 0")
-        made = _planner(decisions, facts, batch_size).describe(placed)
-        made = replace(_for_run(made, settings, facts), cost=cost)
-    elif inputs.fits:
-        notes = "\n".join([facts.in_words, *decisions.shipped])
-        print_plan(made, inputs.output_dtype, notes, decisions.left_alone)
-    return made
+    # Rank 0's on all ranks: what it says of repeated ids must be alike on ranks with other batches.
+    sent: list[Any] = [consensus.all_or_none("planning", make)]
+    if consensus.num_ranks > 1:
+        dist.broadcast_object_list(sent, src=0, group=consensus.group)
+    plan: ShardingPlan = sent[0]
+    if consensus.rank == 0 and inputs.fits:
+        notes = [facts.in_words, *decisions.shipped]
+        estimated = plan
+        assumed = decisions.with_assumed_ids
+        if assumed and plan.num_ranks > 1:
+            estimated = replace(plan, batch_size=0, cost=NOT_ESTIMATED)
+            notes.append(
+                f"Planned with one id per example, assumed, of {shortened(assumed, MAX_NAMED)} "
+                "(planning.estimate_pooling counts ids, by features' names); the first step shows "
+                "what is sent"
+            )
+        print_plan(estimated, inputs.output_dtype, "\n".join(notes), decisions.left_alone)
+    return plan
 
 
 def _make_plan(
@@ -196,16 +165,6 @@ def _make_plan(
                 f"Tables keep the sharding types of {resumes_from}, for {saved.num_ranks} ranks."
             )
     return plan_or_follow(decisions, old, settings, facts)
-
-
-def _sent_by_rank_zero(content: bytes, inputs: SetUpInputs) -> bytes:
-    """Collective. Return what rank 0 has."""
-    size = inputs.consensus.all_gather(len(content))[0]
-    buffer = torch.zeros(size, dtype=torch.uint8, device=inputs.device)
-    if inputs.consensus.rank == 0:
-        buffer.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
-    return buffer.cpu().numpy().tobytes()
 
 
 def plan_of(sharded: ShardedTables, inputs: SetUpInputs) -> ShardingPlan:

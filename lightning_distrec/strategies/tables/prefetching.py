@@ -139,7 +139,7 @@ class PrefetchableTable:
     def prepare(self, begun: BegunFeatures) -> LookupRequest:
         """Return the lookup of such a call; nothing leaves the rank. Waits for a GPU."""
         with torch.no_grad():
-            request = self._lookup.prepare(begun, is_ahead=True)
+            request = self._lookup.prepare(begun)
         if request.late_weights is not None and not isinstance(request.late_weights, LateWeights):
             request.problem = ShardingError(
                 f"'{self._lookup.path}' is called with ids whose weights need a gradient and were "

@@ -144,6 +144,7 @@ class AveragedRows(Replicas):
         with rewriting(), torch.no_grad():
             self._average()
         self._touched.clear()
+        self._touched.note_gradients()
         self._unfrozen.clear()
 
     def release(self) -> None:

@@ -56,6 +56,7 @@ from lightning_distrec.strategies.tables.decisions import (
     has_unsharded_collections,
     select_tables,
 )
+from lightning_distrec.strategies.tables.first_step import estimate_by_first_step
 from lightning_distrec.strategies.tables.plan_of_run import (
     plan_of,
     plan_tables,
@@ -111,6 +112,8 @@ def set_up_tables(inputs: SetUpInputs) -> RunTables | None:
         connect(inputs, run_tables, decisions)
         if inputs.fits:
             save_with_logs(inputs.trainer, plan)
+            if consensus.rank == 0 and plan.num_ranks > 1 and decisions.with_assumed_ids:
+                run_tables.undo.enter_context(estimate_by_first_step(inputs, run_tables))
         return run_tables
 
 

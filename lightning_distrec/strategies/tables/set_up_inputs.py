@@ -169,6 +169,13 @@ class Decisions:
         return {r.name: r.constraints for r in self.records if r.constraints is not None}
 
     @property
+    def with_assumed_ids(self) -> list[str]:
+        """Full names of tables whose ids per example were neither counted nor set."""
+        known = self.constraints
+        # None and None
+        return [n for n in known if known[n].pooling_factors is known[n].options.pooling_factor]
+
+    @property
     def in_backward(self) -> dict[str, Optimizer]:
         """Full name of a table -> its optimizer by apply_optimizer_in_backward."""
         return {r.name: r.in_backward for r in self.records if r.in_backward is not None}
