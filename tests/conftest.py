@@ -10,19 +10,22 @@ import torch.distributed as dist
 
 from tests.support.ranks import stop_warm_ranks
 
+WHOLE_FOLDERS = ("tests/cluster/", "tests/multiprocess/host_cuda/")
+"""Whose tests share a process: there is one Slurm, and one pair of two machines' addresses; and
+ranks that have devices take seconds to start."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests together, which share what its fixtures made, and those of the one
-    Slurm."""
+    """Keep a file's tests together, which share what its fixtures made, and those of some
+    folders."""
     # `python -m tests.gpu` runs where pytest is alone
     from xdist.scheduler import LoadScopeScheduling
 
     class FilesTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            # There is one Slurm, and one pair of two machines' addresses.
-            return "tests/cluster" if file.startswith("tests/cluster/") else file
+            return next((folder for folder in WHOLE_FOLDERS if file.startswith(folder)), file)
 
     return FilesTogether(config, log)
 

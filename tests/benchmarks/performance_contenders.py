@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -174,8 +175,12 @@ class ByTrainer:
             callbacks=[clock, *callbacks],
             **NO_OUTPUT,
         )
-        trainer.fit(self.module, self.batches.loader(as_dict, self.steps.steps))
+        self.run(trainer, self.batches.loader(as_dict, self.steps.steps))
         return self.steps.times(clock.ticks)
+
+    def run(self, trainer: pl.Trainer, loader: DataLoader) -> None:
+        """Collective. Take the steps."""
+        trainer.fit(self.module, loader)
 
 
 def our_strategy(depth: int = 1, **options: Any) -> TorchRecShardedStrategy:

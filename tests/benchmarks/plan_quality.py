@@ -130,7 +130,7 @@ def _measured_bandwidths(layout: NodeLayout) -> AssumedBandwidths:
     ranks, device = job_consensus(60.0).general, torch.device("cpu")
     request = bandwidth_request("measure", {})
     measured = measured_bandwidths(request.to_measure, layout, device, ranks)
-    return request.with_measured(measured)
+    return request.with_measured(measured, "cpu")
 
 
 def _plans_of_fits(

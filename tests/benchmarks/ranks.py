@@ -4,17 +4,21 @@ that little else is seen.
     python -m tests.benchmarks.ranks [--ranks 2 8 16 ...] [--steps 40] [--quick] [--write]
 
 8 tables of 2,000 x 16, 8 examples a rank, over gloo, under torchrec_sharded and Lightning's ddp,
-and in TorchRec's own loop, written by hand: sockets, threads and memory of a rank, seconds until
-the first step, and a step's wall and processor time; and without a model the processor time of the
-messages of a step. Ranks share the machine's cores, so a step's wall time grows with their number;
+and in TorchRec's own loop, written by hand: sockets, threads and memory of a rank, its requests to
+the store and seconds until the first step, and a step's wall and processor time; and without a
+model the processor time of messages. By hand tables are sharded table_wise, as ours are: TorchRec's
+planner replicates them on 64 ranks. Ranks share the machine's cores, so a step's wall time grows with their number;
 its processor time is what one rank pays. Ranks are forked from one process, and share its
 libraries' memory: they count a part of it each. 64 ranks take 19 GiB.
 """
 
 import os
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from lightning_distrec._compat.torch import default_store
 from lightning_distrec.cluster.consensus import job_consensus
 from tests.benchmarks.performance_contenders import CPU, shard_by_hand
 from tests.benchmarks.report import start, table
@@ -40,10 +46,12 @@ WARM_UP_STEPS = 10
 OURS, DDP, HAND = "torchrec_sharded", "Lightning's ddp", "TorchRec by hand"
 HEADER = [
     *("ranks", "strategy", "sockets", "threads", "MiB (PSS)"),
-    *("start, s", "step, ms", "processor time of a step, ms"),
+    *("store requests", "start, s", "step, ms", "processor time of a step, ms"),
 ]
-MESSAGE_HEADER = ["ranks", "control message, ms", "minimum of all ranks, ms"]
+MESSAGE_HEADER = ["ranks", "control message, ms", "minimum of all ranks, ms", "all-gather, ms"]
 MESSAGES = 200
+DATA_SEGMENTS_SENT = 156
+"""Where struct tcp_info has them. Source: linux/tcp.h."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ class Measured:
     threads: int
     mib: float
     """Its memory, of which shared pages count by their share."""
+    store_requests: int
+    """Until training begins."""
     start_seconds: float
     step_ms: float
     processor_ms: float
@@ -65,6 +75,7 @@ class Clock(pl.Callback):
     def __init__(self) -> None:
         self.began, self.inherited_sockets = time.perf_counter(), count_sockets()
         self.start_seconds = 0.0
+        self.store_requests = 0
         self.times: tuple[float, float] = (0.0, 0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,6 +85,7 @@ class Clock(pl.Callback):
     def note_start(self) -> None:
         """Note what the set-up took, at its end."""
         self.start_seconds = time.perf_counter() - self.began
+        self.store_requests = count_store_requests()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int
@@ -94,6 +106,7 @@ class Clock(pl.Callback):
             count_sockets() - self.inherited_sockets,
             len(os.listdir("/proc/self/task")),
             _proportional_mib(),
+            self.store_requests,
             self.start_seconds,
             wall / num_steps * 1e3,
             processor / num_steps * 1e3,
@@ -109,12 +122,29 @@ def _proportional_mib() -> float:
 
 def count_sockets() -> int:
     """Return how many sockets this process has open."""
-    count = 0
+    return len(_socket_descriptors())
+
+
+def _socket_descriptors() -> list[int]:
+    descriptors = []
     for descriptor in Path("/proc/self/fd").iterdir():
         # The one that lists the folder is gone.
         if descriptor.is_symlink() and os.readlink(descriptor).startswith("socket:"):
-            count += 1
-    return count
+            descriptors.append(int(descriptor.name))
+    return descriptors
+
+
+def count_store_requests() -> int:
+    """Return how many requests this rank has sent to the store: each is one segment of TCP."""
+    store: Any = default_store()
+    while not hasattr(store, "port"):
+        store = store.underlying_store
+    for descriptor in _socket_descriptors():
+        with socket.socket(fileno=os.dup(descriptor)) as connection, suppress(OSError):
+            if connection.getpeername()[1] == store.port:
+                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                return int(struct.unpack_from("I", information, DATA_SEGMENTS_SENT)[0])
+    raise LookupError(f"no connection to port {store.port}")
 
 
 class SmallCollection(pl.LightningModule):
@@ -167,10 +197,13 @@ def train(strategy: str, num_steps: int) -> Measured:
 
 
 def train_by_hand(batches: list[KeyedJaggedTensor], clock: Clock) -> None:
-    """Train over the batches as torchrec's examples do, planned by its planner."""
+    """Train over the batches as torchrec's examples do, each table on one rank of its planner's
+    choice."""
     join_ranks()
     net = SmallCollection()
-    model, optimizer = shard_by_hand(net, net.tables, LEARNING_RATE)
+    whole = ParameterConstraints(sharding_types=["table_wise"])
+    constraints = {f"table_{key}": whole for key in KEYS}
+    model, optimizer = shard_by_hand(net, net.tables, LEARNING_RATE, constraints=constraints)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
     iterator = iter(batches)
     clock.note_start()
@@ -181,24 +214,27 @@ def train_by_hand(batches: list[KeyedJaggedTensor], clock: Clock) -> None:
     clock.measure(len(batches) - WARM_UP_STEPS)
 
 
-def send_messages(num_messages: int) -> tuple[float, float]:
-    """Return a rank's processor milliseconds of a control message with its numbers of ids, and of a
-    minimum alone."""
+def send_messages(num_messages: int) -> tuple[float, ...]:
+    """Return a rank's processor milliseconds of a control message with its numbers of ids, of a
+    minimum alone, and of an all-gather of a few bytes."""
     join_ranks()
-    consensus, numbers = job_consensus(120.0).steps, tuple(range(10))
+    job, numbers = job_consensus(120.0), tuple(range(10))
     sizes = [[1]] * rank_and_num_ranks()[1]
     return (
-        _processor_ms(num_messages, lambda: consensus.start_min_and_exchange(numbers, sizes)),
-        _processor_ms(num_messages, lambda: consensus.start_all_reduce_min(*numbers)),
+        _processor_ms(
+            num_messages, lambda: job.steps.start_min_and_exchange(numbers, sizes).wait()
+        ),
+        _processor_ms(num_messages, lambda: job.steps.start_all_reduce_min(*numbers).wait()),
+        _processor_ms(num_messages, lambda: job.general.all_gather(numbers[:3])),
     )
 
 
 def _processor_ms(num_messages: int, send: Callable[[], Any]) -> float:
     for _ in range(WARM_UP_STEPS):
-        send().wait()
+        send()
     began = time.process_time()
     for _ in range(num_messages):
-        send().wait()
+        send()
     return (time.process_time() - began) / num_messages * 1e3
 
 
@@ -230,9 +266,9 @@ def main() -> int:
             per_rank = report.attempt(f"{num_ranks}, {strategy}", *call, timeout_seconds=600)
             if per_rank is None:
                 continue
-            *counts, mib, start_seconds, step_ms, processor_ms = largest(map(astuple, per_rank))
-            times = [f"{number:.1f}" for number in (start_seconds, step_ms, processor_ms)]
-            lines.append([num_ranks, strategy, *counts, f"{mib:.0f}", *times])
+            sockets, threads, mib, requests, *times = largest(map(astuple, per_rank))
+            counts = [sockets, threads, f"{mib:.0f}", requests]
+            lines.append([num_ranks, strategy, *counts, *(f"{number:.1f}" for number in times)])
     report.sections += [table(HEADER, lines, 2), table(MESSAGE_HEADER, message_lines)]
     return report.finish()
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_distrec._compat.gloo import one_socket_thread
 from tests.support.ranks import rank_and_num_ranks
 
 
@@ -56,6 +55,8 @@ class Clock(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         """Note it."""
         self.ticks.append(self.clock())
+
+    on_validation_batch_start = on_train_batch_start
 
 
 class Contender(Protocol):
@@ -124,14 +125,13 @@ def time_contenders(contenders: dict[str, Contender], rounds: int) -> Times:
 
 
 def join_ranks() -> None:
-    """Collective. Start the process group that all contenders share, by the environment, as a
-    Trainer does; unless there is one."""
+    """Collective. Start the process group that all contenders share, by the environment, unless
+    there is one."""
     torch.set_num_threads(1)
     if dist.is_initialized():
         return
     rank, num_ranks = rank_and_num_ranks()
-    with one_socket_thread():  # to the loops by hand, which have one group, it makes no difference
-        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
 
 
 def silence() -> None:

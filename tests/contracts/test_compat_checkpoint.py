@@ -20,7 +20,7 @@ from lightning_distrec.checkpoint.tensor_files import (
 )
 from lightning_distrec.chunks import Chunk, ChunkedTensor
 from lightning_distrec.errors import CheckpointError
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 """Those that torch.distributed.checkpoint's reader knows, too, and tables or their state have."""
@@ -67,7 +67,7 @@ def _write(folder: str) -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_on_ranks(_write, 2, str(folder))
+    run_on_warm_ranks(_write, 2, str(folder))
     return folder
 
 

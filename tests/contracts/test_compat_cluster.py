@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,44 +15,33 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import lightning_checkpoints, lightning_launchers
 from lightning_distrec._compat import torch as _torch
+from tests.support.trainers import one_process_trainer
 
 
 class Chosen(LightningEnvironment):
     """As it was chosen."""
 
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_checkpointing": False,
-}
+def environment_of(strategy: Any, **options: Any) -> Any:
+    return one_process_trainer(strategy, **options).strategy.cluster_environment
 
 
 def test_override_environment_choice_applies_to_our_strategies_only() -> None:
     with _lightning.override_environment_choice(
         lambda strategy: isinstance(strategy, DDPStrategy), Chosen
     ):
-        assert type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment) is Chosen
-        assert (
-            type(Trainer(strategy="ddp", **QUIET).strategy.cluster_environment)
-            is LightningEnvironment
-        )
+        assert type(environment_of(DDPStrategy())) is Chosen
+        assert type(environment_of("ddp")) is LightningEnvironment
         passed = LightningEnvironment()
-        assert (
-            Trainer(strategy=DDPStrategy(), plugins=passed, **QUIET).strategy.cluster_environment
-            is passed
-        )
-    assert (
-        type(Trainer(strategy=DDPStrategy(), **QUIET).strategy.cluster_environment)
-        is LightningEnvironment
-    )
+        assert environment_of(DDPStrategy(), plugins=passed) is passed
+    assert type(environment_of(DDPStrategy())) is LightningEnvironment
 
 
 def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(
@@ -58,7 +50,7 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")
     (tmp_path / "hpc_ckpt_3.ckpt").write_text("another job's")
-    trainer = Trainer(default_root_dir=tmp_path, **QUIET)
+    trainer = one_process_trainer(default_root_dir=tmp_path)
     assert lightning_checkpoints.resumed_path(trainer) is None
     select = trainer._checkpoint_connector._select_ckpt_path
     model = {"model_provided": True, "model_connected": True}
@@ -84,38 +76,6 @@ def test_resume_from_decides_the_checkpoint_of_a_fit_and_of_nothing_else(
             == "set.ckpt"
         )
     assert requests == [None, "given.ckpt", None, "given.ckpt", "set.ckpt"]
-
-
-class Restarts(Callback):
-    """Lets the fit loop believe that the epoch is one that it has resumed in."""
-
-    def __init__(self, is_let: bool) -> None:
-        self.is_let = is_let
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.fit_loop._restarting = True
-        if self.is_let:
-            lightning_checkpoints.update_plateaus_of_this_epoch(trainer)
-
-
-@pytest.mark.parametrize("is_let", [False, True])
-def test_plateaus_are_updated_in_a_resumed_epoch_where_it_is_let(is_let: bool) -> None:
-    trainer = Trainer(
-        max_epochs=1,
-        limit_train_batches=1,
-        limit_val_batches=0,
-        callbacks=[Restarts(is_let)],
-        **QUIET,
-    )
-    update, updates = trainer.fit_loop.epoch_loop.update_lr_schedulers, []
-
-    def note(interval: str, update_plateau_schedulers: bool) -> None:
-        updates.append((interval, update_plateau_schedulers))
-        update(interval, update_plateau_schedulers)
-
-    trainer.fit_loop.epoch_loop.update_lr_schedulers = note  # type: ignore[method-assign]
-    trainer.fit(BoringModel())
-    assert (("epoch", True) in updates) is is_let
 
 
 def test_the_groups_store_is_found_and_their_exchanges_are_counted() -> None:
@@ -150,7 +110,7 @@ def test_a_signal_is_ignored_after_a_run_until_the_next_begins() -> None:
     ends = EndsRun()
     try:
         for _ in range(2):
-            Trainer(max_steps=1, callbacks=[ends], **QUIET).fit(BoringModel())
+            one_process_trainer(max_steps=1, callbacks=[ends]).fit(BoringModel())
             assert ends.during is signal.SIG_DFL
             os.kill(os.getpid(), signal.SIGUSR1)
     finally:
@@ -193,7 +153,7 @@ def test_fork_launcher_takes_over_what_rank_0_has_trained_and_raises_what_a_rank
     None
 ):
     says, module = SaysWhere(), Bias()
-    trainer = Trainer(strategy=DDPStrategy(start_method="fork"), devices=2, max_steps=1, **QUIET)
+    trainer = one_process_trainer(DDPStrategy(start_method="fork"), devices=2, max_steps=1)
     trainer.callbacks = [LoadsNothing(), says]
     strategy: Any = trainer.strategy
     strategy._launcher = launcher = lightning_launchers.ForkLauncher(
@@ -243,3 +203,22 @@ def test_check_cuda_before_fork_raises_where_cuda_has_begun(
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(RuntimeError, match="forked subprocess"):
         lightning_launchers.check_cuda_before_fork()
+
+
+@patch.dict(os.environ)
+def test_lightnings_launcher_starts_ranks_by_the_function_of_ranks_started_by() -> None:
+    for name in ("MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    launcher = _SubprocessScriptLauncher(LightningEnvironment(), num_processes=3, num_nodes=1)
+    started: list[tuple[str, str | None]] = []
+
+    def start(command: list[str], env: dict[str, str], cwd: str | None) -> int:
+        assert command[0] == sys.executable
+        started.append((env["LOCAL_RANK"], cwd))
+        return len(started)
+
+    with lightning_launchers.ranks_started_by(start):
+        launcher._call_children_scripts()
+    assert started == [("1", None), ("2", None)]
+    assert launcher.procs == [1, 2]
+    assert lightning_launchers.subprocess_script.subprocess is subprocess

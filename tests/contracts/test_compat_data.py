@@ -21,7 +21,7 @@ from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import lightning_checkpoints as _checkpoints
 from lightning_distrec._compat import lightning_data as _data
 from lightning_distrec._compat import torch as _torch
-from tests.support.click_model import NO_OUTPUT
+from tests.support.trainers import one_process_trainer
 
 
 class Stream:
@@ -64,12 +64,7 @@ class Looks(BoringModel):
 
 
 def _fit(model: Any, loader: Any, begins_late: Any = None, **options: Any) -> pl.Trainer:
-    settings = (
-        NO_OUTPUT
-        | {"max_epochs": 1, "accelerator": "cpu", "devices": 1, "limit_val_batches": 0}
-        | options
-    )
-    trainer = pl.Trainer(**settings)
+    trainer = one_process_trainer(limit_val_batches=0, **options)
     with _data.resume_loaders(trainer, begins_late, lambda: None) if begins_late else nullcontext():
         trainer.fit(model, loader)
     return trainer
@@ -101,7 +96,7 @@ def test_watch_dataloader_hooks_sees_the_modules_hooks_and_can_be_undone() -> No
         yield
 
     model = BoringModel()
-    trainer = pl.Trainer(**(NO_OUTPUT | {"max_steps": 1, "accelerator": "cpu", "devices": 1}))
+    trainer = one_process_trainer(max_steps=1)
     with _data.watch_dataloader_hooks(trainer, watch):
         trainer.fit(model)
     assert set(names) == {"train_dataloader", "val_dataloader"}
@@ -119,17 +114,9 @@ def test_reload_epochs_are_where_lightning_keeps_them() -> None:
     assert trainer.fit_loop._last_train_dl_reload_epoch == 1
 
 
-def test_num_batches_stepped_is_the_step_that_loggers_get_next() -> None:
-    model = Looks(_checkpoints.num_batches_stepped)
-    _fit(model, DataLoader(torch.ones(4, 32)), accumulate_grad_batches=2)
-    assert model.seen == [0, 1, 1, 2]
-
-
 def test_continue_steps_begins_with_the_step_that_it_gets() -> None:
     model = Looks(_checkpoints.num_batches_stepped)
-    trainer = pl.Trainer(
-        **NO_OUTPUT, max_epochs=1, accelerator="cpu", devices=1, limit_val_batches=0
-    )
+    trainer = one_process_trainer(limit_val_batches=0)
     with _checkpoints.continue_steps(trainer, 7):
         trainer.fit(model, DataLoader(torch.ones(2, 32)))
     assert model.seen == [8, 9]
@@ -176,7 +163,7 @@ class Predicts(BoringModel):
 
 def test_a_prediction_can_be_made_again_without_hooks_and_results() -> None:
     model = Predicts()
-    trainer = pl.Trainer(accelerator="cpu", **NO_OUTPUT)
+    trainer = one_process_trainer()
     trainer.strategy.connect(model)
 
     def again(batch: tuple[int, ...], batch_idx: int, dataloader_idx: int) -> None:
@@ -201,7 +188,7 @@ def test_is_for_rank_zero_sees_the_decorator_alone() -> None:
 
 
 def test_restore_before_fit_starts_leaves_lightnings_own_connector_alone() -> None:
-    trainer = pl.Trainer(**(NO_OUTPUT | {"accelerator": "cpu"}))
+    trainer = one_process_trainer()
     before = dict(vars(trainer._checkpoint_connector))
     _checkpoints.restore_before_fit_starts(trainer)
     assert vars(trainer._checkpoint_connector) == before

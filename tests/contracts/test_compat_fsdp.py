@@ -24,7 +24,7 @@ from lightning_distrec._compat import lightning as _lightning
 from lightning_distrec._compat import tensors as _tensors
 from lightning_distrec._compat import torch as _torch
 from lightning_distrec._compat import torch_distributed as _fully_shard
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
+from tests.support.ranks import join_group, rank_and_num_ranks, run_each_on_ranks
 
 
 class Net(nn.Module):
@@ -45,9 +45,7 @@ def _count(module: Any, _: Any) -> None:
 
 
 def _meet() -> DeviceMesh:
-    rank, num_ranks = rank_and_num_ranks()
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    _, num_ranks = join_group()
     return init_device_mesh("cpu", (num_ranks,))
 
 

@@ -1,6 +1,7 @@
 """Gloo groups that share a thread, and exchanges between nodes whose receives come first: the bits
 of torch's own."""
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from torch import Tensor
 from lightning_distrec._compat import gloo
 from tests.support.ranks import (
     THREADS_HAVE_NAMES,
+    join_group,
     num_socket_threads,
-    rank_and_num_ranks,
     run_each_on_ranks,
 )
 
@@ -43,12 +44,6 @@ def _exchange(seed: int, **options: Any) -> tuple[Tensor, Any]:
     return output, gloo.tables_dist.all_to_all_single(
         output, sent, received, sizes[rank], **options
     )
-
-
-def _meet() -> None:
-    if not dist.is_initialized():
-        rank, num_ranks = rank_and_num_ranks()
-        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
 
 
 def _all(runs_at_once: bool) -> list[Tensor]:
@@ -84,7 +79,7 @@ def _counted_calls() -> Iterator[list[int]]:
 
 
 def _compare(runs_at_once: bool) -> tuple[list[Tensor], list[Tensor], int]:
-    _meet()
+    join_group()
     expected = _all(runs_at_once)
     with _counted_calls() as calls, gloo.receive_first((0, 1, 1)):
         actual = _all(runs_at_once)
@@ -107,7 +102,7 @@ def _compare(runs_at_once: bool) -> tuple[list[Tensor], list[Tensor], int]:
 
 
 def _on_one_node() -> int:
-    _meet()
+    join_group()
     with _counted_calls() as calls, gloo.receive_first((0, 0, 0)):
         _all(False)
     return len(calls)
@@ -116,7 +111,8 @@ def _on_one_node() -> int:
 def _groups(level: dist.DebugLevel) -> dict[str, Any]:
     """Make groups, of all ranks and of some; return what they sum, their threads, and what ends a
     wait too long."""
-    _meet()
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # of this rank
+    join_group()
     level_before, limit = dist.get_debug_level(), timedelta(seconds=0.5)
     dist.set_debug_level(level)
     before, rank = num_socket_threads(), dist.get_rank()
@@ -133,7 +129,8 @@ def _groups(level: dist.DebugLevel) -> dict[str, Any]:
         dist.all_reduce(values, group=groups[name])
     actual: dict[str, Any] = {name: values.item() for name, values in sums.items()}
     actual["threads"] = num_socket_threads() - before
-    dist.new_group(backend="gloo")
+    own = dist.new_group(backend="gloo")
+    dist.all_reduce(torch.zeros(1), group=own)  # its thread has its name by then
     actual["threads of torch's"] = num_socket_threads() - before - actual["threads"]
     began = time.monotonic()
     if rank == 0:
@@ -167,8 +164,7 @@ def test_within_a_node_they_are_torchs_own(results: list[dict[str, Any]]) -> Non
     assert [result["one node"] for result in results] == [12] * NUM_RANKS
 
 
-def test_groups_share_a_thread_and_have_their_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+def test_groups_share_a_thread_and_have_their_own_limit() -> None:
     calls = {level: (_groups, getattr(dist.DebugLevel, level)) for level in ("OFF", "DETAIL")}
     for rank, result in enumerate(run_each_on_ranks(calls, NUM_RANKS)):
         for level, actual in result.items():

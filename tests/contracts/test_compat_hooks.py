@@ -18,12 +18,8 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec._compat import lightning as _lightning_hooks
 from lightning_distrec._compat import lightning_checkpoints as _lightning_checkpoints
+from tests.support.trainers import one_process_trainer
 
-OPTIONS: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-}
 HOOKS = [
     name for name, hook in vars(pl.Callback).items() if name.startswith("on_") and callable(hook)
 ]
@@ -89,9 +85,7 @@ class Model(pl.LightningModule):
 def _fit(lean: bool, takes_index: bool) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model, notes = Model(takes_index), Notes()
-    trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", callbacks=[notes, pl.Callback()], **OPTIONS
-    )
+    trainer = one_process_trainer(max_epochs=2, callbacks=[notes, pl.Callback()])
     with _lightning_hooks.call_overridden_hooks(trainer) if lean else nullcontext():
         trainer.fit(model, DataLoader(torch.ones(4, 2)), DataLoader(torch.ones(1, 2)))
     assert "profile" not in vars(trainer.profiler)
@@ -114,14 +108,14 @@ def test_the_hooks_that_are_left_out_do_nothing() -> None:
 def test_a_profiler_and_the_log_at_level_debug_get_what_lightning_gives_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trainer = pl.Trainer(max_steps=2, accelerator="cpu", profiler=SimpleProfiler(), **OPTIONS)
+    trainer = one_process_trainer(max_steps=2, profiler=SimpleProfiler())
     with _lightning_hooks.call_overridden_hooks(trainer):
         trainer.fit(Model(True), DataLoader(torch.ones(4, 2)))
     assert (
         len(trainer.profiler.recorded_durations["[LightningModule]Model.on_before_zero_grad"]) == 2
     )
 
-    trainer = pl.Trainer(max_steps=2, accelerator="cpu", **OPTIONS)
+    trainer = one_process_trainer(max_steps=2)
     with (
         caplog.at_level(logging.DEBUG, call.log.name),
         _lightning_hooks.call_overridden_hooks(trainer),
@@ -131,7 +125,7 @@ def test_a_profiler_and_the_log_at_level_debug_get_what_lightning_gives_them(
 
 
 def test_another_trainer_and_a_trainer_after_its_undo_are_lightning_s() -> None:
-    first, second = (pl.Trainer(max_steps=1, accelerator="cpu", **OPTIONS) for _ in range(2))
+    first, second = (one_process_trainer(max_steps=1) for _ in range(2))
     hook = call._call_callback_hooks
     with _lightning_hooks.call_overridden_hooks(first):
         assert not set(vars(second.profiler)) & {"profile"}

@@ -1,7 +1,6 @@
 """`self.log` in training steps gives loggers, callbacks and progress bars the same bits, at less
 Python."""
 
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -163,74 +162,6 @@ def test_a_wrong_call_after_right_ones_raises_as_upstream_s(wrong: Any) -> None:
         assert trainer.global_step == 3
         raised.append((type(info.value), str(info.value)))
     assert raised[0] == raised[1]
-
-
-class MovesItself(MeanMetric):
-    """Counts how often it is moved."""
-
-    moves = 0
-
-    def to(self, *args: Any, **options: Any) -> Any:
-        self.moves += 1
-        return super().to(*args, **options)
-
-
-class AppliesItself(MeanMetric):
-    """Counts what is applied to it."""
-
-    moves = 0
-
-    def _apply(self, fn: Any, exclude_state: Any = "") -> Any:
-        self.moves += 1
-        return super()._apply(fn, exclude_state)
-
-
-def _moved(kind: type[MeanMetric], lean: bool) -> list[Any]:
-    """Return what a metric has noted after each of its logs, and its type."""
-    actual: list[Any] = []
-
-    def logs(module: Any, index: int) -> None:
-        if index == 0:
-            module.mean = kind()
-        if index == 3:
-            module.mean.set_dtype(torch.float64)
-        module.mean.update(float(index))
-        module.log("mean", module.mean, on_epoch=True)
-        actual.append((getattr(module.mean, "moves", 0), module.mean.dtype))
-
-    trainer = pl.Trainer(**OPTIONS)
-    with _lightning_logging.log_at_less_python(trainer) if lean else nullcontext():
-        trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
-    return actual
-
-
-@pytest.mark.parametrize("kind", [MovesItself, AppliesItself, MeanMetric])
-def test_metrics_are_moved_where_that_changes_something(kind: type[MeanMetric]) -> None:
-    distrec, stock = _moved(kind, True), _moved(kind, False)
-    assert distrec == stock
-    assert len(distrec) == 6
-    if kind is not MeanMetric:
-        assert distrec[-1][0] > distrec[0][0]
-
-
-def test_a_call_that_recurs_takes_few_functions() -> None:
-    counts: dict[int, int] = {}
-
-    def logs(module: pl.LightningModule, index: int) -> None:
-        counts[index] = 0
-
-        def count(frame: Any, event: str, _: Any) -> None:
-            counts[index] += event == "call"
-
-        sys.setprofile(count)
-        module.log("x", torch.zeros(()))
-        sys.setprofile(None)
-
-    trainer = pl.Trainer(**OPTIONS)
-    with _lightning_logging.log_at_less_python(trainer):
-        trainer.fit(Logs(logs), DataLoader(torch.ones(6, 2)))
-    assert counts[4] <= 12 < counts[0] / 10, counts
-    assert type(trainer.fit_loop.epoch_loop._results).__name__ == "_ResultCollection"
 
 
 class Reduced(pl.LightningModule):

@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat import torchrec_modules as _torchrec
 from tests.support.mapped_models import ROWS, ManagedModel, hash_zch, loader, mch
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
 
 
@@ -114,4 +114,4 @@ def _input_dist() -> Any:
 
 
 def test_route_by_bucket_makes_the_input_dist_of_a_row_wise_sharding() -> None:
-    assert run_on_ranks(_input_dist, 2) == [[0, True]] * 2, _torchrec.route_by_bucket
+    assert run_on_warm_ranks(_input_dist, 2) == [[0, True]] * 2, _torchrec.route_by_bucket

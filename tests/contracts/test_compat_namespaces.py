@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.console import finished
+
 pytest.importorskip(
     "pytorch_lightning", reason="this version of lightning does not install pytorch_lightning"
 )
@@ -63,9 +65,7 @@ print("end")
 def test_what_to_import_is_said_where_the_namespaces_meet(tmp_path: Path) -> None:
     script = tmp_path / "script.py"  # a process of its own, as pytorch_lightning is imported once
     script.write_text(TRIES)
-    ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
+    ended = finished([sys.executable, str(script)], tmp_path, timeout=120)
     assert ended.returncode == 0, ended.stderr
     starts = [
         "ValueError: You selected an invalid strategy name: `strategy='torchrec_sharded'`",
@@ -118,14 +118,7 @@ TOO_LATE = "import forecasts\nimport lightning_distrec.pytorch_lightning"
 def _run_with_package(script: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     (folder / "forecasts.py").write_text(FORECASTS)
     (folder / "script.py").write_text(script)
-    return subprocess.run(
-        [sys.executable, "script.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        check=False,
-    )
+    return finished([sys.executable, "script.py"], folder, timeout=120)
 
 
 @pytest.mark.slow

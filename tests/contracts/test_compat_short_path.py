@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_distrec._compat import fbgemm as _fbgemm
 from lightning_distrec._compat import torchrec_ids as _torchrec_ids
-from tests.support.click_model import ClickModel, seeded, train_sharded
+from tests.support.click_model import FEATURES, ClickModel, seeded, train_sharded
 from tests.support.ranks import run_each_on_ranks
 
 IDS, OFFSETS = torch.tensor([1, 2, 9, 1, 0, 4, 4]), torch.tensor([0, 2, 3, 6, 7])
@@ -88,6 +88,8 @@ def _sharding(sharding_type: str) -> list[Any]:
         actual = _torchrec_ids.pooled_sharding(sharded)
         if actual is None:
             return
+        if not sharded._input_dists:  # torchrec makes them with its first exchange
+            sharded._create_input_dist(FEATURES)
         blocks = getattr(sharded._input_dists[0], "_feature_block_sizes_tensor", None)
         names = sharded._embedding_shardings[0].feature_names()
         rank_results = [name for rank_result in actual.features for name in rank_result]

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from lightning_distrec._compat import torch_distributed as _torch_distributed
-from tests.support.ranks import rank_and_num_ranks, run_on_ranks
+from tests.support.ranks import join_group, run_on_warm_ranks
 
 
 class Permuted(nn.Module):
@@ -19,8 +18,7 @@ class Permuted(nn.Module):
 
 
 def _stages() -> dict[str, Any]:
-    rank, num_ranks = rank_and_num_ranks()
-    dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    join_group()
     device = torch.device("cpu")
     permuted = PipelineStage(Permuted(), 0, 1, device)
     ScheduleGPipe(permuted, 2).step(torch.ones(4, 3, 5))
@@ -43,7 +41,7 @@ def _stages() -> dict[str, Any]:
 
 
 def test_stages_know_strides_draw_alike_from_the_first_step_on_and_count_losses() -> None:
-    (actual,) = run_on_ranks(_stages, 1)
+    (actual,) = run_on_warm_ranks(_stages, 1)
     assert actual["strides"] == [(15, 1, 5)], "those of a micro-batch"
     first, later = actual["dropped out"]
     assert torch.equal(first, later)

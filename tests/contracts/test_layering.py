@@ -1,12 +1,14 @@
-"""Imports inside lightning_distrec point one way; docs/architecture.md draws the picture, this file
-holds it true."""
+"""Imports inside lightning_distrec point one way, as docs/architecture.md draws them, and private
+names of the packages we stand on are imported by _compat alone."""
 
+import ast
 import graphlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-
-from tests.contracts.imports_of import Import, imports_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "lightning_distrec"
@@ -127,6 +129,38 @@ NOT_YET: set[str] = set()
 STILL_FULL: set[str] = set()
 STILL_LONG: set[str] = {"lightning_distrec/cli/command_line.py"}
 """Folders and files to be parted."""
+
+FOLDERS = ("prefetch", "optimizers", "strategies/data_parallel", "strategies/fully_sharded")
+"""Their files import one another in one direction, so that a reader may begin at the bottom."""
+MAY_BE_PRIVATE = Path("lightning_distrec/_compat")
+OURS = {"lightning_distrec", "recipes", "tests"}
+
+
+class Import(NamedTuple):
+    """One imported name: `from a.b import c` is Import("a.b", "c", line), `import a.b` is
+    Import("a.b", None, line)."""
+
+    module: str
+    name: str | None
+    line: int
+
+
+def imports_of(file: Path, root: Path) -> Iterator[Import]:
+    """Yield every import of `file`, those in functions and under TYPE_CHECKING too; relative ones
+    are made absolute.
+
+    root: the folder that holds the top-level package.
+    """
+    package = file.relative_to(root).parent.parts
+    for node in ast.walk(ast.parse(file.read_text("utf-8"), str(file))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, None, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            for alias in node.names:
+                yield Import(module, alias.name, node.lineno)
 
 
 def place_of(file: Path, root: Path) -> str:
@@ -255,3 +289,84 @@ def test_the_checker_catches(tmp_path, path, text, arrow):
     _write_house(tmp_path, {f"{room}/__init__.py": "" for room in rooms} | FILES | {path: text})
     (problem,) = forbidden_arrows(tmp_path)
     assert arrow.format("may not import") in problem
+
+
+def arrows(folder: Path, root: Path) -> dict[str, set[str]]:
+    """Return file -> files of this folder that it imports, under TYPE_CHECKING too."""
+    package = ".".join(folder.relative_to(root).parts)
+    files = {f"{package}.{file.stem}": file for file in folder.glob("*.py")}
+    imported: dict[str, set[str]] = {}
+    for module, file in files.items():
+        names: set[str] = set()
+        for statement in imports_of(file, root):
+            names |= {statement.module, f"{statement.module}.{statement.name}"}
+        imported[module] = names & files.keys() - {module}
+    return imported
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_of_a_folder_import_one_another_in_no_circle(folder: str) -> None:
+    order = graphlib.TopologicalSorter(arrows(ROOT / PACKAGE / folder, ROOT))
+    assert len(list(order.static_order())) == len(list((ROOT / PACKAGE / folder).glob("*.py")))
+
+
+def test_a_circle_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house" / "door.py").write_text("from house import key\n")
+    (tmp_path / "house" / "key.py").write_text("def lock():\n    from house.door import Door\n")
+    order = graphlib.TopologicalSorter(arrows(tmp_path / "house", tmp_path))
+    with pytest.raises(graphlib.CycleError):
+        order.prepare()
+
+
+def is_private(imported: Import) -> bool:
+    """Tell whether an import names something private of another package; __version__ and its like
+    are public."""
+    top, *tail = imported.module.split(".")
+    if top in OURS or top in sys.stdlib_module_names:
+        return False
+    names = [*tail, imported.name or ""]
+    return any(name.startswith("_") and not name.endswith("__") for name in names)
+
+
+def private_imports(root: Path) -> list[str]:
+    """Return a line for every import of a private name outside of _compat, as "file:line: name"."""
+    files = [*sorted(root.glob("lightning_distrec/**/*.py")), *sorted(root.glob("recipes/**/*.py"))]
+    return [
+        f"{file.relative_to(root)}:{imported.line}: {imported.module}.{imported.name or ''}".rstrip(
+            "."
+        )
+        for file in files
+        if MAY_BE_PRIVATE not in file.relative_to(root).parents
+        for imported in imports_of(file, root)
+        if is_private(imported)
+    ]
+
+
+def test_private_upstream_names_are_imported_by_compat_only():
+    actual = private_imports(ROOT)
+    assert not actual, (
+        "import these in lightning_distrec/_compat/, with a test of their own:\n"
+        + "\n".join(actual)
+    )
+
+
+def test_the_checker_catches_private_names_of_others_outside_of_compat(tmp_path):
+    (tmp_path / "lightning_distrec" / "_compat").mkdir(parents=True)
+    (tmp_path / "lightning_distrec" / "plan.py").write_text(
+        "from __future__ import annotations\nfrom torch import __version__\n"
+        "from lightning_distrec import _compat\nfrom torch import _foreach_norm\n"
+        "import torchrec.distributed._x\n"
+        "def f():\n    from lightning.pytorch.loops import _FitLoop\n"
+    )
+    (tmp_path / "lightning_distrec" / "_compat" / "torch.py").write_text(
+        "from torch import _foreach_norm\n"
+    )
+    reported = [
+        line.removeprefix("lightning_distrec/plan.py:") for line in private_imports(tmp_path)
+    ]
+    assert reported == [
+        "4: torch._foreach_norm",
+        "5: torchrec.distributed._x",
+        "7: lightning.pytorch.loops._FitLoop",
+    ]

@@ -2,13 +2,12 @@
 needed."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import lightning_distrec
 from lightning_distrec.registration import STRATEGIES
-from tests.support.environments import environment
+from tests.support.console import finished
 
 
 def test_the_public_names_are_sorted_shown_and_there():
@@ -38,17 +37,15 @@ for strategy in ('ddp_tuned', 'fsdp_tuned'):
         trainer.fit(BoringModel(), ckpt_path=path)
         trainer.save_checkpoint('x.ckpt')
     print(loaded())
+import lightning_distrec.cli.fit_cli
+lightning_distrec.TorchRecShardedStrategy
+optional = {'pandas', 'pyarrow', 'polars', 'dask', 'distributed', 'datasets', 'faiss', 'litserve', 'torchdata'}
+print(sorted(optional & set(sys.modules)))
 """
 
 
 def test_importing_registers_strategies_and_only_tables_import_torchrec_and_fbgemm(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment(),
-    )
+    done = finished([sys.executable, "-c", PROGRAM], tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]
-    assert lines == ["[]", str(sorted(STRATEGIES)), "[]", "[]"]
+    assert lines == ["[]", str(sorted(STRATEGIES)), "[]", "[]", "[]"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/how_to/checkpoints.md"
+PAGE = ROOT / "docs/how_to/restarts.md"
 CLUSTER, CHECKPOINTS = "cluster", "multiprocess/checkpoint"
 TESTS = {
     "a rank is killed or out of memory; a node goes down": [

@@ -3,7 +3,6 @@ installed."""
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.docs.root_pages import page_of_notebook
 from tests.docs.snippets import blocks_of
-from tests.support.limits import LIMIT_SECONDS
+from tests.support.console import finished
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = json.loads((ROOT / "docs/notebook.ipynb").read_text("utf-8"))
@@ -26,13 +25,9 @@ def _run(folder: Path, *arguments: str, stdin: str = "") -> str:
     """Run python in a folder, as a user with the environment activated; return what it prints."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        **{"cwd": folder, "env": variables, "input": stdin, "capture_output": True, "text": True},  # type: ignore[call-overload]
-        timeout=LIMIT_SECONDS,
-    )
+    done = finished([sys.executable, *arguments], folder, env=variables, input=stdin)
     assert done.returncode == 0, done.stderr[-3000:]
-    return str(done.stdout + done.stderr)
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.limits import LIMIT_SECONDS
+from tests.support.console import finished
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://example.org/owner/name"
@@ -29,9 +28,7 @@ def _build(kind: str, folder: Path, address: str = "") -> Path:
         str(folder),
     ]
     variables = {**os.environ, "REPOSITORY_URL": address}
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
+    done = finished(command, ROOT, env=variables)
     assert done.returncode == 0, done.stderr
     (built,) = folder.iterdir()
     return built

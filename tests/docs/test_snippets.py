@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.console import finished
 from tests.support.parameters import slow_except
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +54,10 @@ COMPLAINTS = (
 def run_pages(pages: list[Path], folder: Path) -> dict[str, list[str]]:
     """Return page -> what failed in it; all of them in one process."""
     results = folder / "results.json"
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-m", "tests.docs.snippets", str(results), *map(str, pages)],
-        cwd=folder,
+        folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]

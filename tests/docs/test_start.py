@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import yaml
 
 from lightning_distrec.cli.main import main
 from tests.docs.snippets import _make_classes, blocks_of, commands_of
-from tests.support.limits import LIMIT_SECONDS
+from tests.support.console import finished
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent
@@ -20,13 +19,10 @@ BLOCKS = list(blocks_of((ROOT / "docs/index.md").read_text("utf-8")))
 
 def _output_of(command: str, folder: Path) -> str:
     program, *arguments = shlex.split(command)
-    done = subprocess.run(
+    done = finished(
         [PROGRAMS / program, *arguments],
-        cwd=folder,
+        folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"{command}\n{output[-3000:]}"

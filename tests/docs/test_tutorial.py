@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from lightning_distrec.cli.main import main
 from tests.docs.snippets import Block, _compare, blocks_of, commands_of
+from tests.support.console import finished
 from tests.support.environments import environment
 from tests.support.limits import LIMIT_SECONDS
 
@@ -22,15 +22,8 @@ HAS_BASELINES = all(map(importlib.util.find_spec, ("lightgbm", "sklearn")))
 def _output_of(command: str, folder: Path) -> str:
     """Run a command as a user with the environment activated; return what it prints."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=folder,
-        env=environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PATH=path),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
+    variables = environment(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PATH=path)
+    done = finished(command, folder, env=variables, shell=True)
     assert done.returncode == 0, f"'{command}':\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout + done.stderr
 

@@ -24,7 +24,7 @@ def blank_others(library: bytearray, capability: int) -> int:
 
     library: of a shared library. capability: 90 for 9.0.
     """
-    kept, place = 0, library.find(CONTAINER)
+    kept_bytes, place = 0, library.find(CONTAINER)
     while place >= 0:
         (size,) = struct.unpack_from("<Q", library, place + 8)
         begin = place + len(CONTAINER) + 8
@@ -32,14 +32,14 @@ def blank_others(library: bytearray, capability: int) -> int:
         if end > len(library):  # these bytes occur by chance
             place = library.find(CONTAINER, begin)
             continue
-        kept += _blank_entries(library, begin, end, capability)
+        kept_bytes += _blank_entries(library, begin, end, capability)
         place = library.find(CONTAINER, end)
-    return kept
+    return kept_bytes
 
 
 def _blank_entries(library: bytearray, entry: int, end: int, capability: int) -> int:
     """Blank the entries of a container, which follow each other from `entry` to `end`."""
-    kept = 0
+    kept_bytes = 0
     while entry < end:
         kind, _, header_bytes, code_bytes = struct.unpack_from("<HHIQ", library, entry)
         if kind not in (1, CUBIN) or not header_bytes:
@@ -47,17 +47,17 @@ def _blank_entries(library: bytearray, entry: int, end: int, capability: int) ->
         (its_capability,) = struct.unpack_from("<I", library, entry + 28)
         code = entry + header_bytes
         if kind == CUBIN and its_capability == capability:
-            kept += code_bytes
+            kept_bytes += code_bytes
         else:
             library[code : code + code_bytes] = bytes(code_bytes)
         entry = code + code_bytes
-    return kept
+    return kept_bytes
 
 
 def slim_wheel(wheel: Path, smaller: Path, capability: int) -> int:
     """Write a wheel whose libraries have code for one capability alone; returns how many bytes of
     code are kept."""
-    kept = 0
+    kept_bytes = 0
     with (
         zipfile.ZipFile(wheel) as source,
         zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as target,
@@ -65,9 +65,9 @@ def slim_wheel(wheel: Path, smaller: Path, capability: int) -> int:
         for name in source.namelist():
             content = bytearray(source.read(name))
             if name.endswith(".so"):
-                kept += blank_others(content, capability)
+                kept_bytes += blank_others(content, capability)
             target.writestr(name, bytes(content))
-    return kept
+    return kept_bytes
 
 
 def main(arguments: list[str]) -> int:
@@ -76,12 +76,12 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     capability, wheel, smaller = arguments
-    kept = slim_wheel(Path(wheel), Path(smaller), int(capability.replace(".", "")))
-    if not kept:
+    kept_bytes = slim_wheel(Path(wheel), Path(smaller), int(capability.replace(".", "")))
+    if not kept_bytes:
         print(f"{wheel} has no code for compute capability {capability}.")
         return 1
     print(
-        f"{smaller}: {Path(smaller).stat().st_size / 1e6:.0f} MB, with {kept / 1e6:.0f} MB of code."
+        f"{smaller}: {Path(smaller).stat().st_size / 1e6:.0f} MB, with {kept_bytes / 1e6:.0f} MB of code."
     )
     return 0
 

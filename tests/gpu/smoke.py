@@ -3,7 +3,7 @@ exits with 0.
 
     python -m tests.gpu.smoke [--only waits kernels] [--json FILE] [--small]
 
-Seven parts, those first that tell most, each in a process of its own: one that fails or hangs costs
+Eight parts, those first that tell most, each in a process of its own: one that fails or hangs costs
 only its own time. A line is printed for each as it ends. It takes no package that only tests need:
 a machine with a GPU may have no network. On the CUDA device in host memory:
 
@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.benchmarks.gpu import parts, speed
-from tests.benchmarks.gpu.parts import Found
 from tests.benchmarks.performance_model import Batches
 from tests.benchmarks.report import versions
 from tests.benchmarks.turns import Turn, silence
+from tests.gpu import parts, speed
+from tests.gpu.parts import Found
 from tests.support.click_model import ClickModel, make_batch, seeded
-from tests.support.counted_waits import waits_of_ours, waits_of_torchrec
+from tests.support.counted_steps import steps_of_ours, steps_of_torchrec
 from tests.support.ranks import run_on_ranks
 from tests.support.trainers import DEFAULTS, make_trainer
 
@@ -74,8 +74,8 @@ def waits(device: str, small: bool) -> Found:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     turn = Turn(first=6, counted=10, last=4)
     batches = Batches(1000, turn.steps, 0, batch_size=64 if small else 512)
-    ours = waits_of_ours(turn, batches, torch.device(DEVICE), depth=3)
-    torchrecs = waits_of_torchrec(turn, batches, torch.device(DEVICE))
+    ours = steps_of_ours(turn, batches, torch.device(DEVICE), depth=3).waits
+    torchrecs = steps_of_torchrec(turn, batches, torch.device(DEVICE)).waits
     per_step = [counts.total() / turn.counted for counts in (ours, torchrecs)]
     found = Found(differences={"in a step, against TorchRec's": (per_step[0], per_step[1])})
     for name, counts in (("ours", ours), ("TorchRec's", torchrecs)):
@@ -133,10 +133,11 @@ PARTS = {
     "short path": Part(short_path, 40),
     "step times": Part(step_times, 90),
     "parity": Part(parts.parity, 50),
+    "sanitizer": Part(parts.sanitizer, 40),
 }
 """FBGEMM's kernels against double precision; fits against a CPU; waits of the host; three batches
-in flight against one; the short path; times beside TorchRec's pipeline; and mixed precision,
-clipping and accumulation."""
+in flight against one; the short path; times beside TorchRec's pipeline; mixed precision, clipping
+and accumulation; and torch's own look at streams."""
 
 
 def main() -> int:

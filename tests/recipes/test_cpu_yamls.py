@@ -3,7 +3,6 @@ are from full runs."""
 
 import csv
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import yaml
 from lightning_distrec.cli.main import main
 from lightning_distrec.cli.recipes import find_parts, recipe_names, recipes_folder
 from recipes.movielens.folder import fetch_movielens_100k
-from tests.support.environments import environment
-from tests.support.limits import LIMIT_SECONDS
+from tests.support.console import finished, fit_by_console
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = recipe_names(recipes_folder())
@@ -41,15 +39,7 @@ def _serves(folder: Path, name: str, checkpoint: Path) -> None:
         [console, "export", str(checkpoint), "served", *arguments],
         [sys.executable, "served/serve.py", "--check"],
     ):
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            check=False,
-        )
+        done = finished(command, folder)
         assert done.returncode == 0, done.stderr[-3000:]
     # Scores of some ten, in float32.
     assert float(done.stdout.split(": ")[1].split(" ")[0]) < 1e-5
@@ -68,16 +58,7 @@ def test_a_copy_of_the_recipe_trains(name: str, movielens: Path, tmp_path: Path)
         "--trainer.log_every_n_steps=1",
         *SMALLER.get(name, []),
     ]
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "lightning-distrec"), "fit", *arguments],
-        cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = fit_by_console(*arguments, folder=tmp_path)
     assert "2 ranks on 1 node" in done.stderr
     outputs = tmp_path / "outputs" / name / "version_0"
     assert f"Outputs in {outputs.relative_to(tmp_path)}" in done.stdout

@@ -6,16 +6,15 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from pyarrow import csv, parquet
+from pyarrow import parquet
 from torch.utils.data import DataLoader
 from torchmetrics.functional.classification import binary_auroc
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.errors import ConfigError, DataError
+from lightning_distrec.errors import DataError
 from recipes.criteo_dlrm.columns import (
     CATEGORIES,
-    COLUMNS,
     INTEGERS,
     MLPERF_BAG_SIZES,
     MLPERF_ROWS,
@@ -69,27 +68,6 @@ def test_labels_follow_the_planted_truth_and_ids_zipfs_law(generator: Generator)
     assert counts[0] / counts[9] == pytest.approx(between[0] / between[9], rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["day_0.tsv", "day_0.parquet"])
-def test_files_hold_what_was_generated(generator: Generator, tmp_path: Path, name: str) -> None:
-    file = tmp_path / name
-    write_logs(str(file), examples=300, seed=3, max_ids=1000)
-    texts = {"column_types": dict.fromkeys(CATEGORIES, "string"), "strings_can_be_null": True}
-    parsing = csv.ReadOptions(column_names=list(COLUMNS)), csv.ParseOptions(delimiter="\t")
-    table = (
-        parquet.read_table(file)
-        if name.endswith("t")
-        else csv.read_csv(file, *parsing, csv.ConvertOptions(**texts))
-    )
-    block = generator.block(0, 300)
-    for number, column in enumerate(INTEGERS):
-        values = [None if value < 0 else value for value in block.integers[:, number].tolist()]
-        assert table[column].to_pylist() == values
-    for number, column in enumerate(CATEGORIES):
-        texts = [f"{token:08x}" if token else None for token in block.tokens[:, number].tolist()]
-        assert table[column].to_pylist() == texts
-    assert table["label"].to_pylist() == block.labels[:, 0].tolist()
-
-
 def test_a_line_of_criteos_own_kind_is_read(tmp_path: Path) -> None:
     line = "\t".join(["1", "-2", "", *"3" * 11, "05db9164", "FFFFFFFF", *[""] * 24]) + "\n"
     (file := tmp_path / "day.txt").write_text(10 * line)
@@ -102,27 +80,6 @@ def test_a_line_of_criteos_own_kind_is_read(tmp_path: Path) -> None:
     assert all(ids[:2])
     assert not any(ids[2:])
     assert batch["label"].tolist() == [[1]] * 8
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (["1", "many", *"3" * 12, *[""] * 26], r"day\.tsv: .*column #1.*many"),
-        (
-            ["2", *"3" * 13, *[""] * 26],
-            r"day\.tsv: column 'label' has the label 2, which label_range excludes: 0 to 1",
-        ),
-        (["1", "3"], r"day\.tsv: .*Expected 40 columns, got 2"),
-    ],
-)
-def test_a_line_of_another_format_is_refused(
-    tmp_path: Path, fields: list[str], message: str
-) -> None:
-    (file := tmp_path / "day.tsv").write_text("\t".join(fields) + "\n")
-    data = CriteoDataModule([str(file)], str(tmp_path))
-    data.prepare_data()
-    with pytest.raises(DataError, match=message):
-        data.setup()
 
 
 @pytest.mark.parametrize("multi_hot", [False, True])
@@ -178,15 +135,6 @@ def test_files_are_read_and_have_no_known_truth(tmp_path: Path) -> None:
     assert data.baselines() == {}
     with pytest.raises(DataError, match=r"none\.tsv: there is no such file"):
         CriteoDataModule(files=[str(tmp_path / "none.tsv")], cache_dir=str(tmp_path / "c")).setup()
-
-
-def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="arch='wide': use 'dlrm' or 'deepfm'"):
-        ClickModel(arch="wide")
-    with pytest.raises(ConfigError, match="must be at least 1"):
-        CriteoDataModule(num_examples=0)
-    with pytest.raises(ConfigError, match=r"val=0\.5, test=0\.5"):
-        CriteoDataModule(val_fraction=0.5, test_fraction=0.5)
 
 
 def _weights(arch: str, interaction: str, num_ranks: int) -> dict[str, torch.Tensor]:

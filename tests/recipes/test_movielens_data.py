@@ -2,7 +2,6 @@
 where."""
 
 import csv
-import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lightning_distrec.errors import ConfigError, DataError
 from recipes.movielens import folder as folder_module
 from recipes.movielens.folder import read_folder
 from recipes.movielens_dlrm.data import MovieLensDataModule, build_table, split_times
@@ -155,64 +153,6 @@ def test_a_batch_holds_its_interactions_one_after_the_other_for_each_feature(pat
         assert max(map(max, filter(None, ids))) < num_rows[name]
 
 
-def test_interactions_say_what_the_catalogue_says(path):
-    table, event = table_of(path), events_in_order_of_time(path)[0]
-    film = (path / "made.item").read_text().splitlines()[event["item_id"]].split("\t")
-    person = (path / "made.user").read_text().splitlines()[event["user_id"]].split("\t")
-    row = table.slice(0, 1).to_pylist()[0]
-    assert (row["item"], row["genres"]) == (film[0], film[3])
-    assert (row["gender"], row["occupation"], row["zip"]) == (
-        person[2],
-        person[3],
-        person[4][:1] or None,
-    )
-    assert (row["age"], row["year"]) == tuple(
-        int(text) if text.isdecimal() else None for text in (person[1], film[2])
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "number", "line", "message"),
-    [
-        ("made.inter", 7, "1\t2\t3", ":7: expected 4 tab-separated fields, there are 3"),
-        ("made.inter", 9, "1\t2\tgood\t88", ":9: expected a number as rating, there is 'good'"),
-        ("made.inter", 9, "1\t2\t3\tnan", ":9: expected a number as timestamp, there is 'nan'"),
-        ("made.inter", 5, "77\t2\t3\t88", r":5: user_id '77' has no line in the \.user file"),
-        ("made.inter", 1, "user_id\titem_id\tstars\ttimestamp", ":1: expected a column 'rating'; "),
-        ("made.item", 1, "item_id\ttitle\trelease_year\tkind", ":1: expected a column 'class' or"),
-        ("made.user", 4, "1\t30\tM\tartist\t12345", ":4: '1' is listed a second time"),
-    ],
-)  # fmt: skip
-def test_a_malformed_line_is_named_with_its_file_and_number(path, name, number, line, message):
-    lines = (path / name).read_text().splitlines()
-    lines[number - 1] = line
-    (path / name).write_text("\n".join(lines) + "\n")
-    with pytest.raises(DataError, match=rf"{name}{message}"):
-        read_folder(path)
-
-
-def test_a_missing_folder_or_file_is_named(path):
-    with pytest.raises(DataError, match="nowhere: no such folder"):
-        MovieLensDataModule(data_dir=str(path / "nowhere")).setup("fit")
-    (path / "made.item").unlink()
-    with pytest.raises(DataError, match=r"expected one \.item file, there are 0"):
-        read_folder(path)
-
-
-@pytest.mark.parametrize("num_events", [0, 1])
-def test_too_few_interactions_to_split_are_refused(tmp_path, num_events):
-    tiny = write_movielens_folder(tmp_path / "tiny", num_events=num_events)
-    with pytest.raises(DataError, match=f"{num_events} interactions cannot be split by time"):
-        MovieLensDataModule(data_dir=str(tiny)).setup("fit")
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match="batch_size=0"):
-        MovieLensDataModule(batch_size=0)
-    with pytest.raises(ConfigError, match=r"val_fraction=0\.5, test_fraction=0\.5"):
-        MovieLensDataModule(val_fraction=0.5, test_fraction=0.5)
-
-
 def test_the_download_appears_whole_and_happens_once(path, tmp_path, monkeypatch):
     calls = []
 
@@ -235,13 +175,3 @@ def test_the_download_appears_whole_and_happens_once(path, tmp_path, monkeypatch
     assert "--no-deps" in calls[0]
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["ml"]
     assert sum(len(part) for part in data.events.values()) == 600
-
-
-def test_a_failed_download_shows_what_to_do_and_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
-        raise subprocess.CalledProcessError(1, "pip", stderr="noise\nERROR: no network\n")
-
-    monkeypatch.setattr(folder_module.subprocess, "run", fail)
-    with pytest.raises(DataError, match="ERROR: no network.*data_dir"):
-        MovieLensDataModule(cache_dir=str(tmp_path / "cache" / "ml")).prepare_data()
-    assert list((tmp_path / "cache").iterdir()) == []

@@ -6,7 +6,6 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional
 from torch.testing import assert_close
 
@@ -15,14 +14,7 @@ from recipes.movielens_dlrm.baseline import SMOOTHING_EVENTS
 from recipes.movielens_dlrm.data import MovieLensDataModule
 from recipes.movielens_dlrm.features import TABLES, VECTORS
 from recipes.movielens_dlrm.model import ClickModel
-from recipes.report import Report
 from tests.support.movielens_folder import write_movielens_folder
-
-METRICS = {
-    "train_loss": "training loss",
-    "val_auroc": "validation AUROC",
-    "val_log_loss": "validation log-loss",
-}
 
 
 @pytest.fixture
@@ -149,27 +141,3 @@ def test_the_baseline_equals_two_averages_computed_by_hand(data):
     assert baseline.log_loss == pytest.approx(log_loss, abs=1e-5)
     # Two guesses that are equal but for rounding may count as a tie on one side only.
     assert baseline.auroc == pytest.approx(sum(pairs) / len(pairs), abs=1e-3)
-
-
-def test_the_report_draws_the_curves_and_prints_the_comparison(data, tmp_path, capsys):
-    logger = CSVLogger(save_dir=tmp_path, name="run")
-    trainer = fit(
-        ClickModel(), data, tmp_path, epochs=2, logger=logger, callbacks=[Report(METRICS)]
-    )
-    printed = capsys.readouterr().out
-    auroc, baseline = float(trainer.callback_metrics["val_auroc"]), data.baseline("val").auroc
-    assert "Validation after 2 epochs" in printed
-    rows = [line.split() for line in printed.splitlines()]
-    assert ["this", "model", f"{auroc:.4f}"] in [row[:3] for row in rows]
-    assert ["mean-rates", "baseline", f"{baseline:.4f}"] in [row[:3] for row in rows]
-    assert f"Outputs in {logger.log_dir}" in printed
-    assert trainer.checkpoint_callback.best_model_path in printed
-    assert (Path(logger.log_dir) / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_report_mentions_that_there_is_no_csv_logger_and_no_validation(data, tmp_path, capsys):
-    options = {"logger": False, "limit_val_batches": 0, "callbacks": [Report(METRICS)]}
-    fit(ClickModel(), data, tmp_path, epochs=1, **options)
-    printed = capsys.readouterr().out
-    assert "The curves were not drawn: the Trainer has no CSVLogger, whose metrics.csv" in printed
-    assert "Validation did not run" in printed

@@ -3,18 +3,16 @@ tell."""
 
 import csv
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from lightning_distrec.errors import ConfigError, DataError
 from recipes.next_character.baseline import pairs_log_loss
 from recipes.next_character.data import ManualDataModule, Windows
 from recipes.next_character.model import NextCharacter
-from recipes.next_character.text import NUM_CHARACTERS, OTHER, encode, read_pages, split_pages
+from recipes.next_character.text import NUM_CHARACTERS, encode, read_pages, split_pages
 from tests.support.console import fit_by_console
 
 
@@ -26,19 +24,6 @@ def test_no_paragraph_is_on_both_sides_and_none_is_lost() -> None:
         " ".join(p.split()) for page in pages.values() for p in page.split("\n\n")
     }
     assert len(sides[1]) > 20
-
-
-def test_a_python_without_its_pages_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(
-        DataError, match="this Python came without the text of help.*Install the rest"
-    ):
-        read_pages()
-
-
-def test_each_character_has_its_number() -> None:
-    assert encode("\n ~é\t").tolist() == [0, 1, 95, OTHER, OTHER]
-    assert encode("".join(read_pages().values())).max() < NUM_CHARACTERS
 
 
 def test_a_window_is_followed_by_what_comes_next() -> None:
@@ -69,13 +54,6 @@ def test_what_comes_later_changes_nothing_before() -> None:
     assert_close(model(windows)[:, :5], model(changed)[:, :5])
     assert not torch.allclose(model(windows)[:, 5:], model(changed)[:, 5:])
     assert_close(model(windows[:, :5]), model(windows)[:, :5])
-
-
-def test_what_an_argument_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="dim=6 cannot be shared out among num_heads=4"):
-        NextCharacter(dim=6)
-    with pytest.raises(ConfigError, match="length=0, batch_size=16: both must be at least 1"):
-        ManualDataModule(length=0)
 
 
 @pytest.mark.slow

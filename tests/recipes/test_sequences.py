@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_distrec.errors import DataError
-from recipes.movielens.folder import Ratings, read_folder
+from recipes.movielens.folder import Ratings
 from recipes.movielens.sequences import leave_one_out
 from recipes.sasrec.data import Windows, window_ends
 from recipes.sasrec.model import SASRec
 from recipes.two_tower.data import NextFilmDataModule
 from recipes.two_tower.features import FILM, PERSON
 from recipes.two_tower.model import TwoTower
-from recipes.two_tower.serve import film_of, film_vectors, recommend, titles_of
+from recipes.two_tower.serve import film_vectors, recommend
 from tests.support.movielens_folder import write_movielens_folder
 
 
@@ -153,12 +153,6 @@ def test_a_batch_says_who_what_and_what_was_seen(data: NextFilmDataModule) -> No
         assert [position for position in seen[number].tolist() if position >= 0] == initial.tolist()
 
 
-def test_every_tenth_example_trains_with_an_unknown_person(data: NextFilmDataModule) -> None:
-    for batch in data.train_dataloader():
-        users = batch["ids"]["user"].values()
-        torch.testing.assert_close(users == 0, batch["label"][:, 1] % 10 == 0)
-
-
 def test_serving_recommends_what_scores_best_and_was_not_watched(data: NextFilmDataModule) -> None:
     torch.manual_seed(1)
     model = TwoTower(dim=8, hidden=16, out=8)
@@ -174,13 +168,3 @@ def test_serving_recommends_what_scores_best_and_was_not_watched(data: NextFilmD
     torch.testing.assert_close(torch.tensor(best), scores[actual])
     nobody = dict.fromkeys(PERSON)
     assert len(recommend(model, data.columns, vectors, nobody, [], k=50)[0]) == 20
-
-
-def test_a_title_is_found_and_a_wrong_one_named(tmp_path: Path) -> None:
-    titles = titles_of(read_folder(write_movielens_folder(tmp_path / "made")))
-    assert titles[:2] == ["Film 0 (V)", "Film 1 (1934)"]
-    assert film_of(" film 1 (1934)", titles) == 1
-    with pytest.raises(
-        DataError, match=r"no film 'Film 1 \(1935\)'; did you mean 'film 1 \(1934\)'"
-    ):
-        film_of("Film 1 (1935)", titles)

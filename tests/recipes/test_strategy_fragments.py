@@ -10,16 +10,9 @@ import pytest
 import yaml
 
 from lightning_distrec.cli.main import main
-from tests.support.console import fit_by_console
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAGMENTS = sorted((ROOT / "recipes" / "strategies").glob("*.yaml"))
-CLASSES = {
-    "ddp_tuned": "TunedDDPStrategy",
-    "fsdp_tuned": "TunedFSDPStrategy",
-    "pipeline_parallel": "PipelineParallelStrategy",
-    "torchrec_sharded": "TorchRecShardedStrategy",
-}
 
 BY_NAME = ROOT / "recipes" / "next_character" / "cpu.yaml"
 OPTIONS = {
@@ -80,11 +73,6 @@ def test_the_strategy_is_replaced_whether_it_was_a_name_or_a_class_with_options(
         assert print_config(BY_NAME, with_options(class_name, tmp_path), fragment(name)) == expected
 
 
-def test_the_last_file_wins(print_config: Callable[..., dict[str, Any]]) -> None:
-    config = print_config(fragment("torchrec_sharded"), BY_NAME)
-    assert config["trainer"]["strategy"] == "ddp_tuned"
-
-
 def test_a_class_behind_a_class_keeps_the_options_that_it_has_too(
     tmp_path: Path, print_config: Callable[..., dict[str, Any]]
 ) -> None:
@@ -96,32 +84,3 @@ def test_a_class_behind_a_class_keeps_the_options_that_it_has_too(
     assert strategy["class_path"] == "lightning_distrec.TunedDDPStrategy"
     assert strategy["init_args"]["timeout_seconds"] == 60
     assert "min_rows" not in strategy["init_args"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_run_has_the_strategy_of_the_fragment(name: str, tmp_path: Path) -> None:
-    other, *_ = (class_name for class_name in CLASSES.values() if class_name != CLASSES[name])
-    arguments = [
-        *(
-            "--config",
-            str(BY_NAME.relative_to(ROOT)),
-            "--config",
-            str(with_options(other, tmp_path)),
-        ),
-        *(
-            "--config",
-            f"recipes/strategies/{name}.yaml",
-            f"--trainer.logger.init_args.save_dir={tmp_path}",
-        ),
-        *(
-            "--trainer.max_epochs=1",
-            "--trainer.limit_train_batches=2",
-            "--trainer.limit_val_batches=1",
-        ),
-        "--trainer.callbacks+=tests.support.strategy_printer.PrintsStrategy",
-    ]
-    done = fit_by_console(*arguments)
-    assert done.stdout.count(f"trained by {CLASSES[name]}") == 2
-    saved = yaml.safe_load((tmp_path / "next_character" / "version_0" / "config.yaml").read_text())
-    assert saved["trainer"]["strategy"] == name

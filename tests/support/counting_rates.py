@@ -115,9 +115,7 @@ class TwoByHand(CountingRates):
     """Two optimizers stepped by hand, the second at every other batch, each with a scheduler of its
     own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
         for number, (optimizer, scheduler) in enumerate(

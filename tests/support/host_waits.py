@@ -1,5 +1,5 @@
 """Counts where the host waits for a GPU: as torch warns of it or, on the device in host memory, as
-that reports."""
+that reports; and there, which operations it is given."""
 
 import sys
 import warnings
@@ -18,6 +18,9 @@ class HostWaits:
     """Waits of the host between `begin` and `end`, by their place in Python."""
 
     def __init__(self) -> None:
+        self.waits: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+        """On the device in host memory: operations that were queued, by name."""
         # On the device in host memory, which knows them all. On a GPU, torch does not see waits for
         # events and streams.
         self._host_device: Any = sys.modules.get("host_cuda_runtime")
@@ -29,20 +32,23 @@ class HostWaits:
         """Count from now on."""
         if self._host_device is not None:
             self._before = self._reported()
+            self.operations = self._host_device.calls()
             return
         self._caught = warnings.catch_warnings(record=True)
         self._warnings = self._caught.__enter__()
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
 
-    def end(self) -> Counter[str]:
-        """Return place -> waits there."""
+    def end(self) -> None:
+        """Set place -> waits there, and operation -> its number."""
         if self._host_device is not None:
-            return self._reported() - self._before
+            self.waits = self._reported() - self._before
+            self.operations = self._host_device.calls() - self.operations
+            return
         torch.cuda.set_sync_debug_mode("default")
         self._caught.__exit__(None, None, None)
         waits = [warning for warning in self._warnings if SYNC in str(warning.message)]
-        return Counter(
+        self.waits = Counter(
             f"{'/'.join(Path(wait.filename).parts[-2:])}:{wait.lineno}" for wait in waits
         )
 
@@ -57,12 +63,16 @@ class WaitsOfSteps(pl.Callback):
     """Counts the waits of some steps of a fit. first, number: of the steps."""
 
     def __init__(self, first: int, number: int) -> None:
-        self.waits: Counter[str] = Counter()
+        self.counter = HostWaits()
         self._first, self._end = first, first + number
-        self._counter = HostWaits()
+
+    @property
+    def waits(self) -> Counter[str]:
+        """Place -> waits there."""
+        return self.counter.waits
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._first:
-            self._counter.begin()
+            self.counter.begin()
         if batch_idx == self._end:
-            self.waits = self._counter.end()
+            self.counter.end()

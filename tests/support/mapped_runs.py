@@ -103,7 +103,8 @@ class ByHand:
 
     def __init__(self, config: Any, weight: Tensor) -> None:
         self.name, self.weight = config.name, weight
-        self.states: list[Tensor] = []
+        self.states: dict[str, Tensor] = {}
+        self.learning_rate = 0.0
         torch.manual_seed(zlib.crc32(f"mc._embedding_module.{config.name}".encode()))
         rows = torch.empty(config.num_embeddings, config.embedding_dim)
         self.first_rows = config.init_fn(rows)
@@ -114,10 +115,11 @@ class ByHand:
 
     @torch.no_grad()
     def start_anew(self, rows: Tensor, ids: Tensor) -> None:
-        """Give rows the values that they have for new ids, and no optimizer state."""
+        """Give rows the values that they have for new ids, and the state of an optimizer's
+        beginning."""
         self.weight[rows] = self.first_rows[ids % len(self.first_rows)]
-        for state in self.states:
-            state[rows] = 0.0
+        for name, state in self.states.items():
+            state[rows] = self.learning_rate if name == "step_size" else 0.0
 
     def optimizer_stepped(self) -> None:
         """Note that rows no longer wait for it."""
@@ -138,9 +140,9 @@ def train_by_hand(
         sizes = batch["lengths"].view(len(FEATURES), -1).sum(1).tolist()
         per_feature = dict(zip(FEATURES, batch["ids"].split(sizes), strict=True))
         for table in tables:
-            table.states = [
-                state for state in optimizer.state[table.weight].values() if state.dim()
-            ]
+            state = optimizer.state[table.weight]
+            table.states = {name: value for name, value in state.items() if value.dim()}
+            table.learning_rate = optimizer.param_groups[0]["lr"]
             features = FEATURES_OF[table.name]
             rows = table.find_rows(torch.cat([per_feature[feature] for feature in features]))
             parts = rows.split([len(per_feature[feature]) for feature in features])

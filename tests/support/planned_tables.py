@@ -116,7 +116,7 @@ def table_set(
 
 def default_bandwidths() -> AssumedBandwidths:
     """Return torchrec's."""
-    return bandwidth_request(None, {}).with_measured({})
+    return bandwidth_request(None, {}).with_measured({}, "cuda")
 
 
 def topology_of(

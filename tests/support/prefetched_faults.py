@@ -60,15 +60,6 @@ class Fails(Watched):
         self.fail("batch end", batch)
 
 
-class IdOutOfRange(Watched):
-    """Has an id that its table does not have in one batch of the last rank."""
-
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        if int(batch["name"][0]) == 1003:
-            batch["single"][0] = 40
-        return batch
-
-
 def fails(
     depth: int,
     place: str,
@@ -97,11 +88,6 @@ def loader_fails(depth: int, kind: str) -> Seen:
     batch_number = 3 if rank_and_num_ranks()[0] == 1 else None
     dataset = (Numbered if kind == "sized" else Stream)(6, 0, batch_number)
     return fit(depth, lambda: DataLoader(dataset, batch_size=None), catch=(Exception,))
-
-
-def id_out_of_range(depth: int) -> Seen:
-    """Fit with an id out of range in the fourth batch of rank 1."""
-    return fit(depth, partial(sized, 6), model=IdOutOfRange, catch=(Exception,))
 
 
 def validation_loader_fails(depth: int) -> Seen:

@@ -104,25 +104,6 @@ class Watched(pl.LightningModule):
     on_test_end = on_predict_end = on_validation_end
 
 
-class ComputesIds(Watched):
-    """Looks up ids that are no part of its batch in one of its tables, so that they cannot travel
-    ahead."""
-
-    def look_up(self, batch: Batch) -> Tensor:
-        return super().look_up(batch | {"single": (batch["single"] * 7) % 40})
-
-
-class DeclaresIds(ComputesIds):
-    """The same, with the ids made where they can travel ahead."""
-
-    def sparse_inputs(self, batch: Batch) -> Tensor:
-        """Return the ids of the nn.Embedding."""
-        return (batch["single"] * 7) % 40
-
-    def look_up(self, batch: Batch) -> Tensor:
-        return Watched.look_up(self, batch | {"single": self.sparse_inputs(batch)})
-
-
 def _noting(event: str) -> Any:
     def hook(self: Any, trainer: pl.Trainer, module: Any, *values: Any) -> None:
         loop = trainer.fit_loop.epoch_loop

@@ -263,7 +263,7 @@ SCENARIOS: dict[str, Scenario] = {
         _saved, loader=partial(_resumable, True, False), limit_train_batches=4
     ),
 }
-"""What fits of prefetched_jobs.py are not."""
+"""Name -> a fit at a depth."""
 
 
 def _uneven(depth: int, mode: Any, uneven_inputs: str = "stop") -> Seen:

@@ -18,7 +18,9 @@ from typing import IO, Any
 
 import numpy
 import torch
+import torch.distributed as dist
 
+from lightning_distrec.sharding.planning import search
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_port
 
@@ -43,6 +45,14 @@ def words_of_ranks(failed: RankFailed) -> dict[int, str]:
     """Return rank -> what it said at its end."""
     parts = re.split(r"^--- rank (\d+) ", str(failed), flags=re.MULTILINE)[1:]
     return {int(rank): words for rank, words in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def join_group() -> tuple[int, int]:
+    """Collective. Return this rank and the number of ranks, which have a group from here on."""
+    rank, num_ranks = rank_and_num_ranks()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
+    return rank, num_ranks
 
 
 def num_socket_threads() -> int:
@@ -333,6 +343,8 @@ def _set_up_rank(rank: int, num_ranks: int, port: int, folder: str) -> IO[str]:
         TEST_NUM_RANKS=str(num_ranks),
     )
     os.environ.pop("LOCAL_WORLD_SIZE", None)
+    # Plans of toys take a quarter of a fit's time otherwise; random moves gain nothing there.
+    search.MOVES_PER_MILLISECOND = 0
     # of a test before, in the process that started the ranks
     os.environ.pop("PL_GLOBAL_SEED", None)
     return stack

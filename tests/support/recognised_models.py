@@ -227,7 +227,9 @@ def _bags_by_offsets(m: Any, batch: Batch, step: int) -> Tensor:
 class Hooks:
     """Makes ids in the hooks around the batch's way to the device; counts their calls."""
 
-    calls: dict[str, int]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls = {"before": 0, "transfer": 0, "after": 0}
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.calls["before"] += 1
@@ -248,10 +250,6 @@ class Hooks:
 class Hooked(Hooks, Bags):
     """They are the module's."""
 
-    def __init__(self, optimizer: str = "SGD") -> None:
-        super().__init__(optimizer)
-        self.calls = {"before": 0, "transfer": 0, "after": 0}
-
 
 class HookedData(Hooks, pl.LightningDataModule):
     """They are a datamodule's."""
@@ -259,7 +257,6 @@ class HookedData(Hooks, pl.LightningDataModule):
     def __init__(self, batches: list[Any]) -> None:
         super().__init__()
         self.batches = batches
-        self.calls = {"before": 0, "transfer": 0, "after": 0}
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
@@ -328,15 +325,17 @@ def _every_other(m: Any, batch: Batch, step: int, parity: int = 0) -> Tensor:
     return (rows * m.other(batch["positive"]) if step % 2 == parity else rows).mean(1)
 
 
-class Alternates(Recommender):
-    """Manual optimization: the second lookup sees what the first backward has updated."""
+class ByHand(Recommender):
+    """Looks users up, by manual optimization."""
 
-    def __init__(self, optimizer: str = "SGD") -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def rows(self, batch: Any, batch_idx: int) -> Tensor:
         return self.table(batch["user"]).mean(1)
+
+
+class Alternates(ByHand):
+    """The second lookup sees what the first backward has updated."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         tables, dense = self.optimizers()
@@ -357,15 +356,8 @@ class Alternates(Recommender):
         return kind(self.table.parameters(), **options), kind(self.score.parameters(), **options)
 
 
-class StepsFirst(Recommender):
-    """Manual optimization: the gradients of the step before are used at the beginning of a step."""
-
-    def __init__(self, optimizer: str = "SGD") -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-
-    def rows(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.table(batch["user"]).mean(1)
+class StepsFirst(ByHand):
+    """The gradients of the step before are used at the beginning of a step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
@@ -401,14 +393,6 @@ def _shifted(m: Any, batch: Batch, step: int) -> Tensor:
 
 def _as_long_as_the_longest(batch: Batch, step: int) -> Batch:
     return batch | {"user": batch["user"][:, : (3, 5, 2, 3, 4)[step]].clone()}
-
-
-def _one_tensor_at_first(batch: Batch, step: int) -> Batch:
-    return batch | ({"positive": batch["user"]} if step == 0 else {})
-
-
-def _two_of_one_table(m: Any, batch: Batch, step: int) -> Tensor:
-    return (m.table(batch["user"]) * m.table(batch["positive"])).mean(1)
 
 
 def _one_each_at_first(batch: Batch, step: int) -> Batch:
@@ -452,11 +436,6 @@ FORMS: dict[str, Form] = {
     "names, ids and lengths": (
         _by_names,
         lambda b: KeyedJaggedTensor(b["names"], b["values"], lengths=b["lengths"]),
-    ),
-    "a dict": (dict, lambda batch: one_each(batch, batch.values())),
-    "a KeyedJaggedTensor of each": (
-        lambda ids: {key: one_each([key], [feature]) for key, feature in ids.items()},
-        lambda batch: KeyedJaggedTensor.concat(list(batch.values())),
     ),
     "a table of each name": (lambda ids: list(ids.items()), None),
 }
@@ -566,7 +545,6 @@ MADE: dict[str, Case] = {
 }
 LATER = partial(_every_other, parity=1)
 SOME: dict[str, tuple[Case, tuple[int, int]]] = {
-    "every other": (Case(rows_of(_every_other, TWO), "SGD", ROW_WISE), (8, 6)),
     "every other, later": (Case(rows_of(LATER, TWO), "Adam", ROW_WISE), (7, 4)),
     "hashed": (Case(bags_of(_hashed), "SGD", ROW_WISE | {"prefetch": OFF}), (STEPS, 0)),
     "one of two": (
@@ -584,9 +562,6 @@ UNCOUNTED: dict[str, Case] = {
     "sequences of the longest of their batch": Case(
         rows_of(_shifted, prepare=_as_long_as_the_longest), "SGD", ROW_WISE
     ),
-    "one tensor under two names at first": Case(
-        rows_of(_two_of_one_table, prepare=_one_tensor_at_first), "SGD", ROW_WISE
-    ),
     "one id each at first": Case(
         bags_of(_with_read_lengths, prepare=_one_each_at_first), "SGD", ROW_WISE
     ),
@@ -596,7 +571,7 @@ UNCOUNTED: dict[str, Case] = {
 REORDERED = {name: Case(partial(Reordered, name, ORDERS), steps=8) for name in FORMS}
 LACKING = {
     f"{name}, one is missing": Case(partial(Reordered, name, MISSING), steps=7)
-    for name in ("a KeyedJaggedTensor", "names, ids and lengths", "a dict")
+    for name in ("a KeyedJaggedTensor", "names, ids and lengths")
 }
 CASES = (
     REORDERED

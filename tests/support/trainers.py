@@ -31,6 +31,12 @@ def make_trainer(strategy: dict[str, Any] | None = None, **options: Any) -> pl.T
     return pl.Trainer(strategy=TorchRecShardedStrategy(**(strategy or {})), **selection)
 
 
+def one_process_trainer(strategy: Any = "auto", **options: Any) -> pl.Trainer:
+    """Return a trainer of this process alone, on its CPU."""
+    settings = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    return pl.Trainer(strategy=strategy, **(settings | options))
+
+
 def make_ddp_trainer(**options: Any) -> pl.Trainer:
     """Return the same trainer with Lightning's own strategy."""
     return pl.Trainer(strategy="ddp", devices=rank_and_num_ranks()[1], **(DEFAULTS | options))

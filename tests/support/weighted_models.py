@@ -119,9 +119,7 @@ class FreezesBeforeBackward(WeightsOfALayer):
     """Steps by hand, with a backward between its two lookups; on rank 1 the weights of the fourth
     need no gradient."""
 
-    def __init__(self, optimizer: type, options: dict[str, Any]) -> None:
-        super().__init__(optimizer, options)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.importance.requires_grad_(batch_idx < 3 or rank_and_num_ranks()[0] != 1)

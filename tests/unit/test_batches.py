@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_distrec.batches import SAMPLED_ELEMENTS, fingerprint, ids_by_feature, named_leaves
+from lightning_distrec.batches import SAMPLED_ELEMENTS, fingerprint
 from lightning_distrec.strategies.run.rank_comparisons import describe_same_data
 
 
@@ -24,19 +24,6 @@ def _batch(first: int = 3, score: float = 1.0) -> Batch:
     lengths = torch.tensor([1, 0, 2, 1])
     features = KeyedJaggedTensor(["user", "shop"], torch.tensor([first, 9, 8, 7]), lengths=lengths)
     return Batch(features, torch.tensor([[5, 2], [4, 6]]), torch.tensor([score, 2.0]))
-
-
-def test_ids_are_found_by_key_and_by_name() -> None:
-    ids = ids_by_feature({"x": [_batch()], "note": "text"})
-    lists = {name: tensor.flatten().tolist() for name, tensor in ids.items()}
-    assert lists == {"user": [3], "shop": [9, 8, 7], "item": [5, 2, 4, 6]}
-
-
-def test_each_object_is_found_once_and_equal_numbers_all() -> None:
-    tensor = torch.ones(2)
-    batch = {"a": tensor, "b": (tensor, 1, 1)}
-    batch["c"] = batch
-    assert [name for name, _ in named_leaves(batch)] == ["a", "b", "b"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_distrec.errors import VersionError
-from lightning_distrec.gpu import DeviceTimes, gpu_use, require_kernels
+from lightning_distrec.gpu import DeviceTimes, require_kernels
 
 CUDA = torch.device("cuda", 0)
 NO_IMAGE = RuntimeError("CUDA error: no kernel image is available for execution on the device")
@@ -37,17 +37,6 @@ def test_an_fbgemm_without_kernels_for_the_gpu_is_refused(
         pytest.raises(VersionError, match=r"no kernels for RTX 5090(.|\n)*ARCH_LIST=12\.0"),
     ):
         require_kernels(CUDA)
-
-
-def test_other_errors_of_the_gpu_are_not_taken_for_a_missing_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        torch.ops.fbgemm, "asynchronous_complete_cumsum", failing(RuntimeError("out of memory"))
-    )
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="^out of memory$"):
-        require_kernels(CUDA)
-    require_kernels(torch.device("cpu"))
 
 
 class FakeEvent:
@@ -88,14 +77,3 @@ def test_times_of_a_device_are_read_in_order_once_it_has_passed_their_events(
         {"forward": 16.0 - 9.0, "backward": 25.0 - 16.0},
     )
     assert read == [{}, first, {}, second]
-
-
-def test_the_use_of_a_gpu_is_left_out_where_it_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpu_use(torch.device("cpu")) is None
-    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 71)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert gpu_use(CUDA) is None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert gpu_use(CUDA) == 71
-    monkeypatch.setattr(torch.cuda, "utilization", failing(RuntimeError("NVML: not supported")))
-    assert gpu_use(CUDA) is None

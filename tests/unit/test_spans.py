@@ -2,7 +2,6 @@
 one of them."""
 
 import random
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -11,12 +10,11 @@ import torch
 
 from lightning_distrec import spans
 from lightning_distrec.observe import steps
-from lightning_distrec.observe.steps import Step, StepClock, exclusive_spans, seconds_by_span
+from lightning_distrec.observe.steps import Step, StepClock, exclusive_spans
 from lightning_distrec.spans import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
-    WAIT_DATA,
     WAIT_OUTPUT_DIST,
     Span,
     emit,
@@ -44,24 +42,6 @@ def heard() -> Iterator[list[Span]]:
     stop()
 
 
-def test_a_span_is_reported_with_its_begin_and_end(
-    clock: SimpleNamespace, heard: list[Span]
-) -> None:
-    with span(FORWARD):
-        clock.seconds += 2.0
-    emit(WAIT_DATA, 90.0, 101.0)
-    assert heard == [Span(FORWARD, 100.0, 102.0), Span(WAIT_DATA, 90.0, 101.0)]
-    assert [s.seconds for s in heard] == [2.0, 11.0]
-
-
-def test_inner_spans_are_reported_before_outer_ones_also_where_they_raise(
-    heard: list[Span],
-) -> None:
-    with pytest.raises(KeyError), span(FORWARD), span(WAIT_OUTPUT_DIST):
-        raise KeyError
-    assert [s.name for s in heard] == [WAIT_OUTPUT_DIST, FORWARD]
-
-
 def test_nothing_is_reported_after_stop_nor_of_spans_that_began_without_a_listener() -> None:
     heard: list[Span] = []
     outer = span(FORWARD)
@@ -85,13 +65,6 @@ def test_a_profiler_shows_spans_as_ranges(has_subscriber: bool) -> None:
         pass
     unsubscribe()
     assert [event.name for event in profile.events()] == [FORWARD, WAIT_OUTPUT_DIST]
-
-
-def test_spans_of_other_threads_are_recorded(heard: list[Span]) -> None:
-    thread = threading.Thread(target=emit, args=(WAIT_OUTPUT_DIST, 1.0, 2.0))
-    thread.start()
-    thread.join()
-    assert heard == [Span(WAIT_OUTPUT_DIST, 1.0, 2.0)]
 
 
 def _owner(emitted: list[Span], moment: float) -> str | None:
@@ -139,13 +112,3 @@ def test_a_step_reaches_from_the_end_of_the_one_before_and_leaves_pauses_out(
     assert first == Step(100.0, 101.0, 1.0, [Span(FORWARD, 100.5, 101.0)], 1.0)
     assert second == Step(101.0, 110.5, 1.5, [], 1.5)
     assert steps_of.end() == Step(120.0, 121.0, 1.0, [], 1.0)
-
-
-def test_what_began_before_the_step_counts_from_its_begin() -> None:
-    step = Step(
-        10.0,
-        12.0,
-        2.0,
-        [Span(FORWARD, 8.0, 11.0), Span(WAIT_OUTPUT_DIST, 8.5, 9.0), Span(FORWARD, 11.0, 11.5)],
-    )
-    assert seconds_by_span(step) == {FORWARD: 1.5, WAIT_OUTPUT_DIST: 0.0}

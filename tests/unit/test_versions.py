@@ -172,13 +172,6 @@ def test_the_build_of_torch_is_read_from_its_version_and_else_from_its_version_f
 # what to install
 
 
-def test_torch_is_the_wanted_one_else_the_installed_one_else_the_default():
-    assert torch_to_install(Installed(), "") == f"torch=={DEFAULT_TORCH}"
-    assert torch_to_install(CPU, "") == "torch==2.13.0+cpu"
-    assert torch_to_install(CPU, "torch==2.14.0") == "torch==2.14.0"
-    assert torch_to_install(CPU, "torch==2.13.0+cu130") == "torch==2.13.0+cu130"
-
-
 @pytest.mark.parametrize(
     ("installed", "requested", "requirements"),
     [
@@ -217,11 +210,6 @@ def test_fbgemm_and_torchrec_are_chosen_by_torch_its_build_and_the_driver(
 def test_what_cannot_be_installed_is_refused(choose, because):
     with pytest.raises(ValueError, match=because):
         choose()
-
-
-def test_the_command_fails_with_the_reason(capsys):
-    assert versions.main(["torch", "torch"]) == 1
-    assert "TORCH='torch'" in capsys.readouterr().err
 
 
 def test_the_file_runs_by_its_path_with_the_standard_library_alone():

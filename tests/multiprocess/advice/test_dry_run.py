@@ -14,16 +14,12 @@ from torch.utils.data import DataLoader
 from lightning_distrec import Communication
 from lightning_distrec.cli import main as cli
 from lightning_distrec.cli.main import main
-from lightning_distrec.observe.communication import DENSE_GRADIENTS
 from lightning_distrec.sharding.planning.plan_file import load_plan, plan_text
-from lightning_distrec.sharding.planning.traffic import IDS, ROW_GRADIENTS, ROWS, TRAFFIC_KINDS
 from tests.multiprocess.sharding.test_traffic import (
-    AGREED,
     BAGS,
     EXAMPLES,
     FEATURES,
     STEPS,
-    UNUSED,
     _batch,
 )
 from tests.support.advised_models import NUM_USERS, Advised
@@ -168,30 +164,3 @@ def test_the_plan_is_that_of_a_fit_of_the_same_yaml(
         real, dry = load_plan(file.parent / "run" / "version_0"), load_plan(tmp_path / "plan.json")
         assert plan_text(real) == plan_text(dry)
         assert len(real.tables) == num_tables
-
-
-def test_bytes_of_a_step_are_those_that_ranks_send(
-    fitted: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = fitted["lookups"]
-    logged = _dry(file, capsys)["ranks"]["sent_bytes_by_kind"]
-    sent = torch.load(file.parent / "run" / "version_0" / "sent.pt")
-    assert logged[ROWS][0] == pytest.approx(sent[ROWS], abs=1)
-    assert logged[ROW_GRADIENTS][0] == pytest.approx(sent[ROW_GRADIENTS], abs=1)
-    # One exchange has no weights: that of the rows, both row-wise.
-    assert logged[IDS][0] + AGREED + UNUSED == pytest.approx(sent[IDS], abs=1)
-    assert DENSE_GRADIENTS in sent
-    assert set(logged) == set(TRAFFIC_KINDS)
-
-
-def test_a_plan_file_is_looked_at_in_place_of_a_plan(
-    fitted: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = fitted["users"]
-    real = str(file.parent / "run" / "version_0" / "plan.json")
-    planned, followed = _dry(file, capsys), _dry(file, capsys, "--plan-file", real)
-    assert followed["ranks"]["memory_bytes"] == planned["ranks"]["memory_bytes"]
-    assert followed["ranks"]["milliseconds"] == pytest.approx(planned["ranks"]["milliseconds"])
-    capsys.readouterr()
-    assert cli.main(["plan", "--config", str(file), "--plan-file", real, "--nodes", "3"]) == 2
-    assert "it is for 2 ranks, and there are 6" in capsys.readouterr().err

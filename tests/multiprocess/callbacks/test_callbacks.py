@@ -1,13 +1,10 @@
 """Lightning's callbacks do over sharded tables what they do under DDP."""
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    LearningRateFinder,
 )
 from torch import Tensor
 
@@ -21,7 +18,7 @@ from tests.support.plain_loop import (
     OPTIMIZERS,
     loss_of,
 )
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_ddp_trainer, make_trainer
 
 BOTH = {"sharded": make_trainer, "ddp": make_ddp_trainer}
@@ -60,46 +57,3 @@ def test_all_ranks_stop_early_where_ddp_stops() -> None:
     sharded, ddp = actual[0]["sharded"], actual[0]["ddp"]
     assert 1 < sharded["epochs"][0] < 30
     assert max(largest_difference(sharded["state"], ddp["state"]).values()) <= 1e-6
-
-
-class Searched(EvaluatedModel):
-    """Learns at the rate that was found."""
-
-    lr = 0.1
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters(), **{**self.options, "lr": self.lr})
-
-    def on_train_end(self) -> None:
-        pass
-
-    def train_dataloader(self) -> Any:
-        return rank_loader(22, rank_and_num_ranks()[0])
-
-
-def _search(strategy: str) -> dict[str, Any]:
-    """Look for a learning rate over 20 steps, then train on."""
-    model = seeded(Searched, *OPTIMIZERS["Adagrad"])
-    finder = LearningRateFinder(
-        min_lr=1e-3, max_lr=0.5, num_training_steps=20, early_stop_threshold=None
-    )
-    trainer = BOTH[strategy](callbacks=[finder], default_root_dir=tempfile.mkdtemp())
-    trainer.fit(model)
-    return {
-        "losses": model.losses,
-        "suggested": model.lr,
-        "tried": finder.optimal_lr.results,
-        "left": list(Path(trainer.default_root_dir).glob(".*")),
-    }
-
-
-def test_the_learning_rate_finder_finds_and_restores_what_it_does_under_ddp() -> None:
-    calls = {strategy: (_search, strategy) for strategy in BOTH}
-    for actual in run_each_on_ranks(calls, 2):
-        sharded, ddp = actual["sharded"], actual["ddp"]
-        assert len(ddp["losses"]) == 42
-        assert sharded["losses"] == pytest.approx(ddp["losses"], abs=2e-5)
-        assert sharded["tried"]["lr"] == ddp["tried"]["lr"]
-        assert sharded["tried"]["loss"] == pytest.approx(ddp["tried"]["loss"], abs=2e-5)
-        assert sharded["suggested"] == ddp["suggested"] != 0.1
-        assert sharded["left"] == []

@@ -14,10 +14,9 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 
 from lightning_distrec import PlanLogger
-from lightning_distrec.errors import ConfigError
 from tests.support.click_model import ClickModel, rank_loader, seeded
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS, make_ddp_trainer, make_trainer
+from tests.support.trainers import make_trainer
 
 PICTURES = ["memory", "tables", "time", "traffic", "traffic_matrix"]
 
@@ -136,27 +135,3 @@ def test_a_folder_that_cannot_be_written_fails_all_ranks_by_name(tmp_path: Path)
     assert f"ConfigError: PlanLogger cannot write to '{tmp_path / 'file' / 'plan'}'" in message
     assert "was not done" not in message
     assert time.monotonic() - begin < 120
-
-
-def _ddp() -> list[str]:
-    import warnings
-
-    rank, _ = rank_and_num_ranks()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = make_ddp_trainer(callbacks=[PlanLogger()])
-        trainer.fit(seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}), rank_loader(1, rank))
-    return [str(warning.message) for warning in caught if "PlanLogger" in str(warning.message)]
-
-
-def test_a_strategy_without_sharded_tables_is_reported_once() -> None:
-    message = run_on_warm_ranks(_ddp, 2)
-    assert len(message[0]) == 1
-    assert message[0][0].startswith("PlanLogger: no tables are sharded, so there is no plan.")
-    assert message[1] == []
-
-
-def test_a_folder_that_is_none_of_this_machine_is_refused() -> None:
-    trainer = pl.Trainer(**DEFAULTS, callbacks=[PlanLogger("s3://bucket/plan")])
-    with pytest.raises(ConfigError, match="PlanLogger: 's3://bucket/plan' is not a local folder"):
-        trainer.fit(seeded(ClickModel, torch.optim.SGD, {"lr": 0.1}), rank_loader(1, 0))

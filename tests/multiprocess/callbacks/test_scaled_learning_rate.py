@@ -1,7 +1,6 @@
 """ScaledLearningRate multiplies what optimizers and schedulers say by the ranks' factor, at every
 step and once."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.support.click_model import (
 from tests.support.counting_rates import (
     SCHEDULERS,
     CountingRates,
-    TwoByHand,
     batches,
     rates_of_plain_loop,
 )
@@ -60,39 +58,6 @@ def check(actual: Rates, expected: Rates) -> None:
     assert len(actual) == len(expected)
     for step, (actual_rates, expected_rates) in enumerate(zip(actual, expected, strict=True)):
         assert actual_rates == pytest.approx(expected_rates, abs=1e-12), f"step {step}"
-
-
-BY_HAND: dict[str, tuple[tuple[Any, ...], Rates]] = {
-    "square root": (
-        (CountingRates, {"rule": "sqrt"}, "", {}),
-        [[math.sqrt(2), math.sqrt(2) / 4]] * 12,
-    ),
-    "written for more ranks": (
-        (CountingRates, {"base_ranks": 8, "warmup_steps": 4}, "", {}),
-        [[0.25, 0.0625]] * 12,  # down at once: a rate that is too high is no warm-up
-    ),
-    "warm-up": (
-        (CountingRates, {"warmup_steps": 4}, "", {"strategy": "ddp_tuned"}),
-        [[1.0, 0.25], [1.25, 0.3125], [1.5, 0.375], [1.75, 0.4375], *[[2.0, 0.5]] * 8],
-    ),
-    "accumulation": (  # 2 steps in an epoch of 4 batches
-        (CountingRates, {"warmup_steps": 2}, "", {"accumulate_grad_batches": 2}),
-        [[0, 0], [1, 0.25], [0, 0], [1.5, 0.375], *[[0, 0], [2, 0.5]] * 4],
-    ),
-    "bfloat16": ((CountingRates, {}, "", {"precision": "bf16-mixed"}), [[2.0, 0.5]] * 12),
-    "two optimizers by hand": (  # the second has its own count of steps
-        (TwoByHand, {"warmup_steps": 2}, "", {"max_epochs": 1}),
-        [[1.0, 0.25], [1.5 / 2, 0], [2 / 4, 1.5 * 0.125], [2 / 8, 0]],
-    ),
-}
-
-
-def test_rates_on_two_ranks_are_those_worked_out_by_hand() -> None:
-    calls = {name: (rates, *arguments) for name, (arguments, _) in BY_HAND.items()}
-    for results in run_each_on_ranks(calls, 2):
-        for name, (used, _) in results.items():
-            print(name)
-            check(used, BY_HAND[name][1])
 
 
 def test_the_factor_multiplies_what_every_scheduler_of_torch_sets() -> None:
@@ -199,9 +164,7 @@ def test_tables_that_are_resumed_within_the_warm_up_end_as_those_that_never_stop
 class ByHand(ClickModel):
     """Steps by hand, forward and backward first."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()

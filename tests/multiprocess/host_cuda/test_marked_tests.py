@@ -2,12 +2,11 @@
 it."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.console import finished
 from tests.support.host_cuda.runs import ROOT, variables_or_skip
-from tests.support.limits import LIMIT_SECONDS
 
 MARK = "pytest.mark." + "host_cuda"
 
@@ -30,9 +29,7 @@ def test_marked_tests_pass_on_the_device_in_host_memory() -> None:
         *files,
     ]
     environ = variables_or_skip(devices=1)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
+    done = finished(command, ROOT, env=environ)
     assert re.search(r"^\d+ passed, \d+ deselected", done.stdout, re.MULTILINE), (
         done.stdout + done.stderr
     )

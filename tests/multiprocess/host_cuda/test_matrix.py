@@ -11,13 +11,9 @@ from tests.support.parameters import slow_except
 
 QUICK = [
     "bags, Adagrad",
-    "bags, Adam",
-    "sequences, each id sent once",
     "16-mixed",
     "sparse updates, clipped",
-    "sharded dense layers",
     "cached rows, resumed",
-    "saved in the background",
     "HashZch",
     "fsdp_tuned",
     "pipeline_parallel, 1f1b",

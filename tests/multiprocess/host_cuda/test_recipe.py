@@ -1,14 +1,13 @@
 """A recipe for GPUs trains on CUDA devices in host memory, as its user would start it."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.console import finished
 from tests.support.host_cuda.runs import ROOT, variables_or_skip
-from tests.support.limits import LIMIT_SECONDS
 
 
 @pytest.mark.slow
@@ -21,9 +20,7 @@ def test_the_first_recipe_for_gpus_trains_on_two_devices(tmp_path: Path) -> None
     # By the way in that a user takes, which prints hazards at the end.
     command = [sys.executable, "-m", "tests.support.host_cuda", "--devices", "2", *command]
     environ = variables_or_skip(devices=2)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
+    done = finished(command, ROOT, env=environ)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-4000:]
     auroc = re.search(r"this model +(0\.\d+)", output)

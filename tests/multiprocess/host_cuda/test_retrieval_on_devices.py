@@ -12,7 +12,7 @@ from tests.support.host_waits import WaitsOfSteps
 from tests.support.retrieval_models import Batch, Retrieving, make_batch, seeded, strategy_of, train
 from tests.support.retrieval_programs import assert_as_one_process, draw_program, run
 
-SEEDS = range(4)
+SEEDS = range(2)
 
 
 def _run_each() -> dict[int, Any]:

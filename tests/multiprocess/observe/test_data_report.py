@@ -8,11 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_distrec import DataReport, TorchRecShardedStrategy, TunedDDPStrategy
 from tests.support.click_model import ClickModel, make_batch, seeded
-from tests.support.dense_models import WIDTH, Small
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import DEFAULTS
 
@@ -25,44 +24,6 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         yield from (make_batch(10 * step + self.first) for step in range(6))
-
-
-class Drawn(Dataset[Any]):
-    """Items of random numbers, which are alike on all ranks after one seed, or belong to their
-    index."""
-
-    def __init__(self, by_index: bool) -> None:
-        self.by_index = by_index
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        draw = torch.Generator().manual_seed(index) if self.by_index else None
-        return [torch.randn(WIDTH, generator=draw), torch.ones(1)]
-
-
-def _warnings_of_draws() -> list[list[str]]:
-    found = []
-    for by_index in (False, True):
-        pl.seed_everything(3)
-        options = DEFAULTS | {"devices": rank_and_num_ranks()[1], "use_distributed_sampler": True}
-        trainer = pl.Trainer(strategy=TunedDDPStrategy(), **options)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.fit(Small(), DataLoader(Drawn(by_index), batch_size=2))
-        found.append([
-            str(warning.message) for warning in caught if "read the same" in str(warning.message)
-        ])
-    return found
-
-
-def test_items_that_are_drawn_alike_are_named_as_the_cause() -> None:
-    (alike, by_index), others = run_on_warm_ranks(_warnings_of_draws, 2)
-    assert len(alike) == 1
-    assert "random numbers, which are the same on all ranks after one seed" in alike[0]
-    assert "IterableDataset" not in alike[0]
-    assert (by_index, others) == ([], [[], []])
 
 
 def _fit(folder: str) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_distrec import Communication, RankMonitor
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.observe import rank_monitor
 from tests.support.click_model import ClickModel, make_batch, seeded
 from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
@@ -122,12 +121,3 @@ def test_the_summary_counts_all_ranks_and_is_written_beside_the_logs(
     written = next(Path(actual["folder"], "all").rglob("run_summary.json"))
     assert json.loads(written.read_text()) == summary
     assert (written.parent / "metrics.csv").read_text().count("ranks/slowest_rank") == 1
-
-
-def test_a_rank_without_a_record_is_named_and_not_waited_for(actual: dict[str, Any]) -> None:
-    assert actual["ranks"][0]["lost"]["summary"]["ranks_without_record"] == [1]
-
-
-def test_settings_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="RankMonitor: straggler_share=0 must be above 0"):
-        RankMonitor(straggler_share=0)

@@ -4,7 +4,6 @@ afterwards."""
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
@@ -16,7 +15,6 @@ from tests.support.cases import (
     check,
     click_case,
     concatenate,
-    run_case,
 )
 from tests.support.click_model import FEATURES, ClickModel, bag_configs
 from tests.support.dense_models import (
@@ -65,24 +63,6 @@ class Freezes(ClickModel):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self._reach("step", batch_idx)
         return super().training_step(batch, batch_idx)
-
-
-class DropsNaN(ClickModel):
-    """All of its tables but one are frozen; it meets a loss that is NaN, and drops its
-    gradients."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for name, weight in self.ebc.named_parameters():
-            weight.requires_grad_("wide" in name)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss * float("nan") if batch_idx == 2 else loss
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if any(not p.grad.isfinite().all() for p in self.mlp.parameters()):
-            optimizer.zero_grad()
 
 
 class Toggles(ClickModel):
@@ -205,10 +185,3 @@ SLOW = (
 @pytest.mark.parametrize("name", slow_except(set(CASES) - {*SLOW}, CASES))
 def test_what_is_frozen_rests_and_learns_on_as_in_one_process(name: str) -> None:
     check(CASES[name])
-
-
-def test_frozen_tables_stay_beside_one_whose_gradients_are_not_finite() -> None:
-    outcome = run_case(click_case(DropsNaN))[0]
-    for table in ("narrow", "shared"):
-        name = f"ebc.embedding_bags.{table}.weight"
-        assert torch.equal(outcome.state[name], outcome.start[name])

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_distrec import sharded_l2
-from lightning_distrec.errors import ShardingError
 from tests.support.cases import Case, check, check_refused, click_case, for_each
 from tests.support.click_model import (
     FEATURES,
@@ -275,11 +274,3 @@ def test_gradients_make_the_update_of_one_process(name: str) -> None:
 def test_the_term_of_a_table_that_is_updated_in_backward_is_refused_with_a_way_out() -> None:
     fused = {"embedding_update": "fused"}
     check_refused(click_case(WithTerm, "SGD", strategy=fused), "lightning_distrec.sharded_l2")
-
-
-def test_unsharded_tables_have_the_same_term() -> None:
-    table = nn.Embedding(5, 4)
-    sharded_l2(nn.Sequential(table, nn.Linear(4, 1))).backward()
-    assert torch.equal(table.weight.grad, 2 * table.weight.detach())
-    with pytest.raises(ShardingError, match="sharded_l2: Linear has no embedding tables"):
-        sharded_l2(nn.Linear(4, 1))

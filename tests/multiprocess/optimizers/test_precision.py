@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType
 
-from tests.support.cases import Case, check, check_refused, click_case, run_case
+from tests.support.cases import Case, check, click_case, run_case
 from tests.support.click_model import (
     FEATURES,
     ClickModel,
@@ -209,8 +209,3 @@ CASES = {
 def test_numbers_of_16_bits_train_as_in_one_process(name: str) -> None:
     outcomes = check(CASES[name])
     assert len({outcome.seen for outcome in outcomes}) == 1, "ranks scale alike"
-
-
-def test_sparse_gradients_of_float16_tables_are_refused_on_a_cpu() -> None:
-    words = "adds up no sparse gradients in half precision on a CPU. Set embedding_update"
-    check_refused(halves({}, embedding_update="sparse"), words)

@@ -1,6 +1,5 @@
 """Fits after a fit: of the same module, of another one, and after a refusal."""
 
-import gc
 import weakref
 from typing import Any
 from unittest.mock import patch
@@ -119,24 +118,6 @@ def test_tables_that_another_module_sharded_are_refused() -> None:
         assert output.startswith(
             "ShardingError: 'ebc' was sharded as a part of another LightningModule"
         )
-
-
-def _fits_of_new_modules(fits: int) -> list[bool]:
-    gc.disable()  # so that only the product collects
-    try:
-        earlier: list[weakref.ref[ClickModel]] = []
-        for _ in range(fits):
-            model, trainer = train_sharded(seeded(ClickModel, *SGD), 2)
-            earlier.append(weakref.ref(model))
-            del model, trainer
-    finally:
-        gc.enable()
-    return [model() is not None for model in earlier]
-
-
-def test_tables_of_earlier_fits_are_gone_when_the_next_fit_shards() -> None:
-    for num_left in run_on_warm_ranks(_fits_of_new_modules, 2, 3):
-        assert not any(num_left[:-1]), num_left
 
 
 def test_a_second_fit_on_a_gpu_shards_after_the_first_ones_shards_are_freed() -> None:

@@ -103,9 +103,7 @@ def _scheduled(optimizer: Any, factors: list[Any]) -> dict[str, Any]:
 class ByHand(OwnModel):
     """Steps at every second batch, and clips."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()

@@ -1,42 +1,40 @@
-"""Where the host waits for a GPU in a step, counted on CUDA devices in host memory, beside
-TorchRec's own pipeline."""
+"""What a step asks of a GPU, counted on CUDA devices in host memory, beside TorchRec's own pipeline:
+waits of the host, operations, exchanges and copies."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.console import finished
+from tests.support.counted_steps import BATCH_TENSORS, totals
 from tests.support.host_cuda.runs import ROOT, variables_or_skip
-from tests.support.limits import LIMIT_SECONDS
 
-LIMITS = {"prefetched, logged": 1, "rows sent once": 14}
+TORCHREC, BY_HAND = "TorchRec", "TorchRec, not prefetched"
+LIMITS = {"prefetched": 1, "prefetched, logged": 1, "rows sent once": 14}
 """Waits in a step, contender by contender. On the short path there is one, for all numbers of a
 batch's ids.
 
 Of the last one, two are for different ids, however many features there are, and one is the model's
 own.
 """
-BACKWARD = "a thread of the device"
-"""What waits in backward, of any model with these tables: FBGEMM."""
 
 
 @pytest.mark.slow
-def test_a_step_waits_no_more_often_than_torchrecs_pipeline(tmp_path: Path) -> None:
-    path, environ = tmp_path / "waits.json", variables_or_skip(devices=2)
-    command = [sys.executable, "-m", "tests.support.counted_waits", str(path), *LIMITS, "TorchRec"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
+def test_a_step_asks_no_more_of_a_gpu_than_torchrecs_pipeline(tmp_path: Path) -> None:
+    path, environ = tmp_path / "steps.json", variables_or_skip(devices=2)
+    names = [*LIMITS, "not prefetched", TORCHREC, BY_HAND]
+    command = [sys.executable, "-m", "tests.support.counted_steps", str(path), *names]
+    done = finished(command, ROOT, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(path.read_text())
-    forward = {
-        name: {place: n for place, n in places.items() if not place.startswith(BACKWARD)}
-        for name, places in counts.items()
-    }
-    total_of_torchrec = sum(forward["TorchRec"].values())
+    rows = totals(counts)
     for name, limit in LIMITS.items():
-        # one of a few steps is left out
-        waits = {place: int(number) for place, number in forward[name].items()}
-        assert 0 < sum(waits.values()) <= limit <= total_of_torchrec, (name, waits)
+        waits = rows[name]["waits in forward"]
+        assert 0 < waits <= limit <= rows[TORCHREC]["waits in forward"], counts[name]["waits"]
+    waits = rows["not prefetched"]["waits in forward"]
+    assert waits <= rows[BY_HAND]["waits in forward"], counts["not prefetched"]["waits"]
+    for column in ("operations", "exchanges", "copies to the device", "waits in backward"):
+        assert 0 < rows["prefetched"][column] <= rows[TORCHREC][column], rows
+    assert rows["prefetched"]["copies to the device"] == BATCH_TENSORS

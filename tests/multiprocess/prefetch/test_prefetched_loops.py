@@ -15,15 +15,11 @@ QUICK = [
     "three epochs",
     "fit, validate, test, predict",
     "on_train_batch_start returns -1",
-    "the same, unsized",
     "by hand",
     "dataloader_iter",
     "transfers",
-    "workers",
     "predict",
-    "fit twice",
     "shuffled",
-    "max_size_cycle unsized",
     "saved",
 ]
 # Without look-ahead, Lightning saves the state of an unsized loader a batch too late.
@@ -103,17 +99,6 @@ def test_what_fails_on_the_way_of_a_batch_is_named_on_the_other_ranks(name: str)
     assert (first.raised, failed.raised) == (expected, error)
     num_trained = 0 if function.startswith("validation") else batch
     assert len(first.trained) == len(failed.trained) == num_trained
-
-
-def _id_out_of_range() -> dict[int, Seen]:
-    return {depth: faults.id_out_of_range(depth) for depth in (1, 3)}
-
-
-def test_an_id_out_of_range_is_reported_on_every_rank_after_the_steps_before_it() -> None:
-    for results in run_on_ranks(_id_out_of_range, 2):
-        assert results[3].raised.startswith("IdsError: ")
-        assert len(results[3].trained) == 3
-        assert not differences(results[3], results[1])
 
 
 @pytest.mark.parametrize(

@@ -172,35 +172,6 @@ def test_several_loaders_stay_paired_across_ranks() -> None:
         assert seen == [0, 0, 0, 1, 1, 2]
 
 
-class Sized:
-    """A loader of one's own that says how long it is."""
-
-    def __init__(self, steps: int, rank: int) -> None:
-        self.steps, self.rank = steps, rank
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from Stream(self.steps, self.rank)
-
-
-def _sized_by_itself() -> tuple[int, int, int]:
-    rank, _ = rank_and_num_ranks()
-    model = seeded(EvaluatedModel, torch.optim.SGD, {"lr": 1.0})
-    trainer = make_trainer(max_epochs=2, limit_train_batches=0.5)
-    trainer.fit(model, Sized((8, 10)[rank], rank))
-    return (
-        int(trainer.estimated_stepping_batches),
-        int(trainer.num_training_batches),
-        trainer.global_step,
-    )
-
-
-def test_a_sized_loader_of_ones_own_keeps_its_length() -> None:
-    assert run_on_warm_ranks(_sized_by_itself, 2) == [(8, 4, 8), (8, 4, 8)]
-
-
 class FailsToStart:
     """A loader that fails before its first batch, on one rank; Lightning's own look at it goes
     well."""

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lightning_distrec.errors import DistRecError
 from lightning_distrec.retrieval import (
@@ -19,11 +18,9 @@ from lightning_distrec.retrieval import (
     top_k,
 )
 from tests.support.ranks import (
-    RankFailed,
     rank_and_num_ranks,
     run_each_on_ranks,
     run_on_warm_ranks,
-    words_of_ranks,
 )
 from tests.support.retrieval_models import (
     DIM,
@@ -160,26 +157,9 @@ def _raise(message: str) -> None:
     raise AssertionError(message)
 
 
-def _late(model: Retrieving, queries: Tensor, batch: Batch) -> Tensor:
-    if not model.losses:
-        return queries.sum()
-    return softmax_loss(queries, model.table, batch["targets"])
-
-
 def _fit(loss: Any, num_steps: int = 1, **options: Any) -> None:
     strategy = strategy_of("embedding", "row_wise", find_unused_parameters=True) | options
     train(seeded("embedding", loss, "SGD"), [[make_batch(0, 4)] * 2] * num_steps, strategy)
-
-
-def _refused() -> None:
-    _fit(_late, num_steps=2)
-
-
-def test_an_update_inside_of_backward_is_refused_by_its_option() -> None:
-    message = "the loss uses the weight of 'items' itself.*embedding_update='sparse'"
-    with pytest.raises(RankFailed, match=message) as caught:
-        run_on_warm_ranks(_refused, 2)
-    assert len(words_of_ranks(caught.value)) == 2
 
 
 SCORES: dict[str, tuple[Any, str]] = {
@@ -270,20 +250,3 @@ def test_scores_whose_queries_or_rows_have_changed_since_are_refused() -> None:
     for message in messages:
         assert "ShardedWeightError: scores" in message
         assert "the weights have changed since the product" in message
-
-
-def _recomputed() -> None:
-    def step(model: Retrieving, queries: Tensor, batch: Batch) -> Any:
-        def loss_of(queries: Tensor) -> Tensor:
-            logits = queries @ model.items.weight.T
-            return functional.cross_entropy(logits, batch["targets"])
-
-        return checkpoint(loss_of, queries, use_reentrant=False)
-
-    _fit(step, convert_embeddings=["items"])
-
-
-def test_a_product_that_checkpointing_computes_again_is_refused_by_name() -> None:
-    # Not a part of the shard, of which checkpointing says that shapes differ.
-    with pytest.raises(RankFailed, match=r"ShardedWeightError: the weight .*'items' was read \(T"):
-        run_on_warm_ranks(_recomputed, 2)

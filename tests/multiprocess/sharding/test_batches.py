@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.inference.modules import quantize_embeddings, quantize_inference_model
 
-from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.errors import ConfigError
 from tests.support.cases import Case, check, check_refused, click_case
 from tests.support.click_model import (
     FEATURES,
@@ -238,12 +236,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_inverse_indices_that_do_not_fit_on_one_rank_end_all_ranks(name: str) -> None:
     check_refused(*REFUSED[name])
-
-
-def test_an_unknown_reduction_is_reported() -> None:
-    words = "loss_reduction='max' is not known.*Use one of 'mean', 'sum', 'rank_mean'"
-    with pytest.raises(ConfigError, match=words):
-        TorchRecShardedStrategy(loss_reduction="max")  # type: ignore[arg-type]
 
 
 def _quantized() -> list[str]:

@@ -16,11 +16,8 @@ from tests.support.cases import Case, check, click_case
 from tests.support.click_model import (
     FEATURES,
     SequenceModel,
-    rank_loader,
-    seeded,
 )
-from tests.support.plain_loop import OPTIMIZERS
-from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks, run_on_warm_ranks
+from tests.support.ranks import rank_and_num_ranks, run_each_on_ranks
 from tests.support.trainers import make_trainer
 
 STEPS = 4
@@ -60,41 +57,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_ids_that_are_sent_once_train_as_in_one_process(name: str) -> None:
     check(CASES[name])
-
-
-def _look_up() -> tuple[list[Tensor], list[Tensor]]:
-    """Return what a trained module looks up sharded, and unsharded, in the batch of this rank; one
-    has no ids."""
-    rank, _ = rank_and_num_ranks()
-    model = seeded(WithPlainRows, *OPTIMIZERS["SGD"])
-    batch = next(iter(rank_loader(1, rank)))
-    actual: list[list[Tensor]] = []
-    once: set[str] = set()
-
-    def look() -> None:
-        with torch.no_grad():
-            actual.append(model.predict_step(batch, 0))
-            empty = {"ids": batch["ids"][:0], "lengths": batch["lengths"] * 0}
-            actual.append(model.predict_step(empty if rank else batch, 0))
-
-    def look_at_plan() -> None:
-        tables = model.trainer.strategy.run_tables.plan.tables
-        once.update(name for name, item in tables.items() if item.deduplicated)
-
-    model.on_train_start = look_at_plan
-    model.on_train_batch_end = lambda *_: look()
-    trainer = make_trainer(MANY | {"convert_embeddings": "all"})
-    trainer.fit(model, DataLoader([batch], batch_size=None))
-    assert once == {"ebc.wide", "ebc.narrow", "item"}
-    trainer.strategy.unshard()
-    look()
-    return actual[0] + actual[1], actual[2] + actual[3]
-
-
-def test_a_lookup_has_the_rows_and_lengths_of_the_unsharded_collection() -> None:
-    for sharded, unsharded in run_on_warm_ranks(_look_up, 2):
-        assert len(sharded) == len(unsharded) == 16
-        assert all(map(torch.equal, sharded, unsharded))
 
 
 class Sequences(pl.LightningModule):

@@ -211,15 +211,9 @@ def _mixed(target: Any, online: Any) -> None:
     target.data = target.data * 0.9 + online.data * 0.1
 
 
-def _by_lists(target: Any, online: Any) -> None:
-    torch._foreach_mul_([target], 0.9)
-    torch._foreach_add_([target], [online], alpha=0.1)
-
-
 UPDATES: dict[str, Callable[[Any, Any], Any]] = {
     "data": _mixed,
     "lerp": lambda target, online: target.lerp_(online, 0.1),
-    "lists": _by_lists,
     "ema": lambda target, online: torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)(
         [target], [online], 1
     ),
@@ -262,7 +256,7 @@ def follow(update: str, **strategy: Any) -> Case:
 
 
 BY_ROWS = {name: {"sharding_types": ["row_wise"]} for name in ("target", "item_embedding")}
-CASES = {update: follow(update) for update in ("data", "lists", "ema")}
+CASES = {update: follow(update) for update in ("data", "ema")}
 CASES["way out"] = follow("lerp", sharding_types=["column_wise"], tables=BY_ROWS)
 
 

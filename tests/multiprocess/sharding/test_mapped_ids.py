@@ -12,8 +12,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_distrec import DynamicIds, TableOptions
-from lightning_distrec.errors import CheckpointError, ConfigError, ShardingError
+from lightning_distrec import DynamicIds
+from lightning_distrec.errors import CheckpointError, ShardingError
 from lightning_distrec.serving import answer
 from lightning_distrec.serving.artifact import export_for_serving
 from lightning_distrec.sharding.mapping import id_mapping
@@ -121,6 +121,7 @@ class HashedByHand(ByHand):
 EVICTING: dict[str, tuple[type[ManagedModel], dict[str, Any]]] = {
     "fused": (ManagedModel, {"evicts": True}),
     "dense": (ManagedModel, {"evicts": True, "optimizer": "Adam"}),
+    "a step for each number": (ManagedModel, {"evicts": True, "optimizer": "Rprop"}),
 }
 
 
@@ -176,18 +177,6 @@ def test_occupancy_collisions_and_evictions_are_logged() -> None:
         > 0
     )
     assert entries[-1]["dynamic_ids/mc.bags.users/evictions"] > 0
-
-
-def test_options_that_a_table_with_dynamic_ids_cannot_have_are_refused() -> None:
-    for options, message in (
-        ({"rows": 10}, "rows=10 is for a table with ids: dynamic"),
-        ({"ids": "any"}, "ids='any' is not known"),
-        ({"ids": "dynamic", "evict": "fifo"}, "evict='fifo' is not known"),
-        ({"ids": "dynamic", "min_sights": 0}, "min_sights=0: must be at least 1"),
-        ({"ids": "dynamic", "rows": 10, "buckets": 6}, "a bucket needs at least 2 rows"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            TableOptions(**options)  # type: ignore[arg-type]
 
 
 def _served(kind: type[ManagedModel], strategy: dict[str, Any], folder: str) -> list[Tensor]:

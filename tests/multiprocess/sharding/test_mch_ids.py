@@ -21,7 +21,6 @@ from tests.support.mapped_models import (
     BUCKETS,
     ROWS,
     MchModel,
-    MchSequences,
     loader,
     mch,
     remainders,
@@ -30,7 +29,6 @@ from tests.support.mapped_runs import (
     BATCH_PARTS,
     ByHand,
     refusal,
-    step_plainly,
     train,
     train_by_hand,
 )
@@ -127,21 +125,6 @@ def test_ids_have_the_rows_that_torchrec_gives_them_in_each_bucket() -> None:
 def alike(rows: Tensor) -> Tensor:
     """Let all ids start alike, whatever row they get."""
     return nn.init.constant_(rows, 0.1)
-
-
-ROOMY: dict[str, Any] = {"scale": 8, "interval": 1, "init": alike}
-
-
-def test_until_an_id_is_evicted_losses_and_ids_are_those_of_torchrec_in_one_process() -> None:
-    model = seeded(MchSequences, **ROOMY)
-    step_plainly(model, STEPS)
-    actual = run_each_on_ranks({"": (train, MchSequences, ROOMY, (0, STEPS))}, 2)
-    losses = torch.tensor([rank_result[""]["losses"] for rank_result in actual]).mean(0)
-    torch.testing.assert_close(losses, torch.tensor(model.losses), rtol=0, atol=1e-5)
-    for table in ROWS:
-        expected = _rows_of_ids(model.state_dict(), table)
-        assert len(expected) > 20
-        assert _rows_of_ids(actual[0][""]["state"], table).keys() == expected.keys()
 
 
 def test_checkpoints_go_on_with_other_numbers_of_ranks_and_torchrec_reads_them(

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 
 from lightning_distrec import meta_tables
 from lightning_distrec.host_memory import _meminfo
-from tests.support.click_model import seeded
 from tests.support.embedding_models import (
     TwoTower,
     loader,
     pairs,
-    too_far,
-    train_unsharded,
     whole_state,
 )
 from tests.support.ranks import RankFailed, rank_and_num_ranks, run_on_ranks, run_on_warm_ranks
@@ -116,14 +113,6 @@ def test_embeddings_of_configure_model_start_alike_on_any_ranks_plan_and_place(
     assert 1 <= float(first["read.weight"].min()) <= float(first["read.weight"].max()) <= 2
 
 
-def test_embeddings_of_configure_model_train_as_in_one_process(runs: list[Any]) -> None:
-    for first, final, _, num_ranks in runs:
-        model = seeded(Late, in_constructor=True)
-        model.load_state_dict(first)
-        batches = [[pairs(step, rank) for rank in range(num_ranks)] for step in range(3)]
-        assert not too_far(final, train_unsharded(model, batches).state_dict(), 1e-5), num_ranks
-
-
 class SeededByRank(Late):
     """Each rank scales its rows by another number."""
 
@@ -145,7 +134,7 @@ def test_ranks_that_write_other_values_are_told_before_the_first_step() -> None:
 
 
 class Large(pl.LightningModule):
-    """The example of docs/how_to/train_sharded.md, with fewer rows."""
+    """The example of docs/how_to/weights.md, with fewer rows."""
 
     planned_bytes = 0
 

@@ -3,11 +3,8 @@
 import io
 from contextlib import redirect_stdout
 
-import pytest
 import torch
 
-from lightning_distrec import TorchRecShardedStrategy
-from lightning_distrec.errors import ConfigError
 from tests.support.click_model import ClickModel, largest_difference, rank_loader, seeded
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
 from tests.support.trainers import make_trainer
@@ -49,15 +46,3 @@ def test_rounded_rows_and_gradients_are_told_and_train_nearly_the_same_weights()
         for key in [key for key in exact if "embedding" in key]:
             assert not torch.equal(exact[key], state[key]), (name, key)
     assert "rows are sent as fp16, their gradients as bf16, which rounds them" in printed
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"forward": "fp8"}, "'fp8' is not known"),
-        ({"onward": "fp16"}, "there is no option 'onward'"),
-    ],
-)
-def test_unknown_types_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        TorchRecShardedStrategy(quantized_comms=options)

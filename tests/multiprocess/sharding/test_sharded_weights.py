@@ -312,14 +312,3 @@ def test_calls_that_need_more_than_shards_are_refused_with_the_name(tmp_path: An
             way_out = f"trainer.strategy.full_parameter('{name}') returns them on every rank"
             assert way_out in messages[call], call
     assert not list(tmp_path.iterdir())
-
-
-def test_normalize_rows_refuses_what_it_cannot_scale() -> None:
-    with pytest.raises(ConfigError, match="a list of names of weights is needed"):
-        NormalizeRows("item_embedding.weight")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="max_norm=0 must be above 0"):
-        NormalizeRows(["item_embedding.weight"], max_norm=0)
-    with pytest.raises(
-        ConfigError, match="no parameter 'items.weight'; it has user_embedding.weight"
-    ):
-        NormalizeRows(["items.weight"]).on_fit_start(None, TwoTower())  # type: ignore[arg-type]

@@ -106,9 +106,8 @@ def case(kind: type = ClickModel, optimizer: str = "SGD", interval: int = 1, **v
 AT_ONCE = {"tables": EVERY_TYPE, "prefetch": {"depth": 1}}
 BY_ROWS = {"sharding_types": ["table_wise", "row_wise"]}
 EXACT = {
-    "unequal, not prefetched": case(
-        optimizer="Adagrad", batch=unequal_batch, strategy=AT_ONCE, loss_limit=None
-    ),
+    # Of SGD, since Adagrad and Adam make nearly the same updates of gradients twice as large.
+    "unequal, not prefetched": case(batch=unequal_batch, strategy=AT_ONCE, loss_limit=None),
     "Adam": case(optimizer="Adam"),
     "RowWiseAdagrad": case(optimizer="RowWiseAdagrad", strategy=BY_ROWS),
     "sequences": case(SequenceModel, strategy={}),
@@ -332,16 +331,3 @@ def test_groups_that_lie_on_their_nodes_differently_are_refused() -> None:
             "size=2 makes groups that lie on unequal numbers of ranks of their nodes (the nodes "
             "have 3, 1" in message
         )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"size": 0}, "size=0 must be a whole number above 0"),
-        ({"size": 2, "sync_interval": 1.5}, "sync_interval=1.5: must be a whole number"),
-        ({"sync_interval": 3}, "sync_interval=3 needs a size"),
-    ],
-)
-def test_what_the_options_cannot_be(arguments: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        TorchRecShardedStrategy(sharding_groups=arguments)

@@ -18,7 +18,7 @@ from lightning_distrec import (
     PrefetchOptions,
     TableOptions,
 )
-from lightning_distrec.errors import ConfigError, ShardedWeightError
+from lightning_distrec.errors import ShardedWeightError
 from lightning_distrec.sharding.sharded_tables import sharded_tables_of
 from tests.support.cases import Case, case_of, check, check_refused, click_case, run_case
 from tests.support.click_model import FEATURES, ClickModel, seeded
@@ -308,13 +308,3 @@ def test_numbers_of_numpy_are_numbers_and_a_checkpoint_is_plain(tmp_path: Any) -
 def _save(trainer: Any) -> Tensor:
     trainer.save_checkpoint(f"{trainer.default_root_dir}/it.ckpt")
     return trainer.strategy.full_parameter("item_embedding", rows=(np.int64(3), np.int64(40)))
-
-
-def test_options_that_a_gathered_weight_cannot_have_are_refused() -> None:
-    for options, message in (
-        ({"embedding_update": "fused"}, "embedding_update='fused': a weight that is read has"),
-        ({"sharding_types": ["data_parallel"]}, "data_parallel tables are not gathered"),
-        ({"replicated": True}, "gathered_weight would change nothing"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            TableOptions(gathered_weight=True, **options)  # type: ignore[arg-type]

@@ -2,9 +2,6 @@
 tables."""
 
 import copy
-import io
-import logging
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +10,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
-    ModelSummary,
-    RichModelSummary,
     StochasticWeightAveraging,
 )
 from torch import nn
 
 from lightning_distrec.errors import ShardingError
-from lightning_distrec.sharding.weights.shard_access import without_guard
 from tests.support.cases import check, click_case
 from tests.support.click_model import (
     ClickModel,
@@ -33,7 +27,6 @@ from tests.support.plain_checkpoints import plain_checkpoint
 from tests.support.ranks import run_on_warm_ranks
 
 SGD = (torch.optim.SGD, {"lr": 1.0})
-ADAM = (torch.optim.Adam, {"lr": 0.001})
 
 
 class Averaged(EvaluatedModel):
@@ -76,40 +69,6 @@ def test_moving_averages_are_those_of_the_unsharded_run_and_so_are_its_checkpoin
     expected = torch.load(Path(whole, "saved.ckpt"), weights_only=False)
     for part in ("state_dict", "current_model_state"):
         torch.testing.assert_close(saved[part], expected[part], atol=1e-6, rtol=0.0)
-
-
-def _summaries() -> tuple[str, str, int]:
-    lines: list[str] = []
-    logger = logging.getLogger("lightning.pytorch.callbacks.model_summary")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    model = seeded(ClickModel, *SGD)
-    train_sharded(
-        model,
-        1,
-        {"sharding_types": ["row_wise"]},
-        callbacks=[ModelSummary()],
-        enable_model_summary=True,
-    )
-    rich = io.StringIO()
-    with redirect_stdout(rich):
-        options = {"callbacks": [RichModelSummary()], "enable_model_summary": True}
-        train_sharded(seeded(ClickModel, *ADAM), 1, {"sharding_types": ["column_wise"]}, **options)
-    with without_guard():
-        local = sum(p.numel() for p in model.ebc.parameters())
-    return "\n".join(lines), rich.getvalue(), local
-
-
-def test_summaries_count_whole_tables() -> None:
-    plain, rich, local = run_on_warm_ranks(_summaries, 2)[0]
-    tables_values = 60 * 16 + 37 * 8 + 11 * 8
-    assert local < tables_values  # what a rank has is less, also after the summary
-    whole = tables_values + 56 * 16 + 16
-    assert "ebc" in plain
-    for message in (plain, rich):
-        assert "1.3 K" in message, message  # 1,344 of tables
-        assert f"{whole / 1000:.1f} K" in message, message
 
 
 def _copies() -> str:

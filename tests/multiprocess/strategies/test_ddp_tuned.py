@@ -2,22 +2,16 @@
 
 import copy
 import io
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_distrec import TunedDDPStrategy
-from lightning_distrec.errors import ConfigError
-from tests.support.dense_models import KINDS, BareAndTied, WithEmbedding, loader
+from tests.support.dense_models import KINDS, BareAndTied, loader
 from tests.support.dense_runs import Outcome, fit, make_dense_trainer
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS
 
 
 def _fit_with(kind: str, options: dict[str, Any], settings: dict[str, Any]) -> Outcome:
@@ -61,42 +55,6 @@ class WithoutMomentum(BareAndTied):
 
 
 KINDS["WithoutMomentum"] = WithoutMomentum
-
-
-@pytest.fixture
-def _variables_as_before() -> Iterator[None]:
-    with patch.dict(os.environ):  # a strategy publishes its ranks
-        yield
-
-
-@pytest.mark.usefixtures("_variables_as_before")
-def test_sparse_gradients_as_16_bit_numbers_are_refused_before_the_first_step() -> None:
-    model = WithEmbedding()
-    trainer = pl.Trainer(strategy=TunedDDPStrategy(comm_dtype="bf16"), devices=1, **DEFAULTS)
-    with pytest.raises(
-        ConfigError, match="comm_dtype='bf16': 'table' has sparse gradients, which are sent as they"
-    ):
-        trainer.fit(model, loader())
-    assert model.losses == []
-
-
-@pytest.mark.usefixtures("_variables_as_before")
-def test_the_name_is_enough_and_the_run_leaves_no_variables_but_those_of_lightning(
-    tmp_path: Path,
-) -> None:
-    initial = set(os.environ)
-    trainer = pl.Trainer(strategy="ddp_tuned", devices=1, **DEFAULTS)
-    assert type(trainer.strategy) is TunedDDPStrategy
-    trainer.strategy.connect(model := BareAndTied())
-    # as Lightning's: the ranks have not met yet
-    trainer.save_checkpoint(path := tmp_path / "before.ckpt")
-    before_fit = torch.load(path)["state_dict"]
-    assert all(torch.equal(before_fit[name], value) for name, value in model.state_dict().items())
-    trainer.strategy.remove_checkpoint(path)
-    assert not path.exists()
-    trainer.fit(model, loader())
-    assert len(model.losses) == 12
-    assert set(os.environ) - initial <= {"MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"}
 
 
 def _pickled() -> list[tuple[float, ...]]:

@@ -39,9 +39,7 @@ from tests.support.parameters import slow_except
 class ByHand(Small):
     """Manual optimization."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)

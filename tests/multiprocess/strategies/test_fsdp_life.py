@@ -1,6 +1,5 @@
 """What a run under `fsdp_tuned` lives through: checkpoints, further runs, copies and averages."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
@@ -101,36 +98,6 @@ def _alone() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return local, whole_weights(trainer)
 
 
-class KeepsCopies(pl.Callback):
-    """Keeps an average in a deep copy of the module, and computes with it."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.copy = copy.deepcopy(pl_module)
-        self.part = copy.deepcopy(pl_module.blocks)
-
-    @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        for local, current in zip(self.copy.parameters(), pl_module.parameters(), strict=True):
-            local.lerp_(current, 0.1)
-        self.losses.append(float(functional.mse_loss(self.copy(batch[0]), batch[1])))
-        self.losses.append(float(self.part(batch[0]).sum()))
-
-
-def _copies(strategy: Any) -> tuple[list[float], list[float]]:
-    pl.seed_everything(5)
-    model, copies = Numbers(), KeepsCopies()
-    make_dense_trainer(strategy, callbacks=[copies]).fit(model, loader(*rank_and_num_ranks()))
-    if isinstance(strategy, TunedFSDPStrategy):
-        assert isinstance(copies.copy, FSDPModule)
-        assert all(isinstance(p, DTensor) for p in copies.copy.parameters() if p.dim())
-    return model.losses, copies.losses
-
-
 def test_a_validation_between_two_fits_changes_nothing_and_may_come_first() -> None:
     lives = run_each_on_ranks({"further runs": (_further_runs,), "alone": (_alone,)}, 2)
     for rank_result in lives:
@@ -139,14 +106,6 @@ def test_a_validation_between_two_fits_changes_nothing_and_may_come_first() -> N
     local, whole = lives[0]["alone"]
     torch.testing.assert_close(local, whole, atol=1e-6, rtol=1e-6)
     assert not torch.equal(lives[1]["alone"][0]["out.weight"], local["out.weight"])
-
-
-def test_deep_copies_keep_averages_and_run() -> None:
-    calls = {"fsdp": (_copies, _sharded()), "ddp": (_copies, "ddp")}
-    for results in run_each_on_ranks(calls, 2):
-        (losses, of_copies), (expected, expected_of_copies) = results["fsdp"], results["ddp"]
-        assert losses == pytest.approx(expected, abs=1e-5)
-        assert of_copies == pytest.approx(expected_of_copies, abs=1e-4)
 
 
 class Validated(WithBatchNorm):

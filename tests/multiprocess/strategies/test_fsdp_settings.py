@@ -1,30 +1,22 @@
 """Settings of `fsdp_tuned`: what each does, and what is refused."""
 
-import os
-from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_distrec import TunedFSDPStrategy
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.strategies.fully_sharded.fsdp_options import num_replicas
-from lightning_distrec.strategies.fully_sharded.shard_blocks import choose_blocks
 from tests.support.cases import Case, case_of, check_refused
 from tests.support.dense_models import (
     WIDTH,
     BareAndTied,
     Layers,
-    Numbers,
     Recording,
     Small,
     WithEmbedding,
@@ -33,7 +25,6 @@ from tests.support.dense_models import (
 )
 from tests.support.dense_runs import make_dense_trainer, whole_weights
 from tests.support.ranks import rank_and_num_ranks, run_on_warm_ranks
-from tests.support.trainers import DEFAULTS
 
 SMALL = {"min_num_parameters": 8}
 
@@ -174,36 +165,3 @@ def test_replicas_by_node_are_cut_over_its_ranks() -> None:
         ConfigError, match="replicas='nodes': nodes have unequal numbers of ranks .1, 3."
     ):
         num_replicas("nodes", [3, 3, 3, 1])
-
-
-def test_blocks_are_what_stands_beside_its_like_and_single_layers() -> None:
-    def paths(model: nn.Module, least: int = 1, wrap: Any = "auto") -> list[str]:
-        names = {id(part): path for path, part in model.named_modules()}
-        return [names[id(block)] for block in choose_blocks(model, wrap, least)]
-
-    assert paths(Layers()) == ["blocks.0", "blocks.1", "blocks.2", "out"]
-    assert paths(Layers(), least=100) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert paths(Layers(), least=10**6) == []
-    assert paths(BareAndTied()) == ["out", "still"], "one and other share a weight"
-    assert paths(Numbers()) == ["blocks.0", "blocks.1", "out"]
-    assert paths(Layers(), wrap=["Block", "blocks.1.layer"])[0] == "blocks.1.layer", (
-        "the inner one first"
-    )
-    attention = nn.Sequential(nn.MultiheadAttention(8, 2), nn.Linear(8, 8))
-    assert paths(attention) == ["0", "1"], "its out_proj is not called"
-
-
-@pytest.fixture
-def _variables_as_before() -> Iterator[None]:
-    with patch.dict(os.environ):  # a strategy publishes its ranks
-        yield
-
-
-@pytest.mark.usefixtures("_variables_as_before")
-def test_the_name_is_enough_and_one_rank_too() -> None:
-    trainer = pl.Trainer(strategy="fsdp_tuned", devices=1, **DEFAULTS)
-    assert type(trainer.strategy) is TunedFSDPStrategy
-    trainer.fit(model := Numbers(), loader())
-    assert len(model.losses) == 12
-    assert isinstance(model, FSDPModule)
-    assert isinstance(model.out.weight, DTensor)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.cases import case_of, check, check_refused, click_case
 from tests.support.click_model import EvaluatedModel, SequenceModel
 from tests.support.dense_models import BareAndTied, dense_batch
+from tests.support.parameters import slow_except
 from tests.support.plain_loop import EVERY_CUT
 from tests.support.resuming import Life, Run, live, problems_of
 
@@ -55,7 +56,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(["Adam, clipped", "averaged"], CASES))
 def test_weights_are_those_of_one_process(name: str) -> None:
     assert [outcome.seen for outcome in check(CASES[name])] == [True, True]
 

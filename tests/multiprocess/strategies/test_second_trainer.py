@@ -3,6 +3,7 @@ their settings."""
 
 import copy
 import itertools
+import os
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ from lightning_distrec import (
 )
 from tests.support.dense_models import BagsBefore, loader, whole_batches
 from tests.support.ranks import (
+    THREADS_HAVE_NAMES,
+    num_socket_threads,
     rank_and_num_ranks,
     run_each_on_ranks,
     run_on_ranks,
@@ -136,15 +139,41 @@ def test_sharded_tables_are_refused_by_strategies_that_would_train_each_shard_as
             )
 
 
-def _join_and_fit() -> tuple[int, int, int]:
+def _join_and_fit() -> tuple[tuple[int, int, int], int]:
     """Return the nodes that a Trainer counts, and this rank's, in a process group that a script has
-    made before."""
+    made before; and the threads for sockets."""
     rank, num_ranks = rank_and_num_ranks()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
     strategy = TorchRecShardedStrategy()
     _fit(_trainer(strategy), "torchrec_sharded")
-    return strategy.num_nodes, strategy.node_rank, strategy.local_rank
+    place = strategy.num_nodes, strategy.node_rank, strategy.local_rank
+    return place, num_socket_threads()
 
 
 def test_ranks_that_have_met_before_the_trainer_count_their_nodes_too() -> None:
-    assert run_on_ranks(_join_and_fit, 2) == [(1, 0, 0), (1, 0, 1)]
+    (first, threads), (second, _) = run_on_ranks(_join_and_fit, 2)
+    assert (first, second) == ((1, 0, 0), (1, 0, 1))
+    # As in a group that a Trainer makes: one serves a step, one what is agreed on now and then.
+    assert threads == 2 or not THREADS_HAVE_NAMES
+
+
+def _train_alone_and_then_with_others() -> str:
+    """Return what a Trainer of two ranks says in a process that no launcher has started, and where
+    one of one rank has trained."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"):
+        os.environ.pop(variable, None)
+
+    def fit(devices: int) -> None:
+        strategy = TunedDDPStrategy()
+        pl.Trainer(strategy=strategy, devices=devices, **DEFAULTS).fit(BagsBefore(), loader())
+
+    fit(1)
+    return _words(partial(fit, 2))
+
+
+def test_a_trainer_of_more_ranks_than_the_process_has_does_not_train_alone() -> None:
+    (said,) = run_on_ranks(_train_alone_and_then_with_others, 1)
+    assert said.startswith(
+        "ConfigError: this Trainer has 2 ranks, and this process is one of 1, of an earlier "
+        "Trainer."
+    )

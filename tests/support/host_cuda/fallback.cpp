@@ -300,7 +300,8 @@ static Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   std::vector<void*> reads, writes;
   if (source.is_cuda()) reads.push_back(memory_of(source));
   if (self.is_cuda()) writes.push_back(memory_of(self));
-  host_cuda::run("copy_", device, reads, writes);
+  std::string way = !source.is_cuda() ? "copy_ to the device" : self.is_cuda() ? "copy_" : "copy_ to the host";
+  host_cuda::run(way, device, reads, writes);
   bool is_on_one_side = self.is_cuda() && source.is_cuda();
   const Tensor& host = self.is_cuda() ? source : self;
   bool is_asynchronous = is_on_one_side || (non_blocking && is_pinned(host.storage().data()));

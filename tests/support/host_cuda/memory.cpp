@@ -81,6 +81,7 @@ static std::map<int, Counts> counts;
 static std::unordered_map<const void*, size_t> pinned_blocks;
 static int64_t pinned_bytes = 0, peak_pinned_bytes = 0;
 static std::vector<LateCopy> late_copies;
+static std::map<std::string, int64_t> calls;
 
 // Takes what copies the host has waited for to where they belong. The lock is held, and freeing a tensor takes it: the
 // caller does so later.
@@ -110,6 +111,7 @@ void wait_on_stream(const StreamKey& stream, const Clock& clock) {
 void run(const std::string& name, DeviceIndex device, const std::vector<void*>& reads, const std::vector<void*>& writes) {
   Reports reports;
   std::lock_guard<std::mutex> held(lock);
+  calls[name]++;
   StreamKey stream = key_of(current_stream(device));
   Clock& clock = clocks[stream];
   merge(clock, host_clock);
@@ -267,6 +269,14 @@ bool is_pinned(const void* data) {
 // ---- for Python, by ctypes
 
 extern "C" {
+// Lines of an operation and how often it was queued, since the process began.
+const char* host_cuda_calls() {
+  static thread_local std::string lines;
+  lines.clear();
+  std::lock_guard<std::mutex> held(host_cuda::lock);
+  for (auto& [name, number] : host_cuda::calls) lines += name + "\t" + std::to_string(number) + "\n";
+  return lines.c_str();
+}
 void host_cuda_report_to(host_cuda::Report to) { host_cuda::report = to; }
 void host_cuda_memory(int device, int64_t* out) {
   std::lock_guard<std::mutex> held(host_cuda::lock);

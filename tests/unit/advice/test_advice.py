@@ -1,16 +1,13 @@
 """Which strategy is advised, and why; what is assumed is noted, and the module stays as it was."""
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_distrec.advice.parameter_sizes import Job, MeasuredStep, measure_step
-from lightning_distrec.advice.strategy_advice import Advice, advise, as_json, print_advice
+from lightning_distrec.advice.strategy_advice import Advice, advise
 from tests.support.advised_models import Advised, Chained, Wide, WithBags, WithTable
 
 BOTH = "torchrec_sharded with dense: fsdp"
@@ -83,47 +80,6 @@ def test_layers_other_than_tables_are_sharded_where_they_do_not_fit() -> None:
     assert advice.needs["torchrec_sharded"].total > 20 * 10**6 >= advice.needs[BOTH].total
 
 
-class Unheard(torch.optim.Optimizer):
-    """An optimizer of the user's own."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-
-class HasItsOwn(Wide):
-    """Is updated by it."""
-
-    def configure_optimizers(self) -> Any:
-        return {"optimizer": Unheard(self.parameters())}
-
-
-class AsksTheTrainer(Wide):
-    """Makes its optimizer of what only a Trainer knows."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1 / self.trainer.estimated_stepping_batches)
-
-
-def test_an_unknown_optimizer_is_assumed_to_be_adam() -> None:
-    adam = advise_on(Wide("AdamW")).needs["ddp_tuned"]
-    advice = advise_on(HasItsOwn())
-    assert advice.needs["ddp_tuned"] == adam
-    assert (
-        "the state of Unheard is unknown: 2 tensors are assumed for each parameter" in advice.notes
-    )
-    advice = advise_on(AsksTheTrainer())
-    assert advice.needs["ddp_tuned"] == adam
-    assert advice.notes[0].startswith("configure_optimizers failed on a copy of the module")
-    module = Wide("SGD")
-    module.lock = threading.Lock()
-    module.configure_optimizers = None  # calling it would fail
-    advice = advise_on(module)
-    assert advice.needs["ddp_tuned"] == adam
-    assert advice.notes[0].startswith(
-        "the module cannot be copied and configured without a Trainer (TypeError: cannot"
-    )
-
-
 def test_the_module_is_left_as_it_was() -> None:
     module = WithTable()
     parameters = list(module.parameters())
@@ -140,21 +96,6 @@ def test_the_module_is_left_as_it_was() -> None:
     bags = WithBags()
     advise_on(bags)
     assert bags.bags is None, "configure_model was called on the module itself"
-
-
-def test_refusals_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    module = WithTable("SGD")
-    module.users.sparse = True
-    advice = advise_on(module)
-    assert advice.needs["fsdp_tuned"].refused.startswith("'users' has sparse gradients")
-    assert "the sparse gradient of users.weight is left out" in advice.notes
-    print_advice(advice, Console(width=160))
-    assert "fsdp_tuned refuses the module: 'users' has sparse gradients" in capsys.readouterr().out
-    advice = advise_on(WithTable("Adafactor"))
-    refused = advice.needs["torchrec_sharded"].refused
-    assert "Adafactor is not known to give the same numbers on a part" in refused
-    assert advice.needs[BOTH].refused == refused
-    assert advice.strategy == "ddp_tuned"
 
 
 def test_a_gradient_that_is_kept_because_of_clipping_counts() -> None:
@@ -191,9 +132,7 @@ def test_activations_are_what_a_forward_keeps_parameters_aside() -> None:
 class ByHand(TwoLayers):
     """Steps its optimizer itself: here without a Trainer, as nothing must."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         super().training_step(batch, batch_idx).backward()
@@ -215,25 +154,6 @@ def test_why_activations_are_left_out() -> None:
     assert f"activations are left out: {step.problem}" in tight.notes
 
 
-@pytest.mark.parametrize(
-    ("memory_bytes", "shown"), [(10**9, "fits"), (55 * 10**6, "tight"), (10**7, "DOES NOT FIT")]
-)
-def test_what_does_not_fit_is_marked(
-    memory_bytes: int, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    advice = advise_on(Wide(), memory_bytes=memory_bytes)
-    print_advice(advice, Console(width=160))
-    lines = capsys.readouterr().out.splitlines()
-    assert shown in next(line for line in lines if "ddp_tuned " in line)
-    assert f"strategy: {advice.strategy}, because " in "".join(lines)
-    assert any(line.startswith("Processes: ") for line in lines)
-    assert any(line.startswith("Other layers: 12.3 MiB of parameters, ") for line in lines)
-    as_values = as_json(advice)
-    assert as_values["strategies"][0]["fits"] == (shown == "fits")
-    assert as_values["sockets_per_rank"] == 12
-    assert as_values["module_bytes"]["tables"]["parameters"] == 0
-
-
 def test_stages_are_advised_where_only_they_fit() -> None:
     stages = advise_on(Chained()).needs["pipeline_parallel"]
     # The first stage of four has one block and the layer before; the last one the layer after.
@@ -241,16 +161,3 @@ def test_stages_are_advised_where_only_they_fit() -> None:
     advice = advise_on(Chained(), memory_bytes=int(1.3 * stages.total))
     assert advice.strategy == "pipeline_parallel", advice.reason
     assert "; the fullest stage needs " in advice.reason
-
-
-def test_activations_that_do_not_fit_are_to_be_computed_again() -> None:
-    step = MeasuredStep(activation_bytes=10**9)
-    advice = advise_on(Wide(), step, num_ranks=5)
-    again = "compute them again in backward (activation_checkpointing)"
-    assert advice.strategy == "ddp_tuned"
-    assert advice.reason.endswith(f"activations are 953.7 MiB of it: {again}")
-    # Weights that are large too are sharded, and activations computed again.
-    advice = advise_on(Wide(), step, num_ranks=5, memory_bytes=60 * 10**6)
-    assert advice.strategy == "fsdp_tuned"
-    assert advice.reason.endswith(f"activations are 953.7 MiB of it: {again}")
-    assert advise_on(Wide(), step, memory_bytes=10**6).reason.endswith(": use more ranks")

@@ -1,17 +1,13 @@
 """`lightning-distrec advise`: what it prints, its errors, and that nothing is trained."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from lightning_distrec.cli import main as cli
 from tests.support.advised_models import Ids
+from tests.support.command import Run, run_command, write_config
 
-Run = Callable[..., tuple[int, str, str]]
 IDS = "tests.support.advised_models.Ids"
 
 
@@ -28,21 +24,12 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
-    def run_command(model: str, data: str, *args: str, **trainer: Any) -> tuple[int, str, str]:
-        config = {
-            "model": {"class_path": f"tests.support.advised_models.{model}"},
-            "data": {"class_path": data},
-            "trainer": {"accelerator": "cpu", "devices": 2, "strategy": "ddp_tuned"} | trainer,
-        }
-        Path("job.yaml").write_text(yaml.safe_dump(config))
-        capsys.readouterr()
-        try:
-            code = cli.main(["advise", "--config", "job.yaml", *args])
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        return (code, *capsys.readouterr())
+    def run_advise(model: str, data: str, *args: str, **trainer: Any) -> tuple[int, str, str]:
+        usual = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_tuned"}
+        write_config(f"tests.support.advised_models.{model}", data, usual | trainer)
+        return run_command(capsys, "advise", "--config", "job.yaml", *args)
 
-    return run_command
+    return run_advise
 
 
 def test_it_prints_what_each_strategy_needs_and_why_one_is_chosen(run: Run, tmp_path: Path) -> None:
@@ -58,31 +45,6 @@ def test_it_prints_what_each_strategy_needs_and_why_one_is_chosen(run: Run, tmp_
     )
     assert "activations are left out" not in text
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"], "something was written"
-
-
-def test_json_is_for_scripts(run: Run) -> None:
-    code, text, _ = run(
-        "Wide", IDS, "--devices", "8", "--nodes", "2", "--device-memory", "10MiB", "--json"
-    )
-    advice = json.loads(text)
-    assert code == 0
-    assert (advice["num_ranks"], advice["num_nodes"]) == (16, 2)
-    assert advice["memory_bytes_per_rank"] == 10 * 2**20
-    assert advice["strategy"] == "fsdp_tuned"
-    assert advice["strategies"][0]["activation_bytes"] > 0
-
-
-def test_how_long_gradients_take_over_a_link(run: Run) -> None:
-    link = json.loads(run("Chained", IDS, "--json", "--bandwidth", "intra_node=10MB/s")[1])
-    assert link["bytes_per_second"] == 10**7
-    # Of two ranks each sends half of a ring's two rounds.
-    assert link["gradient_bytes_sent"] == link["module_bytes"]["other layers"]["gradients"]
-    text = " ".join(run("Chained", IDS, "--bandwidth", "intra_node=10MB/s")[1].split())
-    milliseconds = f"{1000 * link['gradient_bytes_sent'] / 10**7:,.3g} ms"
-    assert f"Gradients over intra_node, while backward computes: {milliseconds}; half of" in text
-    code, _, error = run("Chained", IDS, "--bandwidth", "cross_node=1GB/s")
-    assert code == 2
-    assert "--bandwidth cross_node: of 1 node, advise takes intra_node." in error
 
 
 def test_without_a_batch_activations_are_left_out_with_a_note(run: Run) -> None:
@@ -114,11 +76,3 @@ def test_what_cannot_be_is_reported_in_one_line(
     assert error.startswith("lightning-distrec: ")
     assert error.count("\n") == 1
     assert message in error
-
-
-def test_a_config_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["advise"]) == 2
-    assert (
-        "advise: --config is missing. Give it the YAML file that fit would get."
-        in capsys.readouterr().err
-    )

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_distrec import ScaledLearningRate
-from lightning_distrec.errors import ConfigError, UnsupportedError
-from tests.support.counting_rates import CountingRates, TwoByHand, batches
+from lightning_distrec.errors import ConfigError
+from tests.support.counting_rates import CountingRates, batches
 from tests.support.trainers import DEFAULTS
 
 
@@ -40,25 +40,6 @@ def test_a_search_for_the_rate_is_refused() -> None:
         ConfigError, match="Run the finder without ScaledLearningRate, then set base_ranks"
     ):
         _fit(module, ScaledLearningRate(), LearningRateFinder())
-    assert module.used == []
-
-
-class WithoutRate(CountingRates):
-    """Its optimizer has no learning rate."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer()
-        for group in optimizer.param_groups:
-            del group["lr"]
-        return optimizer
-
-
-def test_an_optimizer_without_rates_is_refused() -> None:
-    module = WithoutRate()
-    with pytest.raises(
-        UnsupportedError, match="SGD is not a torch.optim.Optimizer with a learning rate"
-    ):
-        _fit(module, ScaledLearningRate())
     assert module.used == []
 
 
@@ -93,30 +74,6 @@ def test_after_a_step_that_failed_the_groups_hold_their_own_rates() -> None:
         _fit(module, scaling)
     assert [group["lr"] for group in module.optimizers().param_groups] == [1.0, 0.25]
     assert scaling.state_dict() == {"steps": [2]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            CountingRates,
-            {"scaled_learning_rate/group_0": 0.5, "scaled_learning_rate/group_1": 0.125},
-        ),
-        (
-            TwoByHand,
-            {"scaled_learning_rate/optimizer_0": 0.5, "scaled_learning_rate/optimizer_1": 0.125},
-        ),
-    ],
-)
-def test_the_loggers_get_the_rates_that_were_used(
-    kind: type[CountingRates], expected: dict[str, float], tmp_path: Path
-) -> None:
-    logger = CSVLogger(tmp_path)
-    scaling = ScaledLearningRate(base_ranks=2)
-    _fit(kind(), scaling, logger=logger, log_every_n_steps=1)
-    with (Path(logger.log_dir) / "metrics.csv").open(newline="") as rows:
-        first = next(csv.DictReader(rows))
-    assert {name: float(first[name]) for name in expected} == expected
 
 
 def test_the_loggers_get_the_rate_of_a_step_once_it_was_made(tmp_path: Path) -> None:

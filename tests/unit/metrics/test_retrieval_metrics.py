@@ -15,7 +15,6 @@ from lightning_distrec.metrics import (
     RecallAtK,
     ranks_in_scores,
     retrieval_metrics,
-    slice_of_rank,
     target_ranks,
 )
 
@@ -121,12 +120,6 @@ def test_a_collection_keeps_apart_what_was_equal_in_the_first_batch():
     assert actual["val/mrr"] == pytest.approx((1 / 9 + 1 / 3 + 1) / 3)
 
 
-def test_without_queries_there_is_no_mean():
-    metric = MRR()
-    metric.update(torch.zeros(2, dtype=torch.int64))
-    assert math.isnan(metric.compute())
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -156,7 +149,3 @@ def test_a_target_that_is_no_candidate_is_an_error():
     queries, candidates, _, _ = drawn(2, 8, 1)
     with pytest.raises(DataError, match="target 8 is no candidate, of 8"):
         target_ranks(queries, torch.tensor([8, 0]), candidates, 8)
-
-
-def test_one_process_has_all_candidates():
-    assert slice_of_rank(7) == slice(0, 7)

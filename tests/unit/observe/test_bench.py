@@ -1,14 +1,11 @@
 """`lightning-distrec bench`: how runs are started, what comes of their numbers, and what is
 refused."""
 
-import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from lightning_distrec.cli import job_commands as command
 from lightning_distrec.cli import main as cli
@@ -18,12 +15,8 @@ from lightning_distrec.observe.bench.results import (
     Case,
     MeasuredRun,
     Result,
-    arguments,
     as_json,
-    doubts,
     efficiency,
-    failure_in,
-    print_results,
     run_rounds,
     summarize,
 )
@@ -90,17 +83,6 @@ def test_numbers_are_medians_over_rounds_and_efficiency_is_per_device() -> None:
     }
 
 
-def test_the_table_has_a_row_for_what_was_refused_and_gives_the_reason(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    print_results(made(), 30, Console(width=140))
-    text = capsys.readouterr().out
-    assert "12.0 (10.0 to 30.0)" in text
-    assert "not measured" in text
-    assert "fsdp_tuned on 2: 'users' has sparse gradients" in text
-    assert "75%" in text
-
-
 def measured(*, seconds: list[float], samples: list[Any], peak_bytes: int = 1) -> dict[str, Any]:
     return {"seconds": seconds, "samples": samples, "peak_bytes": peak_bytes, "problem": ""}
 
@@ -118,60 +100,6 @@ def test_a_step_is_as_long_as_on_its_slowest_rank() -> None:
     assert ended == "the data ended before 3 steps were measured"
     unknown = summarize([measured(seconds=[1.0], samples=[None])], 1, 3)
     assert unknown.samples_per_second is None
-
-
-def test_a_run_is_a_fit_without_checkpoints_loggers_and_callbacks() -> None:
-    inputs = arguments(TWO, OPTIONS, "folder")
-    assert inputs[:6] == ["fit", "--debug", "--config", "a.yaml", "--config", "b.yaml"]
-    for option in (
-        "strategy=ddp_tuned",
-        "devices=2",
-        "max_steps=35",
-        "logger=false",
-        "enable_checkpointing=false",
-    ):
-        assert f"--trainer.{option}" in inputs
-    (callbacks,) = (
-        part.partition("=")[2] for part in inputs if part.startswith("--trainer.callbacks=")
-    )
-    assert json.loads(callbacks) == [
-        {
-            "class_path": "lightning_distrec.observe.bench.measures.Measures",
-            "init_args": {"folder": "folder", "warmup_steps": 5, "samples_from": None},
-        }
-    ]
-
-
-def test_a_variant_is_laid_over_the_job_and_keeps_its_own_strategy() -> None:
-    inputs = arguments(
-        Case("half", 2, "half.yaml"),
-        replace(OPTIONS, synthetic=64, devices_by_node=(1, 2)),
-        "folder",
-    )
-    assert inputs[2:8] == ["--config", "a.yaml", "--config", "b.yaml", "--config", "half.yaml"]
-    assert inputs[8:12] == [
-        *("--data", "lightning_distrec.observe.bench.synthetic.SyntheticIds"),
-        *("--data.init_args.batch_size=64", "--data.init_args.ids_per_feature=1"),
-    ]
-    assert {"--trainer.devices=1", "--trainer.num_nodes=2"} <= set(inputs)
-    assert not [option for option in inputs if "strategy" in option]
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        (
-            "Traceback\nlightning_distrec.errors.UnsupportedError: no such thing\n"
-            "lightning_distrec.errors.RankError: rank 1 failed\n",
-            "no such thing",
-        ),
-        ("[rank1]: lightning_distrec.errors.ConfigError: x=1\nRuntimeError: later\n", "x=1"),
-        ("ValueError: first\nRuntimeError: last\n  at exit\n", "RuntimeError: last"),
-        ("", "the run ended with exit code 7"),
-    ],
-)
-def test_the_reason_is_the_error_that_a_run_ended_with(message: str, reason: str) -> None:
-    assert failure_in(message, 7) == reason
 
 
 def test_a_run_that_takes_too_long_is_ended(
@@ -207,40 +135,3 @@ def test_what_cannot_be_is_reported_before_anything_runs(
     monkeypatch.setattr(command, "run_rounds", None)
     assert cli.main(["bench", *REFUSED[message].split()]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_without_matplotlib_nothing_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.yaml").write_text("")
-    monkeypatch.setattr(command, "run_rounds", lambda *_: made()[2:])
-    assert cli.main(["bench", "--config", "a.yaml"]) == 1, "nothing could be measured"
-    assert [path.name for path in Path("bench").iterdir()] == ["results.json"]
-    monkeypatch.setattr(command, "run_rounds", None)
-    monkeypatch.setattr("lightning_distrec.errors.find_spec", lambda name: None)
-    assert cli.main(["bench", "--config", "a.yaml"]) == 2
-    error = capsys.readouterr().err
-    assert "bench, for results.png needs the package matplotlib, which is not installed" in error
-    assert "lightning-distrec[plots]" in error
-
-
-def test_too_few_steps_and_impossible_efficiency_are_doubted() -> None:
-    assert doubts(made(), steps=30) == []
-    assert doubts([*made()[:1], Result(FAILS, [of(FAILS, 10, 2300)])], steps=30) == [], (
-        "it is another strategy"
-    )
-    fast = [*made()[:1], Result(TWO, [of(TWO, 10, 2300)])]
-    assert doubts(fast, steps=19) == [
-        "A median of 19 steps says little: --steps 20 or more.",
-        "Efficiency above 110%: ddp_tuned on 2 (121%). Something slowed down the run on the "
-        "fewest devices, such as "
-        "another program. Measure again with more --steps and --rounds.",
-    ]
-
-
-def test_an_unknown_number_of_samples_is_a_line_that_names_the_option() -> None:
-    problem = "samples per second are not measured: the batch (a str) contains no tensor."
-    rank = measured(seconds=[1.0] * 20, samples=[None] * 20) | {"problem": problem}
-    run = summarize([rank], 1, 20)
-    assert doubts([Result(ONE, [run])], 20) == [f"S{problem[1:]} Here: --samples-from."]

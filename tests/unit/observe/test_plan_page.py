@@ -1,25 +1,17 @@
 """The page of a plan says what the plan holds, at any size, and needs nothing beside it."""
 
 import base64
-import re
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_distrec.errors import MissingPackageError
 from lightning_distrec.observe import plan_pictures
 from lightning_distrec.observe.plan_page import (
     page,
-    write_page,
 )
 from lightning_distrec.observe.plan_pictures import draw_plan
-from lightning_distrec.sharding.planning.report_text import (
-    headline,
-    memory_in_words,
-)
 from lightning_distrec.sharding.planning.sharding_plan import PlanCost, ShardingPlan
 from lightning_distrec.sharding.sharders import QuantizedComms
 from lightning_distrec.sharding.sharding_groups import NodeLayout
@@ -137,25 +129,6 @@ def test_the_page_of_two_ranks_shows_what_they_hold_take_and_send() -> None:
     assert len(read.pictures) == 5
 
 
-def test_without_a_cost_memory_is_what_the_tables_take_and_time_is_reported_to_be_unknown() -> None:
-    read = Read(page(two_ranks(), draw_plan(two_ranks())))
-    assert (
-        "Rank 1, the fullest, fills 52% of its host memory: 528.0 MiB of 1.0 GiB."
-        in read.texts["li"]
-    )
-    assert "The time of a step is not known: the plan was not estimated." in read.texts["li"]
-    assert "estimated time" not in [cell for row in read.rows for cell in row]
-    assert len(read.pictures) == 4
-
-
-def test_tables_that_do_not_fit_are_in_the_headline() -> None:
-    facts = two_ranks(usable_bytes=GIB // 4)
-    assert headline(facts) == "2 tables over 2 ranks: the tables do not fit into memory"
-    assert memory_in_words(facts.memory, "host") == (
-        "Too full: rank 1 would need 528.0 MiB of 256.0 MiB of host memory"
-    )
-
-
 def test_names_and_origins_are_escaped() -> None:
     layout = NodeLayout.equal(1, 1)
     name = "ebc.<script>alert('$x$')</script>&\"t\""
@@ -190,36 +163,6 @@ def test_a_page_of_many_tables_over_many_ranks_tells_ranks_by_quantiles() -> Non
     assert len(read.pictures) == 5
 
 
-def test_the_page_needs_nothing_beside_it() -> None:
-    text = page(two_ranks(), {})
-    assert not re.search(r"https?:|<link|<script|@import|url\(", text)
-    assert "prefers-color-scheme: dark" in text
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_distrec.errors.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"picture of a plan.*lightning-distrec\[plots\]"):
-        draw_plan(two_ranks())
-
-
-def test_a_page_that_cannot_be_finished_leaves_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "folder" / "plan.html"
-    write_page(path, two_ranks(), {})
-    initial = path.read_text()
-
-    def full(path: Path, content: bytes) -> None:
-        path.write_bytes(content[:10])
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("lightning_distrec.atomic_files.write_file", full)
-    with pytest.raises(OSError, match="no space left"):
-        write_page(path, planned_at_random(4, NodeLayout.equal(2, 2), 1), {})
-    assert [file.name for file in path.parent.iterdir()] == ["plan.html"]
-    assert path.read_text() == initial
-
-
 def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     facts = two_ranks(cost=costs([2.0, 3.0], [0.25, 0.75], [0.0, 0.0]), device="cuda")
     axes = plan_pictures._draw_memory(facts).axes[0]
@@ -235,35 +178,3 @@ def test_bars_of_ranks_have_the_heights_of_their_numbers() -> None:
     assert [[bar.get_height() for bar in bars] for bars in axes.containers] == pytest.approx(
         np.full((7, 2), [2 / 7, 3 / 7])
     )
-
-
-def test_many_ranks_are_areas_from_the_fullest_rank_to_the_least_full() -> None:
-    facts = planned_at_random(200, NodeLayout.equal(256, 8), seed=1, cost=True)
-    assert facts.cost is not None
-    axes = plan_pictures._draw_time(facts).axes[0]
-    top = max(area.get_paths()[0].vertices[:, 1].max() for area in axes.collections)
-    assert top == pytest.approx(facts.cost.milliseconds_by_rank.max())
-    outline = axes.collections[-1].get_paths()[0].vertices
-    tops = {}
-    for rank, height in outline:
-        tops[rank] = max(height, tops.get(rank, 0.0))
-    heights = [tops[rank] for rank in range(256)]
-    assert heights == pytest.approx(np.sort(facts.cost.milliseconds_by_rank)[::-1])
-    assert axes.get_xlabel() == "all 256 ranks, sorted"
-
-
-def test_the_matrix_shows_what_nodes_send_each_other() -> None:
-    facts = planned_at_random(30, NodeLayout.equal(16, 4), seed=2)
-    shown = plan_pictures._draw_matrix(facts).axes[0].images[0].get_array()
-    expected = facts.traffic.between_nodes()
-    away = ~np.eye(4, dtype=bool)
-    assert np.asarray(shown)[away] / expected[away] == pytest.approx(
-        np.full(12, float(shown[0, 1]) / expected[0, 1])
-    )
-    assert np.ma.getmaskarray(shown).diagonal().all()
-
-
-def test_a_job_of_many_nodes_of_one_rank_is_drawn() -> None:
-    facts = planned_at_random(3, NodeLayout.equal(64, 1), seed=0)
-    assert all(data.startswith(b"\x89PNG") for data in draw_plan(facts).values())
-    Read(page(facts, {}))

@@ -2,7 +2,6 @@
 trains."""
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor, nn
 from torchrec import (
@@ -12,8 +11,8 @@ from torchrec import (
     EmbeddingConfig,
 )
 
-from lightning_distrec.errors import ConfigError
 from lightning_distrec.observe.bench.synthetic import SyntheticIds
+from tests.support.trainers import one_process_trainer
 
 
 class Kinds(pl.LightningModule):
@@ -44,26 +43,12 @@ class Kinds(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-class NoTables(Kinds):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = self.bag = self.sequences = nn.Identity()  # type: ignore[assignment]
-
-    def configure_model(self) -> None:
-        pass
-
-
-def _trainer() -> pl.Trainer:
-    options = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    return pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=10, enable_progress_bar=False, **options
-    )
-
-
 def test_every_kind_of_table_is_looked_up_and_nothing_else_trains() -> None:
     model = Kinds()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    _trainer().fit(model, datamodule=SyntheticIds(batch_size=16, ids_per_feature=2))
+    one_process_trainer(max_epochs=-1, max_steps=10).fit(
+        model, datamodule=SyntheticIds(batch_size=16, ids_per_feature=2)
+    )
     after = dict(model.named_parameters())
     changed = {name: int((after[name] != values).any(-1).sum()) for name, values in before.items()}
     assert changed["layer.weight"] == changed["layer.bias"] == 0
@@ -72,10 +57,3 @@ def test_every_kind_of_table_is_looked_up_and_nothing_else_trains() -> None:
         changed[f"{name}.weight"] > 15 for name in ("rows", "bag", "sequences.embeddings.s")
     ), changed
     assert all(parameter.grad is not None for name, parameter in after.items() if "bags" in name)
-
-
-def test_a_module_without_tables_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="--synthetic: NoTables has no embedding tables to look ids up in"
-    ):
-        _trainer().fit(NoTables(), datamodule=SyntheticIds(batch_size=16))

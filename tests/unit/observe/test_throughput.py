@@ -20,15 +20,7 @@ from lightning_distrec.errors import ConfigError
 from lightning_distrec.observe import steps
 from lightning_distrec.observe.throughput import SampleCounter
 from lightning_distrec.spans import BACKWARD, FORWARD, WAIT_DATA, WAIT_OUTPUT_DIST, emit, span
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "enable_checkpointing": False,
-    "enable_model_summary": False,
-    "enable_progress_bar": False,
-    "num_sanity_val_steps": 0,
-}
+from tests.support.trainers import one_process_trainer
 
 
 class Job(pl.LightningModule):
@@ -106,7 +98,7 @@ def test_the_loggers_get_samples_per_second_and_the_split_of_a_step(
     for tells in (True, False):
         model, folder = Job(sleep, tells), tmp_path / str(tells)
         options = {"logger": CSVLogger(folder), "callbacks": Throughput(), "log_every_n_steps": 2}
-        pl.Trainer(**QUIET, **options).fit(model, loader(5))
+        one_process_trainer(**options).fit(model, loader(5))
         rows = read(folder)
         assert [row.pop("step") for row in rows] == [1, 3]
         expected = {"samples_per_second": 0.5, "step_ms": 10_000}
@@ -127,28 +119,12 @@ def test_validation_and_what_passes_between_epochs_are_in_no_step(
     sleep: Callable[[float], None],
 ) -> None:
     callback = Throughput()
-    trainer = pl.Trainer(
-        **QUIET | {"max_epochs": 3}, logger=False, callbacks=callback, val_check_interval=1
+    trainer = one_process_trainer(
+        max_epochs=3, callbacks=callback, val_check_interval=1, num_sanity_val_steps=0
     )
     trainer.fit(Job(sleep), loader(4), loader(2))
     assert callback.numbers["throughput/step_ms"] == pytest.approx(10_000)
     assert callback.numbers["throughput/forward_ms"] == pytest.approx(1000)
-
-
-def test_where_batches_are_accumulated_each_step_is_logged_once(
-    sleep: Callable[[float], None], tmp_path: Path
-) -> None:
-    trainer = pl.Trainer(
-        **QUIET,
-        logger=CSVLogger(tmp_path),
-        callbacks=Throughput(),
-        accumulate_grad_batches=2,
-        log_every_n_steps=1,
-    )
-    trainer.fit(Job(sleep), loader(4))
-    rows = read(tmp_path)
-    assert [row["step"] for row in rows] == [0, 1]
-    assert rows[1]["throughput/step_ms"] == pytest.approx(10_000)  # of a batch
 
 
 def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_over(
@@ -158,9 +134,9 @@ def test_a_failed_fit_leaves_no_listener_and_a_second_fit_starts_over(
     broken = Job(sleep)
     broken.on_before_zero_grad = lambda optimizer: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(ZeroDivisionError):
-        pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(broken, loader(2))
+        one_process_trainer(callbacks=callback).fit(broken, loader(2))
     assert spans._subscribers == []
-    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(Job(sleep), loader(1))
+    one_process_trainer(callbacks=callback).fit(Job(sleep), loader(1))
     assert callback.numbers["throughput/step_ms"] == pytest.approx(10_000)
     assert spans._subscribers == []
 
@@ -196,22 +172,6 @@ def test_samples_of_a_batch_are_counted(batch: Any, path: str | None, samples: i
     assert SampleCounter(path).count(batch) == samples
 
 
-def test_a_batch_that_does_not_tell_its_samples_is_warned_about_once(
-    sleep: Callable[[float], None], recwarn: pytest.WarningsRecorder
-) -> None:
-    callback = Throughput()
-    model = Job(sleep)
-    model.layer.forward = lambda batch: next(model.layer.parameters())  # type: ignore[method-assign]
-    pl.Trainer(**QUIET, logger=False, callbacks=callback).fit(
-        model, DataLoader(["text"] * 3, batch_size=None)
-    )
-    warned = [str(w.message) for w in recwarn if "Throughput" in str(w.message)]
-    assert len(warned) == 1
-    assert "samples per second are not measured: the batch (a str) contains no tensor" in warned[0]
-    assert "throughput/samples_per_second" not in callback.numbers
-    assert model.bar == [None] * 3
-
-
 def test_ragged_ids_do_not_count_as_samples_where_the_loader_has_a_batch_size() -> None:
     batches = [
         {"ids": torch.ones(size * 9), "lengths": torch.ones(2 * size), "label": torch.ones(size)}
@@ -224,16 +184,6 @@ def test_ragged_ids_do_not_count_as_samples_where_the_loader_has_a_batch_size() 
     assert [counter.count(batch) for batch in batches] == [4, 3]
     counter.start(DataLoader([0], batch_size=None), SimpleNamespace(batch_size=4))
     assert [counter.count(batch) for batch in batches] == [4, 3]
-
-
-def test_tensors_of_unequal_first_dims_without_a_batch_size_are_warned_about() -> None:
-    counter = SampleCounter(source="Throughput")
-    counter.start(DataLoader([0], batch_size=None))
-    with pytest.warns(
-        UserWarning,
-        match=r"Throughput: .* dict of ids, label\) have different first dims, \[4, 9\]",
-    ):
-        assert counter.count({"ids": torch.ones(9), "label": torch.ones(4)}) is None
 
 
 def test_a_place_that_the_batch_does_not_have_is_refused_with_a_suggestion() -> None:

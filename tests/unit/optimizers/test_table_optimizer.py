@@ -8,7 +8,6 @@ import pytest
 import torch
 from jsonargparse import Namespace
 from torch import nn
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_distrec import TableOptions, TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, OptimizerError
@@ -22,14 +21,6 @@ PLATEAU = {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}
 
 def _adagrad(**extra: Any) -> dict[str, Any]:
     return {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.02}, **extra}
-
-
-def test_a_class_path_may_be_a_name_and_arguments_may_stand_beside_it() -> None:
-    made = parse_table_optimizer("table_optimizer", {"class_path": "RowWiseAdagrad", "lr": 0.3})
-    assert (made.kind, made.arguments) == (RowWiseAdagrad, {"lr": 0.3})
-    assert parse_table_optimizer("x", _adagrad(lr=0.5)) == parse_table_optimizer(
-        "x", {"class_path": "Adagrad", "lr": 0.5}
-    )
 
 
 def test_what_the_command_line_makes_of_a_scheduler_is_taken() -> None:

@@ -1,29 +1,22 @@
 """Where a chain is split, and what absent tensors do, on one process."""
 
 import re
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 
-from lightning_distrec import PipelineParallelStrategy
 from lightning_distrec.errors import ConfigError, DistRecError, UnsupportedError
 from lightning_distrec.pipeline.absent_tensors import absent_parameter, is_absent
 from lightning_distrec.pipeline.chain import (
     StageOptions,
     balance_stages,
     find_chain,
-    pipeline_ranks,
     split_chain,
 )
-from lightning_distrec.pipeline.placement import describe_layout
 from lightning_distrec.pipeline.step_over_chain import (
     enter_chain,
-    leave_chain,
     split_batch,
 )
 from tests.support.chain_models import Flat, Sequence, Transformer
@@ -44,33 +37,6 @@ def test_the_largest_stage_is_as_small_as_possible(
     costs: list[int], num_stages: int, begins: tuple[int, ...]
 ) -> None:
     assert balance_stages(costs, num_stages) == begins
-
-
-def test_weights_before_the_chain_are_the_first_stage_s_and_those_after_it_the_last_s() -> None:
-    layout = split_chain(Transformer(), StageOptions(), 4)
-    assert layout.begins == (0, 1, 2, 3)
-    assert (layout.stage_by_name["lift.weight"], layout.stage_by_name["places"]) == (0, 0)
-    assert (layout.stage_by_name["norm.weight"], layout.stage_by_name["head.bias"]) == (3, 3)
-    assert layout.stage_by_name["blocks.2.linear1.weight"] == 2
-    moved = split_chain(
-        Transformer(), StageOptions(last_stage=("places",), first_stage=("head",)), 2
-    )
-    assert [moved.stage_by_name[name] for name in ("places", "head.bias", "norm.bias")] == [1, 0, 1]
-
-
-def test_the_log_says_what_each_stage_has() -> None:
-    options = StageOptions(microbatches=2)
-    model = Sequence()
-    assert describe_layout(split_chain(model, options, 2), model, options) == (
-        "pipeline_parallel: 'model' in 2 stages, gpipe, 2 micro-batches: stage 0 has blocks 0 to "
-        "3, weights of "
-        "2.4 KiB; stage 1 has blocks 4 to 6, weights of 836 B."
-    )
-
-
-def test_split_points_are_paths_of_blocks() -> None:
-    options = StageOptions(split=["model.4", "model.2"])
-    assert split_chain(Sequence(), options, 3).begins == (0, 2, 4)
 
 
 class Tied(Transformer):
@@ -198,46 +164,3 @@ def test_a_step_that_is_not_a_chain_is_refused(forward: Any, words: str) -> None
     with pytest.raises(UnsupportedError, match=words):
         enter_chain(chain, lambda: forward(model, torch.ones(2, 12)))
     assert model(torch.ones(2, 12)).shape == (2, 1)
-
-
-def test_a_chain_that_is_called_twice_is_refused() -> None:
-    model = Sequence()
-    chain = find_chain(model, "auto")
-    with pytest.raises(
-        UnsupportedError, match=r"calls 'model\.0' where block 7 of 'model' is next"
-    ):
-        leave_chain(
-            chain, lambda: model(torch.ones(2, 12)) + model(torch.ones(2, 12)), torch.ones(2, 1)
-        )
-
-
-def test_a_step_ends_with_the_chain_and_begins_with_its_output() -> None:
-    model = Sequence()
-    chain = find_chain(model, "auto")
-    entry = enter_chain(
-        chain, lambda: model(torch.ones(2, 12) * 2) + pytest.fail("the step went on")
-    )
-    assert torch.equal(entry.value, torch.full((2, 12), 2.0))
-    left = leave_chain(chain, lambda: model(torch.ones(2, 12)) + 1, torch.ones(2, 1))
-    assert left.tolist() == [[2.0], [2.0]]
-
-
-def test_stages_on_gpus_do_not_exchange_by_gloo() -> None:
-    strategy = PipelineParallelStrategy(process_group_backend="gloo")
-    strategy.parallel_devices = [torch.device("cuda", 0)]
-    strategy.cluster_environment = LightningEnvironment()
-    with pytest.raises(
-        ConfigError, match="sends between stages from the host's memory only. Leave it out"
-    ):
-        strategy.setup_environment()
-
-
-def test_only_its_members_make_a_group_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **__: (None, None))
-    monkeypatch.setattr(
-        dist, "new_group", lambda ranks, *_, **options: made.append({"ranks": ranks, **options})
-    )
-    monkeypatch.setattr("lightning_distrec.pipeline.chain.Consensus", lambda *_: None)
-    pipeline_ranks(StageOptions(stages=2), 1, 4, timedelta(seconds=1))
-    assert made == [{"ranks": [1, 3], "use_local_synchronization": True}]

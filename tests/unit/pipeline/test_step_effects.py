@@ -3,7 +3,6 @@ may lack."""
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_distrec.pipeline.pipelined_module import TOLERANCE, close_enough
 from lightning_distrec.pipeline.step_effects import (
-    LoggedValues,
     StepDraws,
     on_host,
     to_device,
@@ -64,21 +62,6 @@ def test_tensors_of_a_device_come_to_the_host_in_one_copy() -> None:
     ]
     assert copies.number == 1
     assert torch.equal(on_host(plain), plain)
-
-
-def test_what_is_logged_on_every_rank_is_on_the_modules_device() -> None:
-    module = pl.LightningModule()
-    module._device = torch.device("meta")
-    logged = LoggedValues(module)
-    with logged.recorded() as calls:
-        module.log("loss", torch.tensor(2.0), sync_dist=True)
-        module.log("size", 3)
-    means = logged.mean_calls([calls, calls])
-    assert [float(call["value"]) for call in means] == [2.0, 3.0]
-    with logged.recorded() as repeated:
-        logged.repeat(means)
-    assert [call["value"].device.type for call in repeated] == ["meta", "meta"]
-    assert repeated[0]["sync_dist"] is True
 
 
 def test_a_draw_on_a_gpu_counts_as_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError
-from tests.support.click_model import NO_OUTPUT
+from tests.support.trainers import one_process_trainer
 
 READS: dict[str, Any] = {
     "global_step": lambda module: module.global_step,
@@ -45,14 +45,9 @@ class Hooked(pl.LightningModule):
 
 
 def _fit(hook: str, read: str, depth: int) -> list[int]:
-    options = NO_OUTPUT | {"accelerator": "cpu", "devices": 1, "max_epochs": 2}
     strategy = TorchRecShardedStrategy(convert_embeddings="all", prefetch={"depth": depth})
-    trainer, data = (
-        pl.Trainer(strategy=strategy, **options),
-        DataLoader(torch.arange(12), batch_size=4),
-    )
-    module = Hooked(hook, read)
-    trainer.fit(module, data, data)
+    module, data = Hooked(hook, read), DataLoader(torch.arange(12), batch_size=4)  # type: ignore[arg-type]
+    one_process_trainer(strategy, max_epochs=2).fit(module, data, data)
     return module.epochs
 
 

@@ -4,8 +4,7 @@ the loader for one that can."""
 import io
 import warnings
 from collections.abc import Callable, Iterator
-from copy import copy, deepcopy
-from inspect import getattr_static
+from copy import copy
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -24,13 +22,12 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     WeightedRandomSampler,
 )
 
-from lightning_distrec.prefetch.even_batches import ShortenedLoader, even
+from lightning_distrec.prefetch.even_batches import even
 from lightning_distrec.prefetch.position import (
     PositionedLoader,
     State,
@@ -40,7 +37,7 @@ from lightning_distrec.prefetch.position import (
     rescale,
     resumable,
 )
-from tests.support.click_model import NO_OUTPUT
+from tests.support.trainers import one_process_trainer
 
 Batches = list[list[int]]
 
@@ -432,40 +429,6 @@ def test_a_position_that_cannot_be_used_is_reported_and_the_epoch_starts_over(na
         assert rescale(state["batches"] - 1, state, num_ranks, 2) == -1
 
 
-def test_workers_that_were_begun_before_are_reported():
-    messages: list[str] = []
-    loader = DataLoader(Numbers(10), 2, num_workers=1, persistent_workers=True)
-    state = _state_after(DataLoader(Numbers(10), 2), 2)
-    whole = _all_of(loader)
-    wrapped = _wrapped(loader, say=messages.append)
-    assert _resumed(wrapped, state) == whole
-    assert wrapped.state_dict()["batches"] == len(whole)
-    assert len(messages) == 1
-    assert "DataLoader started its workers before" in messages[0]
-
-
-def test_a_position_is_used_once_and_reported_until_then():
-    state = _state_after(_dealt(12, 1, 0, 2, shuffle=False), 4)
-    wrapped = _wrapped(_dealt(12, 1, 0, 2, shuffle=False))
-    wrapped.load_state_dict(state)
-    assert wrapped.state_dict()["batches"] == 4
-    iterator = iter(wrapped)
-    assert wrapped.state_dict()["batches"] == 4
-    assert next(iterator).tolist() == [8, 9]
-    assert wrapped.state_dict()["batches"] == 5
-    assert len(_all_of(wrapped)) == len(wrapped) == 6
-    assert wrapped.state_dict()["samples"] == 12
-
-
-def test_looking_at_a_batch_does_not_move_the_position_of_the_loop():
-    wrapped = _wrapped(DataLoader(Numbers(12), 2, shuffle=True))
-    iterator = iter(wrapped)
-    list(islice(iterator, 3))
-    next(iter(wrapped))
-    next(iterator)
-    assert wrapped.state_dict()["batches"] == 4
-
-
 def test_a_position_of_another_epoch_is_not_used():
     # say, Trainer(limit_train_batches=2) ended the epoch
     state = _state_after(_dealt(12, 2, 0, 2, epoch=1), 2)
@@ -494,66 +457,6 @@ def test_the_epoch_may_be_set_after_the_loader_was_begun(num_workers):
         assert [batch.tolist() for batch in iterator] == expected
 
 
-def test_the_seed_of_a_saved_epoch_is_kept():
-    plain = _all_of(_dealt(12, 2, 0, 2, seed=5))
-    assert (
-        _resumed(
-            _wrapped(_dealt(12, 2, 0, 2, seed=6)), _state_after(_dealt(12, 2, 0, 2, seed=5), 1)
-        )
-        == plain[1:]
-    )
-
-
-class Stream(IterableDataset[int]):
-    """No samples to choose from, though it says how many."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
-class Endless(Sampler[int]):
-    """A sampler that does not say how long it is."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
-class Resumable(DataLoader[int]):
-    """A loader with a state of its own."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        [1, 2],
-        DataLoader(Stream()),
-        DataLoader(Numbers(4), sampler=Endless()),
-        Resumable(Numbers(4)),
-        ShortenedLoader(Resumable(Numbers(4)), 2),
-    ],
-    ids=["list", "stream", "without a length", "with a state", "with a state, shortened"],
-)
-def test_other_loaders_are_left_as_they_are(loader):
-    assert resumable(loader, 0, 1, _never) is loader
-
-
-@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
-def test_a_shortened_loader_shows_the_state_of_its_loader_and_no_other(name):
-    # As isinstance with Lightning's protocol of stateful objects looks for it, from Python 3.12 on.
-    assert getattr_static(ShortenedLoader(Resumable(Numbers(4)), 2), name, None) is not None
-    assert getattr_static(ShortenedLoader(DataLoader(Numbers(4)), 2), name, None) is None
-    assert isinstance(ShortenedLoader(Resumable(Numbers(4)), 2), _Stateful)
-
-
 class TwoRanks:
     """Ranks for `even`: the other one has 3 batches."""
 
@@ -562,7 +465,7 @@ class TwoRanks:
     def all_reduce_min(self, value: int) -> int:
         return value
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any, activity: str = "") -> list[Any]:
         return [value, (3, True)]
 
 
@@ -603,10 +506,8 @@ def _fit(
     module = options.pop("module", Recorder)()
     module.train_dataloader = make
     has_callbacks = "callbacks" in options
-    trainer = pl.Trainer(
-        **NO_OUTPUT
-        | {"accelerator": "cpu", "max_epochs": 3, "enable_checkpointing": has_callbacks},
-        **options,
+    trainer = one_process_trainer(
+        **{"max_epochs": 3, "enable_checkpointing": has_callbacks} | options
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*not resumable.*")
@@ -656,44 +557,6 @@ def test_a_fit_on_other_ranks_ends_the_epoch_after_its_rest(tmp_path, num_ranks,
         loader.sampler.set_epoch(2)
         expected = [(1, first + i, batch) for i, batch in enumerate(remaining)]
         assert seen == expected + [(2, i, batch) for i, batch in enumerate(_all_of(loader))]
-
-
-def test_counts_of_several_loaders_follow_the_longest(tmp_path):
-    num_trained = 4
-
-    def make(num_ranks: int) -> Any:
-        return {
-            name: _wrapped(_dealt(length, num_ranks, 0, 2))
-            for name, length in (("a", 10), ("b", 20))
-        }
-
-    class Pairs(Recorder):
-        """Is trained on batches of two loaders; the shorter one begins again when it ends."""
-
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            return super().training_step(torch.cat([batch["a"], batch["b"]]), batch_idx)
-
-    _fit(lambda: make(2), seed=1, callbacks=_every_step(tmp_path), module=Pairs)
-    _move(tmp_path / f"step{num_trained}.ckpt", 1)
-    seen = _fit(
-        lambda: make(1), seed=2, ckpt_path=tmp_path / f"step{num_trained}.ckpt", module=Pairs
-    )
-    indices = [step[:2] for step in seen]
-    assert indices == [(0, i) for i in range(2 * num_trained, 10)] + [
-        (epoch, i) for epoch in (1, 2) for i in range(10)
-    ]
-
-
-def test_loaders_of_other_kinds_are_not_moved():
-    counts = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
-    fit_loop = {
-        "state_dict": {"combined_loader": [{"_snapshot": 1}]},
-        "epoch_progress": {"current": counts, "total": counts},
-        "epoch_loop.batch_progress": {"current": {"ready": 3}, "is_last_batch": False},
-    }
-    original = deepcopy(fit_loop)
-    adapt_progress(fit_loop, 3)
-    assert fit_loop == original
 
 
 @pytest.mark.parametrize(("name", "failed"), [("shuffled", 6), ("dealt", 2), ("dealt", 9)])

@@ -18,10 +18,8 @@ from lightning_distrec.prefetch.sources import (
     BatchRoots,
     ConstantSource,
     LookupCall,
-    PathSource,
     are_unwritten,
     is_same_input,
-    path_text,
     versions,
 )
 from lightning_distrec.recorded_step import LateWeights
@@ -285,28 +283,6 @@ def test_a_call_with_several_arguments_is_built_from_another_batch(offsets: str,
     for argument, expected in zip(actual, arguments(other), strict=True):
         assert is_same_input(expected, argument)
         assert (argument is None) == (expected is None)
-
-
-def test_a_view_of_another_number_of_columns_is_refused() -> None:
-    batch = {"x": _ids(5, 1, 6)}
-    views: list[Expression] = [lambda x: x[:, 4], lambda x: x[:, 1:-1], lambda x: x.view(-1, 3)]
-    for view in views:
-        source = _source(batch, view(batch["x"]))
-        for num_columns in (2, 3, 7):
-            with pytest.raises(ValueError, match="in place of"):
-                source.get(BatchRoots({"x": _ids(5, 2, num_columns)}))
-        with pytest.raises(KeyError):
-            source.get(BatchRoots({"z": batch["x"]}))
-
-
-def test_what_the_module_declares_is_found_beside_the_batch() -> None:
-    declared = {"hashed": _ids(5, 1)}
-    objects = BatchObjects(BatchRoots(_batch(5, 10), declared))
-    source = objects.source_of(declared["hashed"])
-    assert isinstance(source, PathSource)
-    assert path_text(source.path) == "sparse_inputs(batch)['hashed']"
-    later = {"hashed": _ids(4, 2)}
-    assert source.get(BatchRoots(_batch(4, 20), later)) is later["hashed"]
 
 
 def test_writes_in_place_after_the_stamp_are_noticed() -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_distrec import TunedDDPStrategy
-from tests.support.click_model import NO_OUTPUT
+from tests.support.trainers import one_process_trainer
 
 
 class Named(DataLoader[Any]):
@@ -43,13 +43,7 @@ class Looks(pl.Callback):
 @pytest.mark.parametrize("dataset", [torch.ones(3, 32), Stream()])
 def test_callbacks_find_a_loader_of_the_users_class(dataset: Any) -> None:
     looks, loader = Looks(), Named(dataset)
-    options = NO_OUTPUT | {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "limit_val_batches": 0,
-    }
-    trainer = pl.Trainer(strategy=TunedDDPStrategy(), callbacks=[looks], **options)
+    trainer = one_process_trainer(TunedDDPStrategy(), callbacks=[looks], limit_val_batches=0)
     trainer.fit(BoringModel(), loader)
     assert looks.seen == (True, True, 1, "changed")
     assert trainer.global_step == 3

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec.errors import ConfigError, IdsError
 from lightning_distrec.retrieval import (
@@ -79,22 +78,6 @@ def test_a_batch_without_targets_has_the_loss_of_torch() -> None:
     assert softmax_loss(queries, table, targets * 0 - 100, reduction="sum") == 0
 
 
-def test_a_table_of_a_bag_collection_has_a_loss_too() -> None:
-    table, queries, targets = _tensors(3)
-    config = EmbeddingBagConfig(
-        name="item", num_embeddings=ROWS, embedding_dim=DIM, feature_names=["f"]
-    )
-    bags = EmbeddingBagCollection(tables=[config])
-    bags.embedding_bags["item"].weight.data.copy_(table.weight.data)
-    expected = softmax_loss(queries, table, targets)
-    assert softmax_loss(queries, (bags, "item"), targets) == expected
-    assert softmax_loss(queries, bags.embedding_bags["item"], targets) == expected
-    with pytest.raises(ConfigError, match="sampled_softmax_loss looks up rows"):
-        sampled_softmax_loss(queries, (bags, "item"), targets, num_negatives=2, step=0)
-    with pytest.raises(ConfigError, match="no table 'itm'; did you mean 'item'"):
-        softmax_loss(queries, (bags, "itm"), targets)
-
-
 def test_bad_input_is_refused() -> None:
     table, queries, targets = _tensors(3)
     with pytest.raises(IdsError, match="softmax_loss: .*target 40 is no row of 'Embedding'"):
@@ -151,9 +134,3 @@ def test_frequencies_follow_batches_and_stay_in_evaluation() -> None:
     before = frequency.eval()(torch.tensor([1, 2])).exp()
     assert before.tolist() == pytest.approx([2.0, 0.25], rel=0.1)
     assert torch.equal(frequency(torch.tensor([1, 2])).exp(), before)
-
-
-def test_what_are_no_counts_is_refused() -> None:
-    for counts in ([[1, 2]], [1, -1], [0, 0], [1.0, float("nan")]):
-        with pytest.raises(ConfigError, match=r"by_frequency: counts .* must be \(num_rows,\)"):
-            by_frequency(torch.tensor(counts))

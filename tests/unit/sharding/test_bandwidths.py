@@ -2,12 +2,10 @@
 torchrec."""
 
 import pytest
-from torchrec.distributed.planner import constants
 
 from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.planning.bandwidths import (
-    DEFAULTS,
     NAMES,
     AssumedBandwidths,
     Bandwidth,
@@ -18,13 +16,15 @@ from lightning_distrec.sharding.planning.table_options import PlanningOptions
 ENVIRONMENT = {"INTRA_NODE_BANDWIDTH": "100GB/s", "CROSS_NODE_BANDWIDTH": "12500000000"}
 
 
-def assumed(inputs: object, environment: dict[str, str] | None = None) -> AssumedBandwidths:
+def assumed(
+    inputs: object, environment: dict[str, str] | None = None, device: str = "cuda"
+) -> AssumedBandwidths:
     """Return what is believed where every measurement says 1 byte per second."""
     request = bandwidth_request(inputs, environment or {})  # type: ignore[arg-type]
     measured = {
         name: Bandwidth(bytes_per_second=1.0, origin="measured") for name in request.to_measure
     }
-    return request.with_measured(measured)
+    return request.with_measured(measured, device)
 
 
 def said(bandwidths: AssumedBandwidths) -> dict[str, tuple[float, str]]:
@@ -35,19 +35,20 @@ def said(bandwidths: AssumedBandwidths) -> dict[str, tuple[float, str]]:
     }
 
 
-def test_without_a_word_torchrecs_defaults_are_believed_in_bytes_per_second() -> None:
-    actual = said(assumed(None))
-    assert actual["intra_node"] == (600 * 2**30, "torchrec's default")
-    assert actual["cross_node"] == (12.5 * 2**30, "torchrec's default")
-    assert assumed(None).host_memory.bytes_per_millisecond == constants.DDR_MEM_BW
-    assert {name: number for name, (number, _) in actual.items()} == DEFAULTS
-
-
 def test_an_argument_stands_above_the_environment_and_that_above_torchrec() -> None:
     actual = said(assumed({"intra_node": "25GB/s"}, ENVIRONMENT))
     assert actual["intra_node"] == (25e9, "argument")
     assert actual["cross_node"] == (12.5e9, "environment CROSS_NODE_BANDWIDTH")
     assert actual["host_memory"][1] == "torchrec's default"
+
+
+def test_ranks_on_cpus_are_not_assumed_to_have_links_of_gpus() -> None:
+    on_cpus, on_gpus = said(assumed(None, device="cpu")), said(assumed(None))
+    for name in ("intra_node", "cross_node"):
+        assert on_cpus[name] == (1e9, "assumed of gloo")
+        assert on_gpus[name][0] > 10 * on_cpus[name][0]
+    assert on_cpus["host_memory"] == on_gpus["host_memory"]
+    assert said(assumed({"cross_node": "5GB/s"}, device="cpu"))["cross_node"] == (5e9, "argument")
 
 
 @pytest.mark.parametrize(
@@ -65,19 +66,6 @@ def test_a_number_that_no_network_has_is_torcheasyrecs(
     number, origin = said(assumed(None, {variable: text}))[name]
     assert number == pytest.approx(bytes_per_second)
     assert ("read as bytes per millisecond" in origin) == (number > 1e9)
-
-
-def test_measure_asks_for_what_neither_argument_nor_environment_gives() -> None:
-    request = bandwidth_request("measure", ENVIRONMENT)
-    assert request.to_measure == ("device_memory", "host_memory", "host_to_device")
-    assert said(assumed("measure", ENVIRONMENT))["host_memory"] == (1.0, "measured")
-
-
-def test_a_variable_that_is_no_bandwidth_is_reported_by_name() -> None:
-    with pytest.raises(
-        ConfigError, match="the environment's CROSS_NODE_BANDWIDTH='25 GBs': A bandwidth above 0"
-    ):
-        bandwidth_request(None, {"CROSS_NODE_BANDWIDTH": "25 GBs"})
 
 
 @pytest.mark.parametrize(

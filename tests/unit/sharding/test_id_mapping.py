@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_distrec.errors import ConfigError
 from lightning_distrec.sharding.mapping import id_mapping
-from lightning_distrec.sharding.mapping.id_mapping import IdMapping, mixed
+from lightning_distrec.sharding.mapping.id_mapping import IdMapping
 from lightning_distrec.sharding.mapping.spec import MappingSpec, dynamic_spec, spec_of, specs_of
 from lightning_distrec.sharding.mapping.state import load_into
 from lightning_distrec.sharding.tables import find_tables
@@ -110,18 +110,6 @@ def test_rows_that_a_checkpoint_frees_are_given_again() -> None:
     assert sorted(mapping.find(torch.arange(100, 107)).tolist()) == list(range(7))
 
 
-def test_buckets_depend_on_the_rows_alone_and_rows_fill_them() -> None:
-    actual = {rows: dynamic_spec(rows, None, "lru", 1) for rows in (3, 100, 20_000, 10_000_000)}
-    assert {rows: (spec.num_buckets, spec.num_rows) for rows, spec in actual.items()} == {
-        3: (2, 4),
-        100: (12, 108),
-        20_000: (120, 20_040),
-        10_000_000: (20_160, 10_019_520),
-    }
-    assert actual[10_000_000].buckets_obstacle(64) == ""
-    assert "set buckets" in actual[100].buckets_obstacle(5).lower()
-
-
 def test_what_torchrec_maps_in_another_way_says_so() -> None:
     assert specs_of(ManagedModel().mc)["users"].num_buckets == BUCKETS  # type: ignore[index]
     model = ManagedModel()
@@ -129,17 +117,6 @@ def test_what_torchrec_maps_in_another_way_says_so() -> None:
     assert "return_remapped_features=True" in str(specs_of(model.mc))
     assert "Linear may map ids in another way" in str(spec_of(torch.nn.Linear(1, 1), "users"))
     assert "makes it read-only" in str(spec_of(hash_zch("users"), "users_readonly"))
-
-
-def test_ids_with_structure_are_spread_evenly_and_stay_different() -> None:
-    numbers = torch.arange(36_000)
-    for ids in (numbers, numbers * 2**40, numbers * 720, numbers + 2**63 - 36_000):
-        actual = mixed(ids)
-        assert actual.unique().numel() == 36_000
-        assert int(actual.min()) >= 0
-        counts = torch.bincount(actual % 720, minlength=720)
-        assert int(counts.min()) > 15
-        assert int(counts.max()) < 100
 
 
 def test_a_feature_of_two_tables_is_mapped_for_both_or_for_none() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from lightning_distrec._compat.torchrec_modules import MCH_IDS, MCH_ROWS, MCH_SEGMENTS
@@ -26,6 +27,13 @@ def _mapping(
     spec = spec_of(module, "users")
     assert isinstance(spec, MchSpec)
     return MchMapping(spec, first_bucket, num_buckets, device, module)
+
+
+def _full(mapping: MchMapping) -> dict[str, Tensor]:
+    return {
+        key: value.chunks[0].tensor if isinstance(value, ChunkedTensor) else value
+        for key, value in mapping.state().items()
+    }
 
 
 def _bucket_ids(bucket: int, *numbers: int) -> Tensor:
@@ -56,14 +64,45 @@ def test_rows_that_wait_for_the_optimizer_are_not_taken() -> None:
     assert sorted(mapping.find(_bucket_ids(1, 1, 2, 3)).tolist()) == [remaining, 7, 7]
 
 
+class _Searches(TorchDispatchMode):
+    """Counts the searches among all ids of a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        is_search = function is torch.ops.aten.searchsorted.Tensor
+        self.number += is_search and args[0].numel() == ROWS["users"]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("buckets", [1, BUCKETS])
+def test_a_lookup_in_training_searches_once_for_what_another_search_finds(buckets: int) -> None:
+    mapping = _mapping(interval=3, policy="lru", buckets=buckets, num_buckets=buckets)
+    before = _full(mapping)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        ids = torch.randint(0, 60, (40,), generator=draw)
+        with _Searches() as searches:
+            learn(mapping, ids)
+            rows = mapping.find(ids)
+        assert searches.number == 1
+        assert torch.equal(rows, mapping.find(ids.clone()))
+        mapping.optimizer_stepped()
+    assert mapping.counts.evicted > 5
+    learn(mapping, ids)
+    assert mapping.load(before) == ""
+    last_rows = mapping.spec.bucket_rows - 1
+    assert set((mapping.find(ids) % mapping.spec.bucket_rows).tolist()) == {last_rows}, (
+        "the rows from before the state was loaded"
+    )
+
+
 def test_a_state_loads_in_parts_and_one_of_other_buckets_is_refused() -> None:
     whole, ids = _mapping(interval=1), torch.arange(100)
     learn(whole, ids)
-    state = whole.state()
-    full = {
-        key: value.chunks[0].tensor if isinstance(value, ChunkedTensor) else value
-        for key, value in state.items()
-    }
+    state, full = whole.state(), _full(whole)
     order = torch.randperm(ROWS["users"])
     mixed = {
         key: value[order] if len(value) == ROWS["users"] else value for key, value in full.items()
@@ -123,4 +162,4 @@ def test_the_host_waits_where_torchrecs_code_does_only(policy: str) -> None:
             mapping.learn(numbers)
         assert len(found.waits) == (num_buckets * torchrec_waits if numbers else 0), found.waits
         mapping.optimizer_stepped()
-        mapping.find(ids)
+        mapping.find(ids.view(-1))

@@ -103,20 +103,6 @@ def test_draws_of_one_block_are_those_of_a_weight_with_rows(name: str) -> None:
     assert bool((_in_blocks(actual, 5)[2] == 0).all()) == (name == "nothing")
 
 
-class Uniform(nn.Embedding):
-    """Draws in its own way."""
-
-    def reset_parameters(self) -> None:
-        nn.init.uniform_(self.weight, 4, 5)
-        self._fill_padding_idx_with_zero()
-
-
-def test_a_modules_own_reset_parameters_draws_its_rows() -> None:
-    rows = _in_blocks(_embedding(Uniform, padding_idx=0).weight, 7)
-    assert not rows[0].any()
-    assert rows[1:].min() >= 4
-
-
 def _write_a_constant(weight: Any) -> Any:
     weight.data.fill_(3.0)
     weight.data[2].mul_(2)
@@ -186,16 +172,6 @@ def test_copies_hooks_and_new_data_give_a_weight_its_rows_and_pickles_none() -> 
     assert torch.equal(_in_blocks(restored.weight, 4), expected)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         _embedding().weight.zero_()
-
-
-def test_another_parameter_of_a_weights_data_shares_the_rows() -> None:
-    module = _embedding(padding_idx=5)
-    weight = _write_a_constant(module.weight)
-    with pytest.warns(UserWarning, match=r"'nn\.Parameter' needs all of its rows"):
-        other = nn.Parameter(weight.data[3:5])
-    other.data.zero_()
-    assert not module.weight[3:5].any(), "one memory"
-    assert bool((module.weight[1] == 3).all())
 
 
 def test_a_buffer_that_is_a_view_gives_the_weight_its_rows_and_a_late_view_is_refused() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_distrec import TorchRecShardedStrategy
 from lightning_distrec.errors import ConfigError, ShardingError
 from lightning_distrec.sharding.plain_embeddings import Conversion
 from lightning_distrec.sharding.tables import FoundTables, find_tables
@@ -38,20 +37,6 @@ def _root(**children: nn.Module) -> nn.Module:
 
 def _found(root: nn.Module, selected: Any = "all", min_rows: int = 100_000) -> FoundTables:
     return find_tables(root, Conversion(selected, min_rows))
-
-
-def test_embeddings_are_found_in_nested_places_under_their_own_names() -> None:
-    root = _root(
-        towers=nn.ModuleList([nn.ModuleDict({"item": nn.Embedding(9, 8)})]),
-        tags=nn.EmbeddingBag(7, 4),
-    )
-    tables = _found(root).tables
-    assert [(table.full_name, table.key, table.pooled) for table in tables] == [
-        ("towers.0.item", "towers.0.item.weight", False),
-        ("tags", "tags.weight", True),
-    ]
-    assert tables[0].parameter is root.towers[0]["item"].weight
-    assert list(root.state_dict()) == ["towers.0.item.weight", "tags.weight"]
 
 
 def test_a_module_under_two_names_is_one_table_that_either_name_names() -> None:
@@ -119,11 +104,3 @@ def test_an_unknown_path_is_reported_with_a_near_match_and_those_there_are() -> 
         _found(root, ["head"])
     with pytest.raises(ConfigError, match="The module has none"):
         _found(_root(head=nn.Linear(8, 1)), ["item"])
-
-
-@pytest.mark.parametrize("selected", ["every", "All", ""])
-def test_an_unknown_way_to_convert_is_reported(selected: str) -> None:
-    with pytest.raises(
-        ConfigError, match="convert_embeddings='.*': must be 'auto', 'all', 'none', or a list"
-    ):
-        TorchRecShardedStrategy(convert_embeddings=selected)  # type: ignore[arg-type]

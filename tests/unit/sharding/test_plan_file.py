@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -19,7 +17,6 @@ from torchrec import (
     EmbeddingConfig,
 )
 
-from lightning_distrec import atomic_files as on_disk
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.checks import plan_for_run
 from lightning_distrec.sharding.planning.constraints import TableConstraints
@@ -30,7 +27,6 @@ from lightning_distrec.sharding.planning.table_options import TableOptions
 from lightning_distrec.sharding.sharders import SHARDING_TYPES
 from lightning_distrec.sharding.sharding_groups import NodeLayout
 from lightning_distrec.sharding.tables import Table, find_tables
-from lightning_distrec.strategies.tables.plan_of_run import folder_of
 from tests.support.planned_tables import topology_of
 
 SIZES = {"users": (60, 16), "films": (37, 8), "days": (11, 8)}
@@ -201,25 +197,6 @@ def test_a_changed_file_is_read_as_it_is_or_refused_by_an_error_of_ours(
     assert repeated == content
 
 
-def test_a_file_has_a_line_for_each_shard_and_is_written_whole_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = make(tables_of(SIZES), NodeLayout.from_node_sizes(2), "row_wise")
-    file = tmp_path / "new" / "plan.json"
-    save_plan(file, written)
-    initial = file.read_text()
-    assert '\n   {"rank": 1, "offsets": [30, 0], "sizes": [30, 16]}\n' in initial
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(on_disk.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_plan(file, make(tables_of(SIZES), NodeLayout.from_node_sizes(2), "table_wise"))
-    assert [path.name for path in file.parent.iterdir()] == ["plan.json"]
-    assert file.read_text() == initial
-
-
 def shard(rank: int, row: int, column: int, rows: int, columns: int) -> dict[str, Any]:
     return {"rank": rank, "offsets": [row, column], "sizes": [rows, columns]}
 
@@ -272,29 +249,6 @@ def test_what_is_wrong_in_a_file_is_reported_with_its_place(
     with pytest.raises(PlanError, match=message) as raised:
         loaded(content, tmp_path)
     assert f"{tmp_path / 'plan.json'} is not a valid plan: " in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("{", "Expecting"), ('{"version": 1, "version": 1}', "twice"), ("[" * 100_000, "")],
-)
-def test_what_is_no_json_is_reported(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(PlanError, match=f"is not a plan: .*{message}"):
-        loaded(text, tmp_path)
-
-
-def test_a_folder_stands_for_the_plan_in_it_and_what_is_not_there_is_reported(
-    tmp_path: Path, mixed: dict[str, Any]
-) -> None:
-    plan = loaded(mixed, tmp_path)
-    assert load_plan(tmp_path) == plan
-    (tmp_path / "plan.json").unlink()
-    with pytest.raises(
-        ConfigError, match="plan.json cannot be read: No such file.*or the folder of a checkpoint"
-    ):
-        load_plan(tmp_path)
-    with pytest.raises(PlanError, match="is not a plan: embedded null byte"):
-        load_plan("a\0b")
 
 
 def fit(content: Any, folder: Path, tables: list[Table], **extra: Any) -> ShardingPlan:
@@ -366,19 +320,6 @@ def test_a_place_that_a_table_cannot_have_in_this_run_is_reported(
         fit(content, tmp_path, tables, constraints=constraints_of(tables, *types, **others))
 
 
-def test_tables_that_are_cut_within_a_node_need_its_ranks(
-    tmp_path: Path, mixed: dict[str, Any]
-) -> None:
-    tables = tables_of({"users": (60, 16)})
-    content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "table_row_wise")))
-    with pytest.raises(PlanError, match="cannot have these shards on 1 rank per node: table_row"):
-        fit(content, tmp_path, tables, layout=NodeLayout.from_node_sizes(1, 1))
-    films = mixed["tables"]["ebc.films"] | {"sharding_type": "table_column_wise"}
-    films["shards"] = [shard(rank, 0, 4 * rank, 37, 4) for rank in (0, 1)]
-    with pytest.raises(PlanError, match="keeps a table on one node, and the shards are on 2"):
-        loaded(mixed | {"ranks_per_node": 1, "tables": {"ebc.films": films}}, tmp_path)
-
-
 def test_sequence_tables_take_their_own_cuts_and_one_width(tmp_path: Path) -> None:
     tables = tables_of({"users": (60, 8), "films": (30, 8)}, pooled=False)
     content = json.loads(plan_text(make(tables, NodeLayout.from_node_sizes(2), "column_wise")))
@@ -413,9 +354,3 @@ def test_a_data_parallel_table_that_nothing_updates_is_on_the_rank_that_holds_le
         "fused",
         [1],
     )
-
-
-def test_a_plan_goes_beside_logs_or_checkpoints_and_nowhere_else(tmp_path: Path) -> None:
-    assert folder_of(CSVLogger(tmp_path, name="a", version=3)) == tmp_path / "a" / "version_3"
-    assert folder_of(DummyLogger()) is None
-    assert list(tmp_path.iterdir()) == []

@@ -5,14 +5,12 @@ import io
 from typing import Any
 
 import numpy as np
-import pytest
 from rich.console import Console
 
 from lightning_distrec.sharding.planning.planned_table import PlannedTable
 from lightning_distrec.sharding.planning.report_text import (
     memory_in_words,
     print_plan,
-    some_ranks_in_words,
 )
 from lightning_distrec.sharding.planning.sharding_plan import NOT_ESTIMATED, PlanCost, ShardingPlan
 from lightning_distrec.sharding.sharding_groups import NodeLayout
@@ -111,16 +109,3 @@ def test_a_thousand_ranks_and_many_tables_fit_on_a_screen() -> None:
     assert sum("ebc.t" in line for line in lines) == 60
     assert any("ebc.t99" in line for line in lines)
     assert not any("ebc.t39 " in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "3"),
-        (list(range(1024)), "0-1023"),
-        ([0, 5, 9], "0, 5, 9"),
-        (list(range(0, 40, 2)), "20 of 0-38"),
-    ],
-)
-def test_ranks_are_named_or_counted(ranks: list[int], text: str) -> None:
-    assert some_ranks_in_words(ranks) == text

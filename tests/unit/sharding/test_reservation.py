@@ -5,18 +5,9 @@ import pytest
 from lightning_distrec.errors import ConfigError, PlanError
 from lightning_distrec.sharding.planning.table_options import PlanningOptions
 from lightning_distrec.sharding.planning.topology import (
-    DEFAULT,
     RankMemory,
     reservation_of,
 )
-
-
-def test_without_a_word_it_is_15_percent_as_it_was() -> None:
-    retained = reservation_of(None, {})
-    assert retained == DEFAULT
-    assert [memory - retained.bytes_of(memory) for memory in (1000, 11_000, 85_899_345_920)] == [
-        int(memory * (1 - 0.15)) for memory in (1000, 11_000, 85_899_345_920)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -53,25 +44,6 @@ def test_the_argument_counts_then_the_environment(
 def test_what_cannot_be_is_refused(inputs: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PlanningOptions(reserve=inputs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("text", ["-1", "100", "nan"])
-def test_a_variable_that_is_no_percentage_is_reported(text: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"STORAGE_RESERVE_PERCENT='{text}': the share of each rank's memory .* "
-        "from 0 to below 1",
-    ):
-        reservation_of(None, {"STORAGE_RESERVE_PERCENT": text})
-
-
-def test_what_is_kept_is_taken_off_every_rank() -> None:
-    memory = RankMemory(device_bytes=(1000, 2000), host_bytes=(4000, 4000))
-    assert memory.less(reservation_of("400B", {})).device_bytes == (600, 1600)
-    assert memory.less(reservation_of("400B", {})).host_bytes == (3400, 3400)
-    assert memory.less(reservation_of("20%", {})) == RankMemory(
-        device_bytes=(800, 1600), host_bytes=(3200, 3200)
-    )
 
 
 def test_where_nothing_is_left_the_rank_is_named() -> None:

@@ -89,24 +89,6 @@ def test_later_patterns_override_earlier_ones_and_names_override_patterns_wherev
     }
 
 
-def test_what_a_pattern_keeps_whole_forgets_what_was_given_before_and_a_name_may_take_it_back() -> (
-    None
-):
-    arguments = {
-        "*": {"sharding_types": ["row_wise"]},
-        "small_*": {"replicated": True},
-        "small_b": {"replicated": False, "pooling_factor": 2.0},
-    }
-    options = options_by_table(
-        tables_named("small_a", "small_b"), TableOptions(embedding_update="fused"), arguments
-    )
-    assert options["ebc.small_a"] == TableOptions(replicated=True)
-    as_all = TableOptions(
-        embedding_update="fused", sharding_types=["row_wise"], replicated=False, pooling_factor=2.0
-    )
-    assert options["ebc.small_b"] == as_all
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,16 +141,6 @@ def test_the_kernels_that_are_possible(
             allowed_kernels(
                 table, types, TableOptions(compute_kernels=[kernel]), kept_gradient, device
             )
-
-
-def test_a_cache_is_refused_where_there_can_be_none() -> None:
-    (table,) = tables_named("t")
-    options = TableOptions(cache_load_factor=0.25)
-    reason = "on cpu rows are in the host's memory already"
-    message = f"table 'ebc.t': cache_load_factor=0.25 is for.*: {reason}.*Leave cache_lo"
-    with pytest.raises(PlanError, match=message):
-        allowed_kernels(table, ["row_wise"], options, False, "cpu")
-    assert "fused_uvm_caching" in allowed_kernels(table, ["row_wise"], options, False, "cuda")
 
 
 def test_some_tables_of_an_embedding_collection_cannot_be_kept_whole() -> None:

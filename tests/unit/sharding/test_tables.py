@@ -5,14 +5,12 @@ from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
-    EmbeddingCollection,
     EmbeddingConfig,
 )
 from torchrec.modules.embedding_configs import DataType
 
 from lightning_distrec.errors import ShardingError
 from lightning_distrec.sharding.tables import find_tables
-from tests.support.click_model import bag_configs
 
 
 def bags(**changes: object) -> EmbeddingBagCollection:
@@ -24,33 +22,6 @@ def bags(**changes: object) -> EmbeddingBagCollection:
         "feature_names": ["f"],
     } | changes
     return EmbeddingBagCollection(tables=[EmbeddingBagConfig(**options)])
-
-
-def test_collections_are_found_at_any_depth_and_once() -> None:
-    root = nn.Module()
-    root.deep = nn.ModuleList([nn.Sequential(bags())])
-    root.shared = root.deep[0][0]
-    config = EmbeddingConfig(name="s", embedding_dim=4, num_embeddings=5, feature_names=["g"])
-    root.sequence = EmbeddingCollection(tables=[config])
-    tables = find_tables(root).tables
-    assert [table.full_name for table in tables] == ["deep.0.0.t", "sequence.s"]
-    assert [table.pooled for table in tables] == [True, False]
-    assert [table.key for table in tables] == [
-        "deep.0.0.embedding_bags.t.weight",
-        "sequence.embeddings.s.weight",
-    ]
-    assert tables[1].parameter.shape == (5, 4)
-
-
-def test_a_subclass_is_left_alone_with_the_reason() -> None:
-    class Mine(EmbeddingBagCollection):
-        """May compute anything."""
-
-    root = nn.Module()
-    root.custom = Mine(tables=bag_configs())
-    actual = find_tables(root)
-    assert actual.tables == []
-    assert actual.left_alone == {"custom": "Mine is a subclass and may compute something else"}
 
 
 def test_a_collection_with_a_dim_that_is_no_multiple_of_four_is_left_alone_with_the_next_that_is() -> (

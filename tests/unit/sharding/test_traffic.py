@@ -4,10 +4,8 @@ real ranks: tests/multiprocess/sharding/test_traffic.py."""
 import numpy as np
 import pytest
 
-from lightning_distrec.errors import PlanError
 from lightning_distrec.sharding.planning.traffic import (
     IDS,
-    ROW_GRADIENTS,
     ROWS,
     Traffic,
     estimate_traffic,
@@ -27,17 +25,6 @@ def one(
     return estimate_traffic(
         [planned(sharding_type=sharding_type, layout=layout, **options)], layout, BATCH, comms
     )
-
-
-def test_frozen_tables_send_no_gradients_unless_one_beside_them_learns() -> None:
-    layout = NodeLayout.equal(2, 2)
-    frozen, learns = (
-        planned(sharding_type="table_wise", layout=layout, ranks=[0], update=u)
-        for u in ("frozen", "fused")
-    )
-    assert not estimate_traffic([frozen], layout, BATCH).sent(ROW_GRADIENTS).any()
-    pair = estimate_traffic([frozen, learns], layout, BATCH)
-    assert pair.sent(ROW_GRADIENTS).tolist() == pair.sent(ROWS)[::-1].tolist()
 
 
 def _matrix(traffic: Traffic, kind: str | None = None) -> np.ndarray:
@@ -106,11 +93,3 @@ def test_sums_of_unlike_nodes_are_those_of_the_whole_matrix(
             assert traffic.between_nodes()[a, b] == pytest.approx(
                 matrix[node == a][:, node == b].sum()
             )
-
-
-def test_a_cut_whose_exchanges_are_not_known_is_refused() -> None:
-    with pytest.raises(
-        PlanError,
-        match=r"table 'ebc.t' is sharded 'grid_shard', whose exchanges are not known. Use one of",
-    ):
-        one("grid_shard", NodeLayout.equal(4, 2))

@@ -80,12 +80,3 @@ def test_attributes_say_it_where_a_hook_makes_the_loader_and_no_hook_runs_once_m
     assert fit(
         Looks(batch_size=8), train_dataloaders=DataLoader(EXAMPLES, batch_size=None)
     ).seen == ("8", origin)  # type: ignore[arg-type]
-
-
-def test_without_any_512_are_assumed_and_a_given_size_stays() -> None:
-    ready = DataLoader(EXAMPLES, batch_size=None)  # type: ignore[arg-type]
-    assert fit(Looks(), train_dataloaders=ready).seen == ("512", "assumed")
-    settings = TorchRecShardedStrategy(batch_size_per_rank=64).table_settings
-    model = Looks(batch_size=8)
-    assert with_batch_size(settings, pl.Trainer(**DEFAULTS), model) is settings
-    assert settings.batch_size_in_words == ("examples per rank", "64", "batch_size_per_rank")

@@ -3,11 +3,9 @@ by name."""
 
 import dataclasses
 import inspect
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from mypy import api
 
 import lightning_distrec
 from lightning_distrec.checkpoint.checkpoint_options import IncrementalOptions
@@ -58,31 +56,6 @@ def test_lightnings_names_lead_to_ours(kind: Any) -> None:
             ConfigError, match=f"{name}= is no option of {kind.strategy_name}. Use "
         ):
             kind(**{name: None})
-
-
-def test_type_checkers_find_a_typo_in_what_all_strategies_take(tmp_path: Path) -> None:
-    code = tmp_path / "job.py"
-    lines = [f"from {kind.__module__} import {kind.__name__}" for kind in PUBLIC_STRATEGIES]
-    for kind in PUBLIC_STRATEGIES:
-        for argument in ("start_seconds=9.0", "start_second=9.0", "start_seconds='9'"):
-            lines.append(f"{kind.__name__}(checkpoint={{}}, {argument})")
-    code.write_text("\n".join(lines))
-    # The strategies' own files alone: torch's would take a minute.
-    sources = [inspect.getfile(kind) for kind in (*PUBLIC_STRATEGIES, strategy_arguments)]
-    options = (
-        "--config-file=",
-        "--follow-imports=skip",
-        f"--cache-dir={tmp_path}",
-        "--python-version=3.10",
-    )
-    output, _, _ = api.run([*options, str(code), *sources])
-    errors = [
-        line for line in output.splitlines() if line.startswith(f"{code}:") and " error: " in line
-    ]
-    assert len(errors) == 2 * len(PUBLIC_STRATEGIES), output
-    for kind, typo, text in zip(PUBLIC_STRATEGIES, errors[::2], errors[1::2], strict=True):
-        assert f'Unexpected keyword argument "start_second" for "{kind.__name__}"' in typo
-        assert 'Argument "start_seconds"' in text
 
 
 def test_type_checkers_see_the_options_of_the_class_above() -> None:

@@ -4,14 +4,13 @@ whole."""
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.tuner import Tuner
 
 from lightning_distrec import TunedDDPStrategy, TunedFSDPStrategy
-from tests.support.click_model import NO_OUTPUT
+from tests.support.trainers import one_process_trainer
 
 
 class Fails(BoringModel):
@@ -28,16 +27,11 @@ class Fails(BoringModel):
 
 @pytest.mark.parametrize("strategy", [TunedDDPStrategy, TunedFSDPStrategy])
 def test_a_failed_step_of_lr_find_is_what_is_raised(strategy: Any, tmp_path: Path) -> None:
-    options = NO_OUTPUT | {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "limit_train_batches": 8,
-    }
-    trainer, module = pl.Trainer(strategy=strategy(), default_root_dir=tmp_path, **options), Fails()
+    module, options = Fails(), {"limit_train_batches": 8}
+    trainer = one_process_trainer(strategy(), default_root_dir=tmp_path, **options)
     with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
         Tuner(trainer).lr_find(module, num_training=20)
     assert not list(tmp_path.iterdir())
-    again = pl.Trainer(strategy=strategy(), **options)
+    again = one_process_trainer(strategy(), **options)
     again.fit(module)
     assert again.global_step == 8

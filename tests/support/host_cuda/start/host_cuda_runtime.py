@@ -33,6 +33,7 @@ def load_library() -> None:
         ctypes.CDLL(str(torch_libraries / name), mode=ctypes.RTLD_GLOBAL)
     _library = ctypes.CDLL(os.environ["HOST_CUDA_LIBRARY"], mode=ctypes.RTLD_GLOBAL)
     _library.host_cuda_stream.restype = ctypes.c_int64
+    _library.host_cuda_calls.restype = ctypes.c_char_p
     _library.host_cuda_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
     _library.host_cuda_limit.argtypes = [ctypes.c_int, ctypes.c_int64]
     for device in range(_library.host_cuda_num_devices()):
@@ -70,6 +71,12 @@ def reports(kind: str) -> list[tuple[str, str, int]]:
         for (one_kind, text, place), count in _reports.items()
         if one_kind == kind
     ]
+
+
+def calls() -> Counter[str]:
+    """Return how often each operation was queued on devices, since the process began."""
+    lines = _library.host_cuda_calls().decode().splitlines()
+    return Counter({name: int(number) for name, number in (line.split("\t") for line in lines)})
 
 
 def forget_reports() -> None:

@@ -6,18 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.support.click_model import ClickModel, EvaluatedModel, make_batch, seeded
+from tests.support.click_model import ClickModel, make_batch, seeded
 from tests.support.followed_fits import Deaf, batch_of
-from tests.support.host_waits import WaitsOfSteps
 from tests.support.trainers import DEFAULTS, make_trainer
 
 
@@ -152,7 +149,7 @@ def sanitizer(device: str, small: bool) -> Found:
     """Run a prefetched fit under torch's CUDA sanitizer, which raises where streams are not
     ordered."""
     actual = Found()
-    if device != "cuda":
+    if small:
         actual.notes.append("torch's CUDA sanitizer needs a GPU.")
         return actual
     from torch.cuda._sanitizer import enable_cuda_sanitizer
@@ -169,78 +166,9 @@ def sanitizer(device: str, small: bool) -> Found:
     return actual
 
 
-def syncs(device: str, small: bool) -> Found:
-    """Count what the host waits for in a prefetched step, as torch warns of it."""
-    actual = Found()
-    if device != "cuda":
-        actual.notes.append("Waits are counted on a GPU, or on the CUDA device in host memory.")
-        return actual
-    actual.numbers |= _waits_on_gpu()
-    actual.notes.append("torch.cuda.set_sync_debug_mode does not see waits for events and streams.")
-    return actual
-
-
-def _waits_on_gpu() -> dict[str, float]:
-    model = seeded(Deaf, torch.optim.SGD, {"lr": 0.1}, pooling="mean")
-    trainer = make_trainer(
-        {"prefetch": {"depth": 3}, "sharding_types": ["row_wise"]}, accelerator="gpu"
-    )
-    counting = WaitsOfSteps(first=8, number=10)
-    trainer.callbacks.append(counting)
-    trainer.fit(
-        model, DataLoader([batch_of(Deaf, number) for number in range(24)], batch_size=None)
-    )
-    return {place: count / 10 for place, count in counting.waits.items()}
-
-
-def checkpoints(device: str, small: bool) -> Found:
-    """Save while training goes on, resume from that, and let rows with a cache go through fit and
-    test."""
-    steps, actual = 10, Found()
-    batches = [make_batch(1000 * step) for step in range(steps)]
-
-    def fit(folder: str, path: str | None) -> dict[str, Tensor]:
-        model = seeded(EvaluatedModel, torch.optim.Adam, {"lr": 0.001})
-        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
-        strategy = {"checkpoint": {"async_save": True, "distributed": True}}
-        trainer = make_trainer(
-            strategy, accelerator=accelerator(device), callbacks=[saving], enable_checkpointing=True
-        )
-        trainer.fit(model, DataLoader(batches, batch_size=None), ckpt_path=path)
-        return dict(model.final_state)
-
-    with TemporaryDirectory() as folder:
-        through = fit(f"{folder}/a", None)
-        resumed = fit(f"{folder}/b", f"{folder}/a/step=5.ckpt")
-        actual.differences["resumed from an asynchronous checkpoint"] = (
-            largest_difference(resumed, through),
-            1e-5,
-        )
-        if device != "cuda":
-            actual.notes.append("fused_uvm_caching needs a GPU.")
-            return actual
-        from tests.gpu.test_host_rows import fit_and_test
-
-        (cached,), cached_values = fit_and_test("fused_uvm_caching", Path(folder, "c"), False)
-        (plain,), plain_values = fit_and_test("fused", Path(folder, "d"), False)
-        actual.differences["cached rows, fit"] = (
-            largest_difference(cached_values, plain_values),
-            1e-5,
-        )
-        actual.differences["cached rows, test"] = (
-            abs(cached["val_loss"] - plain["val_loss"]),
-            1e-5,
-        )
-        if hasattr(torch.cuda, "host_memory_stats"):
-            stats = torch.cuda.host_memory_stats()
-            actual.numbers["MiB pinned at most"] = stats.get("allocated_bytes.peak", 0) / 2**20
-    return actual
-
-
-Part = Callable[[str, bool], Found]
-
-
-def in_process(part: Part, device: str, small: bool, printed: Path) -> Found:
+def in_process(
+    part: Callable[[str, bool], Found], device: str, small: bool, printed: Path
+) -> Found:
     """Run a part on this rank, the only one. printed: the file that gets what it prints."""
     with printed.open("w") as file:
         os.dup2(file.fileno(), 1)

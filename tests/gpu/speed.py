@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from tests.benchmarks.gpu.parts import Found
 from tests.benchmarks.performance_contenders import ByHandPrefetched, ByTrainer, our_strategy
 from tests.benchmarks.performance_model import Batches
 from tests.benchmarks.turns import Turn, silence
+from tests.gpu.parts import Found
 
 TABLES, ROWS, DIM = 26, 1_000_000, 128
 BATCH_SIZES = (8192, 32768)
