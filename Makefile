@@ -2,7 +2,7 @@
 PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-ranks test-gpu bench-gpu lint docs clean
+.PHONY: help install train test test-all test-ranks test-gpu lint docs clean
 
 help:  ## list what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -16,7 +16,8 @@ train: install  ## train the first recipe on this machine's CPU
 # Training needs no such line: Lightning divides the cores among the ranks by itself.
 # Ranks wait for each other: three tests at a time keep two cores busy.
 test test-all: export OMP_NUM_THREADS ?= 1
-PYTEST = .venv/bin/python -m pytest -q --numprocesses=$(WORKERS) --instafail --durations=10
+# A worker that dies fails the run: xdist would run the test that has killed it again and again.
+PYTEST = .venv/bin/python -m pytest -q --numprocesses=$(WORKERS) --max-worker-restart=0 --instafail --durations=10
 WORKERS ?= 3
 test: install lint  ## check style and types, then run the quick tests; WORKERS=N runs N at a time
 	@$(PYTEST)
@@ -31,9 +32,6 @@ RANKS ?= 64
 
 test-gpu: install  ## run the tests that need a GPU; where there is none, say so
 	@.venv/bin/python -m tests.gpu
-
-bench-gpu: install  ## check and measure on one GPU, in 25 minutes; where there is none, say so
-	@.venv/bin/python -m tests.benchmarks.gpu
 
 lint: install  ## check style (ruff) and types (mypy)
 	@.venv/bin/ruff check .
