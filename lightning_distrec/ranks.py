@@ -47,9 +47,9 @@ class Ranks(Protocol):
     def all_reduce_min(self, value: int) -> int:
         """Collective. Return the smallest `value` of all ranks."""
 
-    def all_gather(self, value: Any, activity: str = "") -> list[Any]:
-        """Collective. Return every rank's `value`, in rank order. Ranks that are in different
-        activities all raise."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Collective. Return every rank's `value`, in rank order. Ranks that call it in different
+        lines all raise."""
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank,

@@ -5,14 +5,16 @@ travel over gloo groups of their own, so that they neither queue behind gradient
 wait.
 """
 
+import hashlib
 import io
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,14 +100,14 @@ class Consensus:
         self.flags.receive(*map(min, zip(*flags_of_ranks, strict=True)))
         return [values[:-NUM_FLAGS] for values in gathered]
 
-    def all_gather(self, value: Any, activity: str = "") -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value`, in rank order; tensors come back in the host's
         memory, and without a graph.
 
-        Raises RankError on every rank: one rank's value cannot be pickled, or another rank is in
-        `all_or_none`.
+        Raises RankError on every rank: one rank's value cannot be pickled, or ranks call it in
+        different lines.
         """
-        return [value] if self.num_ranks == 1 else all_gather_values(value, self._group, activity)
+        return [value] if self.num_ranks == 1 else all_gather_values(value, self._group)
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank,
@@ -123,7 +125,7 @@ class Consensus:
             failure = error
         # Also where nothing has failed: a rank does not know of the others.
         reports = self.all_gather(
-            None if failure is None else (type(failure).__name__, str(failure)), activity
+            None if failure is None else (type(failure).__name__, str(failure))
         )
         if failure is not None:
             raise failure
@@ -139,7 +141,9 @@ class Consensus:
 
 FIRST_BYTES = 64
 """What one message holds; a rank whose value is larger makes all send a second one."""
-LENGTH_BYTES = 8
+LENGTH_BYTES = 5
+CALLER_BYTES = 3
+HEADER_BYTES = LENGTH_BYTES + CALLER_BYTES
 RING_RANKS = 4
 """More of them send along a tree, in which a rank has fewer messages than there are ranks."""
 TREE_BYTES = 1 << 20
@@ -165,43 +169,55 @@ def _to_bytes(value: Any) -> bytes:
     return content.getvalue()
 
 
-def all_gather_values(value: Any, group: Any = None, activity: str = "") -> list[Any]:
+def all_gather_values(value: Any, group: Any = None) -> list[Any]:
     """Collective. Return every rank's `value`, in rank order. Raises as `Consensus.all_gather`.
 
-    group: of gloo. activity: what it is for, alike on all ranks.
+    group: of gloo.
     """
     try:
-        data = b"+" + _to_bytes((activity, value))
+        data = b"+" + _to_bytes(value)
     except Exception as error:  # of many kinds, also of the value's own
         reason = f"a value of type {type(value).__name__} cannot be sent to other ranks: {error}"
         data = b"-" + reason.encode()
     # Ranks do not know how long the others' values are. All send messages of one size first, and
     # rests where one needs that: the lengths that decide it are known to all by then.
-    message = len(data).to_bytes(LENGTH_BYTES, "little") + data
+    message = len(data).to_bytes(LENGTH_BYTES, "little") + _caller() + data
     num_ranks = dist.get_world_size(group)
     size = FIRST_BYTES
     messages = _all_gather_bytes(message[:size], size, num_ranks, group)
-    lengths = [LENGTH_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little") for first in messages]
+    if len({first[LENGTH_BYTES:HEADER_BYTES] for first in messages}) > 1:
+        _raise_places(group)
+    lengths = [HEADER_BYTES + int.from_bytes(first[:LENGTH_BYTES], "little") for first in messages]
     if max(lengths) > size:
         ends = _all_gather_bytes(message[size:], max(lengths) - size, num_ranks, group)
         messages = [first + end for first, end in zip(messages, ends, strict=True)]
     contents = []
     for received, length in zip(messages, lengths, strict=True):
-        contents.append(received[LENGTH_BYTES:length])
+        contents.append(received[HEADER_BYTES:length])
     for rank, content in enumerate(contents):
         if not content.startswith(b"+"):
             raise errors.RankError(f"rank {rank}: {content[1:].decode(errors='replace')}")
-    pairs = [pickle.loads(content[1:]) for content in contents]
-    if any(other != activity for other, _ in pairs):
-        # All ranks come here: each has another activity than some rank.
-        places = all_gather_values(find_location(traceback.walk_stack(None)), group)
-        lines = [f"rank {rank}: {place}\n" for rank, place in enumerate(places)]
-        raise errors.RankError(
-            f"ranks exchange messages in different places:\n{''.join(lines)}Probably one of them "
-            "has caught an exception that all ranks raise, of a lookup or a collective, and has "
-            "gone on. Do not catch it."
-        )
-    return [value for _, value in pairs]
+    return [pickle.loads(content[1:]) for content in contents]
+
+
+def _caller() -> bytes:
+    """Return a number for the line that has called into this file, alike on all ranks."""
+    frame = sys._getframe()
+    while frame.f_globals is globals() and frame.f_back is not None:
+        frame = frame.f_back
+    line = f"{frame.f_globals.get('__name__')}:{frame.f_lineno}"
+    return hashlib.blake2b(line.encode(), digest_size=CALLER_BYTES).digest()
+
+
+def _raise_places(group: Any) -> NoReturn:
+    """Collective. Raise RankError with the place of each rank."""
+    places = all_gather_values(find_location(traceback.walk_stack(None)), group)
+    lines = [f"rank {rank}: {place}\n" for rank, place in enumerate(places)]
+    raise errors.RankError(
+        f"ranks exchange messages in different places:\n{''.join(lines)}Probably one of them has "
+        "caught an exception that all ranks raise, of a lookup or a collective, and has gone on. "
+        "Do not catch it."
+    )
 
 
 def _all_gather_bytes(data: bytes, size: int, num_ranks: int, group: Any) -> list[bytes]:

@@ -26,7 +26,7 @@ class SingleRank:
     num_ranks = 1
     group = None
 
-    def all_gather(self, value: Any, activity: str = "") -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
     def all_or_none(self, activity: str, action: Any) -> Any:

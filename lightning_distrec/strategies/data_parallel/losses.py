@@ -167,7 +167,7 @@ class BatchSizes:
         """Collective. Compare the batch that was looked at last."""
         if self._is_done or not self._num_steps:
             return
-        steps, *sizes = zip(*self._ranks.all_gather(self._last, "losses"), strict=False)
+        steps, *sizes = zip(*self._ranks.all_gather(self._last), strict=False)
         # Flat ids of bags are as many as there are, in batches of one size too: some tensor has a
         # row per example.
         if not sizes or len(set(steps)) > 1 or any(len(set(size)) == 1 for size in sizes):

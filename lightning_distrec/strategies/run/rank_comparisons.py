@@ -55,7 +55,7 @@ class LoggedKeys:
         smallest, negated = self._ranks.start_all_reduce_min(number, -number).wait()
         if smallest == -negated:
             return
-        per_rank = self._ranks.all_gather(values, "logged values")
+        per_rank = self._ranks.all_gather(values)
         gathered = [list(map(tuple, remote)) for remote in per_rank]
         in_steps = list(map(_in_each_step, gathered))
         is_reordered = all(sorted(remote) == sorted(gathered[0]) for remote in gathered)

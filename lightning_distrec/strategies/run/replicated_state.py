@@ -125,7 +125,7 @@ class ReplicatedState:
         self._projections = None
         numbers: Any = copy.read()
         local = number_for(names), number_for(numbers)
-        digests = list(map(tuple, self._ranks.all_gather(local, "weights")))
+        digests = list(map(tuple, self._ranks.all_gather(local)))
         # Ranks of a stage, or with the same shards, have the same names, and so must have the same
         # numbers.
         if len(set(digests)) > len({digest for digest, _ in digests}):

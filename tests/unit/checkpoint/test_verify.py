@@ -142,7 +142,7 @@ class OneOf(SingleRank):
     def __init__(self, rank: int, num_ranks: int, shares: list[Any]) -> None:
         self.rank, self.num_ranks, self.shares = rank, num_ranks, shares
 
-    def all_gather(self, value: Any, activity: str = "") -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.shares.append(value)
         # What ranks to come would report is not known yet: only the last one's result counts.
         return self.shares if len(self.shares) == self.num_ranks else [value]
