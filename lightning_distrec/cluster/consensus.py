@@ -8,12 +8,12 @@ wait.
 import hashlib
 import io
 import pickle
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from inspect import currentframe
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -174,6 +174,10 @@ def all_gather_values(value: Any, group: Any = None) -> list[Any]:
 
     group: of gloo.
     """
+    return _all_gather(value, group, _caller())
+
+
+def _all_gather(value: Any, group: Any, caller: bytes) -> list[Any]:
     try:
         data = b"+" + _to_bytes(value)
     except Exception as error:  # of many kinds, also of the value's own
@@ -181,7 +185,7 @@ def all_gather_values(value: Any, group: Any = None) -> list[Any]:
         data = b"-" + reason.encode()
     # Ranks do not know how long the others' values are. All send messages of one size first, and
     # rests where one needs that: the lengths that decide it are known to all by then.
-    message = len(data).to_bytes(LENGTH_BYTES, "little") + _caller() + data
+    message = len(data).to_bytes(LENGTH_BYTES, "little") + caller + data
     num_ranks = dist.get_world_size(group)
     size = FIRST_BYTES
     messages = _all_gather_bytes(message[:size], size, num_ranks, group)
@@ -202,16 +206,16 @@ def all_gather_values(value: Any, group: Any = None) -> list[Any]:
 
 def _caller() -> bytes:
     """Return a number for the line that has called into this file, alike on all ranks."""
-    frame = sys._getframe()
-    while frame.f_globals is globals() and frame.f_back is not None:
+    frame = currentframe()
+    while frame is not None and frame.f_globals is globals():
         frame = frame.f_back
-    line = f"{frame.f_globals.get('__name__')}:{frame.f_lineno}"
+    line = "" if frame is None else f"{frame.f_globals.get('__name__')}:{frame.f_lineno}"
     return hashlib.blake2b(line.encode(), digest_size=CALLER_BYTES).digest()
 
 
 def _raise_places(group: Any) -> NoReturn:
     """Collective. Raise RankError with the place of each rank."""
-    places = all_gather_values(find_location(traceback.walk_stack(None)), group)
+    places = _all_gather(find_location(traceback.walk_stack(None)), group, bytes(CALLER_BYTES))
     lines = [f"rank {rank}: {place}\n" for rank, place in enumerate(places)]
     raise errors.RankError(
         f"ranks exchange messages in different places:\n{''.join(lines)}Probably one of them has "
