@@ -16,6 +16,8 @@ train: install  ## train the first recipe on this machine's CPU
 # Training needs no such line: Lightning divides the cores among the ranks by itself.
 # Ranks wait for each other: three tests at a time keep two cores busy.
 test test-all: export OMP_NUM_THREADS ?= 1
+# They start programs, each of which would compile the package where nothing may be written.
+unexport PYTHONDONTWRITEBYTECODE
 # A worker that dies fails the run: xdist would run the test that has killed it again and again.
 PYTEST = .venv/bin/python -m pytest -q --numprocesses=$(WORKERS) --max-worker-restart=0 --instafail --durations=10
 WORKERS ?= 3

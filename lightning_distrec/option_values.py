@@ -2,7 +2,7 @@
 environment."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cache
@@ -37,9 +37,16 @@ def plain_fields(options: Any) -> None:
 
     Raises ConfigError: a value is not of its field's type.
     """
-    for name, value in vars(options).items():
-        object.__setattr__(options, name, plain(value))
-    check_types(vars(options), type(options), f"{type(options).__name__}: ")
+    kind = type(options)
+    # Many tables have options of their own, of which few are set.
+    given = {
+        name: plain(value)
+        for name, value in vars(options).items()
+        if value is not vars(kind).get(name, MISSING)
+    }
+    for name, value in given.items():
+        object.__setattr__(options, name, value)
+    check_types(given, kind, f"{kind.__name__}: ")
 
 
 type_hints = cache(get_type_hints)

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lightning_distrec.cli.asked_ranks import asked_ranks
 from lightning_distrec.cli.command_line import COMMANDS, EXIT_ERROR, LIGHTNING_COMMANDS
-from lightning_distrec.cluster.early_ranks import early_ranks
+from lightning_distrec.cluster.early_ranks import early_ranks, without_collections
 from lightning_distrec.errors import DistRecError, did_you_mean
 from lightning_distrec.versions import find_installed, problem_with
 
@@ -50,7 +50,8 @@ def _run_lightning(args: list[str]) -> int:
     """Run one of Lightning's commands; an error of ours is its message, on one rank, unless --debug
     asks for more."""
     args, debug = [argument for argument in args if argument != "--debug"], "--debug" in args
-    fit_cli = import_module("lightning_distrec.cli.fit_cli")
+    with without_collections():
+        fit_cli = import_module("lightning_distrec.cli.fit_cli")
     try:
         fit_cli.run_lightning(args)
     except Exception as error:

@@ -4,6 +4,7 @@ Lightning starts ranks when rank 0 has imported all and parsed its command line;
 it again then, and rank 0 wait. Nothing here loads torch, except in those processes.
 """
 
+import gc
 import json
 import os
 import signal
@@ -25,6 +26,20 @@ early.wait()
 interrupts are ignored, as in the background of a shell script."""
 MAX_BYTES = 65_536
 """What a pipe holds on Linux: rank 0 does not wait for a process that reads nothing yet."""
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Around imports: do not look for garbage among what modules hold, now or later.
+
+    That takes an eighth of the imports' time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class EarlyRank:
@@ -97,7 +112,7 @@ def wait() -> None:
     process."""
     descriptor, strategy = sys.argv[1:3]
     # The command reports what is wrong when it comes to it.
-    with suppress(Exception):
+    with suppress(Exception), without_collections():
         import_module("lightning_distrec.cli.fit_cli")
         getattr(import_module("lightning_distrec"), strategy)
     with open(int(descriptor), "rb") as pipe:

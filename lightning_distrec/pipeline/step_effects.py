@@ -74,7 +74,10 @@ class StepDraws:
 
 
 def _seed_generators(seed: int) -> None:
-    torch.manual_seed(seed)
+    # torch.manual_seed formats the stack for each kind of device that has not begun.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     numpy.random.seed(seed)
     random.seed(seed)
 

@@ -24,12 +24,7 @@ from lightning_distrec.sharding.planning import search
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.ports import free_port
 
-PRELOAD = [
-    "lightning.pytorch",
-    "torchmetrics",
-    "torchrec.distributed.planner",
-    "lightning_distrec.strategies.torchrec",
-]
+PRELOAD = ["tests.support.preloaded"]
 THREADS_HAVE_NAMES = torch.__version__ >= (2, 13)
 """Whether the threads that serve sockets of gloo can be told from others."""
 
