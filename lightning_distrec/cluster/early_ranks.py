@@ -24,8 +24,6 @@ early.wait()
 """
 """What an early process runs: an interrupt ends it without a word as long as it is no rank, unless
 interrupts are ignored, as in the background of a shell script."""
-MAX_BYTES = 65_536
-"""What a pipe holds on Linux: rank 0 does not wait for a process that reads nothing yet."""
 
 
 @contextmanager
@@ -65,13 +63,10 @@ class EarlyRank:
             "folder": os.getcwd(),
             "variables": dict(variables),
         }
-        message = json.dumps(state).encode()
-        with open(self._writing, "wb", buffering=0) as pipe, suppress(BrokenPipeError):
-            if len(message) < MAX_BYTES and self.process.poll() is None:
-                pipe.write(message)
-                return True
-        self.process.kill()
-        return False
+        with suppress(BrokenPipeError), open(self._writing, "w") as pipe:
+            json.dump(state, pipe)
+        # Where it has died, the pipe may have taken what nobody reads.
+        return self.process.poll() is None
 
     def end(self) -> None:
         """End it: nobody needs it."""
