@@ -65,7 +65,7 @@ class EarlyRank:
         }
         with suppress(BrokenPipeError), open(self._writing, "w") as pipe:
             json.dump(state, pipe)
-        # Where it has died, the pipe may have taken what nobody reads.
+        # A pipe takes some bytes even where the reader has died.
         return self.process.poll() is None
 
     def end(self) -> None:
