@@ -49,7 +49,7 @@ class Ranks(Protocol):
 
     def all_gather(self, value: Any) -> list[Any]:
         """Collective. Return every rank's `value`, in rank order. Ranks that call it in different
-        lines all raise."""
+        functions all raise."""
 
     def all_or_none(self, activity: str, action: Callable[[], T]) -> T:
         """Collective. Run `action` on every rank and return its result; when it fails on one rank,

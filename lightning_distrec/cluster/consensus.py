@@ -105,7 +105,7 @@ class Consensus:
         memory, and without a graph.
 
         Raises RankError on every rank: one rank's value cannot be pickled, or ranks call it in
-        different lines.
+        different functions.
         """
         return [value] if self.num_ranks == 1 else all_gather_values(value, self._group)
 
@@ -205,12 +205,13 @@ def _all_gather(value: Any, group: Any, caller: bytes) -> list[Any]:
 
 
 def _caller() -> bytes:
-    """Return a number for the line that has called into this file, alike on all ranks."""
+    """Return a number for the function that has called into this file."""
     frame = currentframe()
     while frame is not None and frame.f_globals is globals():
         frame = frame.f_back
-    line = "" if frame is None else f"{frame.f_globals.get('__name__')}:{frame.f_lineno}"
-    return hashlib.blake2b(line.encode(), digest_size=CALLER_BYTES).digest()
+    # By name: ranks that have different versions can compare them.
+    name = "" if frame is None else f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"
+    return hashlib.blake2b(name.encode(), digest_size=CALLER_BYTES).digest()
 
 
 def _raise_places(group: Any) -> NoReturn:

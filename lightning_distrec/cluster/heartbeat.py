@@ -2,11 +2,12 @@
 
 The kernel closes the connection of a rank that is killed, so that rank 0 knows of it at once; a
 rank that is stopped, or whose machine or network is down, is silent. Each rank reports its state
-whenever that changes, and once a second; rank 0 answers with its verdict: which rank the others
-wait for without end, and why. A rank whose call waits for the network is ended `GRACE_SECONDS`
-after the verdict, since nothing else ends that call; one that got an exception ends by itself
-before. It may hang on its way out, since freeing a GPU's memory and leaving a process group wait
-for ranks that are gone: a rank that is still leaving `silence_seconds` later is ended, too.
+whenever that changes, and once a second, less often where there are many; rank 0 answers with its
+verdict: which rank the others wait for without end, and why. A rank whose call waits for the
+network is ended `GRACE_SECONDS` after the verdict, since nothing else ends that call; one that got
+an exception ends by itself before. It may hang on its way out, since freeing a GPU's memory and
+leaving a process group wait for ranks that are gone: a rank that is still leaving `silence_seconds`
+later is ended, too.
 
 A call that holds the interpreter's lock keeps this thread from reporting, and counts as silence.
 """
@@ -37,6 +38,8 @@ TICK_SECONDS = 0.2
 MAX_STEP_SECONDS = 1.0
 BEAT_SECONDS = 1.0
 """How often a rank reports that it lives, once its last report was answered."""
+BEATS_PER_SECOND = 32
+"""What rank 0 receives of all ranks together: more of them report less often."""
 LOOK_SECONDS = 5.0
 """How often a rank looks whether it waits in an exchange."""
 MAX_TEXT = 500
@@ -57,6 +60,8 @@ class Heartbeat:
         self._peer = peer
         self._silence_seconds = peer.judge.silence_seconds
         self._deadlock_seconds = peer.judge.deadlock_seconds
+        most_seconds = max(BEAT_SECONDS, len(peer.judge.nodes) / BEATS_PER_SECOND)
+        self._beat_seconds = min(most_seconds, self._silence_seconds / 4)
         self._state = RankState(rank, peer.job)
         self.is_writing = False
         """Whether a thread writes a checkpoint, which would be lost with this rank."""
@@ -95,7 +100,7 @@ class Heartbeat:
         waited_seconds: since this rank came to the end of its run. At first the verdict may be that
         one was silent, which has gone on since, and taken the last steps with this one.
         """
-        if waited_seconds > 2 * BEAT_SECONDS and self._peer.verdict.running:
+        if waited_seconds > 2 * self._beat_seconds and self._peer.verdict.running:
             raise RankError(f"{self._peer.verdict.running}.")
 
     def ask(self) -> Verdict:
@@ -149,7 +154,6 @@ class Heartbeat:
     def _run(self) -> None:
         clock = 0.0
         last = time.monotonic()
-        beat_seconds = min(BEAT_SECONDS, self._silence_seconds / 4)
         while not self._state.is_closed:
             self._peer.wait(TICK_SECONDS)
             # A rank that was stopped itself must not take the others for silent.
@@ -160,7 +164,7 @@ class Heartbeat:
                 self._peer.receive(clock)
             self._end_if_blocked(clock)
             if self._peer.is_answered and clock >= self._next_beat:
-                self._next_beat = clock + beat_seconds
+                self._next_beat = clock + self._beat_seconds
                 self._beat(clock)
         self._peer.close()
 

@@ -82,7 +82,7 @@ class Judge:
     """Says which rank holds the others up, by what they report."""
 
     nodes: Sequence[str]
-    """The node of each rank by name; empty where that is not known."""
+    """The node of each rank by name, "" where that is not known."""
     silence_seconds: float
     """A rank that is silent for this time is taken for lost."""
     deadlock_seconds: float
@@ -177,6 +177,5 @@ class Judge:
 
     def _name(self, rank: int) -> str:
         """Return a rank by number and node."""
-        if not self.nodes:
-            return f"rank {rank}"
-        return f"rank {rank} on {self.nodes[rank]}"
+        node = self.nodes[rank]
+        return f"rank {rank} on {node}" if node else f"rank {rank}"

@@ -327,7 +327,7 @@ def connect_ranks(
     environment = strategy.cluster_environment
     launched = strategy.launched
     device = strategy.root_device
-    names = launched.nodes if launched else ()
+    names = (launched.nodes if launched else ()) or num_ranks * ("",)
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     find_loss = partial(_find_loss, strategy)

@@ -82,7 +82,7 @@ class ProcessRuns:
         """Watch over the ranks from the moment that this one and rank 0 know of each other. Return
         the port at which rank 0 listens for that.
 
-        nodes: the node of each rank by name; empty where that is not known. host, port: of rank 0;
+        nodes: the node of each rank by name, "" where that is not known. host, port: of rank 0;
         the port is 0 on rank 0.
         """
         # It is connected to rank 0 of an earlier meeting.

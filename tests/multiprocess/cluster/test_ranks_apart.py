@@ -27,17 +27,21 @@ def _swallow(goes_on_with: str) -> tuple[str, list[Any]]:
     ranks = Consensus(20, RankFlags())
     with pytest.raises((ValueError, RankError)):
         ranks.all_or_none("setup", _fail if rank else lambda: None)
-    calls = {
-        "setup": lambda: ranks.all_or_none("setup", bool),
-        "an action": lambda: ranks.all_or_none("setup", bool),
-        "a value": lambda: ranks.all_gather(2),
-        "a long value": lambda: ranks.all_gather("x" * 1000),
-    }
     try:
-        calls["setup" if rank else goes_on_with]()
+        if rank:
+            ranks.all_or_none("setup", bool)
+        else:
+            _go_on(ranks, goes_on_with)
     except Exception as error:
         return f"{type(error).__name__}: {error}", ranks.all_gather(rank)
     return "", []
+
+
+def _go_on(ranks: Consensus, how: str) -> None:
+    if how == "an action":
+        ranks.all_or_none("setup", bool)
+    else:
+        ranks.all_gather(2 if how == "a value" else "x" * 1000)
 
 
 @pytest.mark.parametrize("goes_on_with", ["an action", "a value", "a long value"])

@@ -220,6 +220,16 @@ def test_a_rank_that_was_silent_may_report_again_before_the_others_fail_for_it()
         beat.look_for_failures(2.5, 2)
 
 
+def test_many_ranks_report_less_often_each() -> None:
+    seconds = {2: 1.0, 64: 2.0, 1000: 7.5}
+    for num_ranks, expected in seconds.items():
+        peer: Any = _Peer()
+        peer.judge = Judge(num_ranks * [""], silence_seconds=30.0, deadlock_seconds=60.0)
+        beat = Heartbeat(1, peer)
+        beat.report(is_closed=True)
+        assert beat._beat_seconds == expected, num_ranks
+
+
 def _seconds_until_stuck(
     monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], tuple[bool, int]]
 ) -> int | None:
