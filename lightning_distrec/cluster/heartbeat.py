@@ -60,8 +60,8 @@ class Heartbeat:
         self._peer = peer
         self._silence_seconds = peer.judge.silence_seconds
         self._deadlock_seconds = peer.judge.deadlock_seconds
-        most_seconds = max(BEAT_SECONDS, len(peer.judge.nodes) / BEATS_PER_SECOND)
-        self._beat_seconds = min(most_seconds, self._silence_seconds / 4)
+        max_seconds = max(BEAT_SECONDS, len(peer.judge.nodes) / BEATS_PER_SECOND)
+        self._beat_seconds = min(max_seconds, self._silence_seconds / 4)
         self._state = RankState(rank, peer.job)
         self.is_writing = False
         """Whether a thread writes a checkpoint, which would be lost with this rank."""

@@ -190,8 +190,8 @@ def test_an_elastic_job_shrinks_to_the_node_that_is_left_and_grows_again(
         (1, line["step"]): line["of"] for line in _lines(tmp_path, 1) if line["step"] not in alone
     }
     counts = Counter(number for numbers in seen.values() for number in numbers)
-    once = Counter(dict.fromkeys(range(NUM_SAMPLES), EPOCHS))
-    assert not once - counts, "each epoch trains each sample"
-    assert (counts - once).total() == len(alone) % 2, (
+    expected = Counter(dict.fromkeys(range(NUM_SAMPLES), EPOCHS))
+    assert not expected - counts, "each epoch trains each sample"
+    assert (counts - expected).total() == len(alone) % 2, (
         "two ranks repeat one of an odd rest, as of DistributedSampler"
     )

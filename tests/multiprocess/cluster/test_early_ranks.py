@@ -61,14 +61,14 @@ def test_an_early_rank_inherits_what_rank_0_has(
     monkeypatch.setenv("LONG", "x" * 100_000)
     done = _fit(tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    told: list[dict[str, Any]] = [
+    states: list[dict[str, Any]] = [
         json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)
     ]
-    starts = [rank.pop("started") for rank in told]
+    starts = [rank.pop("started") for rank in states]
     assert early_ranks.__name__ not in str(starts[0])
     assert early_ranks.__name__ in str(starts[1])
-    assert [rank["variables"].pop("LOCAL_RANK") for rank in told] == ["0", "1"]
-    assert told[0] == told[1]
+    assert [rank["variables"].pop("LOCAL_RANK") for rank in states] == ["0", "1"]
+    assert states[0] == states[1]
 
 
 def test_a_command_that_is_refused_leaves_nobody(tmp_path: Path) -> None:

@@ -37,11 +37,11 @@ def _swallow(goes_on_with: str) -> tuple[str, list[Any]]:
     return "", []
 
 
-def _go_on(ranks: Consensus, how: str) -> None:
-    if how == "an action":
+def _go_on(ranks: Consensus, kind: str) -> None:
+    if kind == "an action":
         ranks.all_or_none("setup", bool)
     else:
-        ranks.all_gather(2 if how == "a value" else "x" * 1000)
+        ranks.all_gather(2 if kind == "a value" else "x" * 1000)
 
 
 @pytest.mark.parametrize("goes_on_with", ["an action", "a value", "a long value"])
