@@ -16,14 +16,16 @@ from importlib import import_module
 from typing import Any
 
 CODE = f"""
-import signal
+import gc, signal
+gc.disable()
 if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 import {__name__} as early
 early.wait()
 """
-"""What an early process runs: an interrupt ends it without a word as long as it is no rank, unless
-interrupts are ignored, as in the background of a shell script."""
+"""What an early process runs: nothing is collected before `wait` has imported all; an interrupt
+ends it without a word as long as it is no rank, unless interrupts are ignored, as in the background
+of a shell script."""
 
 
 @contextmanager
