@@ -149,13 +149,7 @@ def gather_full(state: Any, ranks: Ranks, *, everywhere: bool = False, group: An
     full: dict[int, Tensor] = {}
     for i, chunked in enumerate(sharded):
         boxes = [rank_boxes[i] for rank_boxes in per_rank_boxes]
-        full[id(chunked)] = _send(
-            chunked,
-            boxes,
-            ranks,
-            group,
-            everywhere,
-        )
+        full[id(chunked)] = _send(chunked, boxes, ranks, group, everywhere)
 
     def put(leaf: Any, path: str) -> Any:
         return full[id(leaf)] if isinstance(leaf, ChunkedTensor) else leaf
@@ -203,4 +197,5 @@ def _send(
                     dist.send(rows, dst=0, group=group)
                 if receives:
                     narrowed(full, zero, box).copy_(rows)
+                del rows  # before there is another block
     return full

@@ -43,7 +43,7 @@ PAGES_PER_PLACE = 1000
 
 def is_waiting(thread: int) -> bool:
     """Whether a thread, the main one, waits for other ranks, or for a GPU that may."""
-    frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
+    frames = _frames_of_others()
     frame = frames.pop(thread, None)
     if frame is None:
         return False
@@ -58,10 +58,19 @@ def is_waiting(thread: int) -> bool:
     return all(map(is_wait, frames_of_torch or [frame]))
 
 
+def _frames_of_others() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread but this one."""
+    frames = sys._current_frames()  # noqa: SLF001  documented in spite of its name
+    # It would be in a cycle with the dict, which would hold what all functions that run now do,
+    # tensors for example, until the next search for garbage.
+    del frames[threading.get_ident()]
+    return frames
+
+
 def find_place(thread: int) -> int:
     """Return a number that stays while a thread stays in one call, and computes and copies
     nothing."""
-    frame = sys._current_frames().get(thread)  # noqa: SLF001
+    frame = _frames_of_others().get(thread)
     place: list[object] = [count_work(thread)]
     while frame is not None:
         place.append(id(frame.f_code))
@@ -109,7 +118,7 @@ def count_work(thread: int) -> tuple[int, int]:
 
 def locate_thread(thread: int) -> str:
     """Return where a thread is now, as `find_location` does."""
-    frames = sys._current_frames()  # noqa: SLF001
+    frames = _frames_of_others()
     if thread not in frames:
         return ""
     return find_location(traceback.walk_stack(frames[thread]))

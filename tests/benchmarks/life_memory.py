@@ -45,6 +45,8 @@ COPIES = "fit with async save"
 """The stage that copies each share, so that training goes on while the copy is written."""
 ALLOWANCE_BYTES = 512 * MIB
 """What a rank may hold beside its share, the process itself among it."""
+SHARED = {"sharding_types": ["row_wise"]}
+"""A plan for the shortest steps leaves the table on one rank, which has the memory for it."""
 HEADER = ["stage", "ranks", "needed, MiB", "peak of a rank, MiB", "above it, MiB", "seconds"]
 
 
@@ -171,7 +173,7 @@ def _held_bytes() -> int:
 
 def train(life: Life, folder: Path) -> dict[str, Any]:
     """Collective. Live on these ranks; returns the peaks of this one."""
-    model, stages, data, trainer = _module(life), Stages(life), _data(life), make_trainer()
+    model, stages, data, trainer = _module(life), Stages(life), _data(life), make_trainer(SHARED)
     stages("fit", lambda: trainer.fit(model, data))
     stages("save", lambda: trainer.save_checkpoint(folder / "full.ckpt"))
     stages("validate", lambda: trainer.validate(model, data, verbose=False))
@@ -183,8 +185,8 @@ def train(life: Life, folder: Path) -> dict[str, Any]:
 def fit_again(life: Life, folder: Path) -> dict[str, Any]:
     """Collective. Fit the same module twice; returns the peak of the second."""
     model, stages, data = _module(life), Stages(life), _data(life)
-    make_trainer().fit(model, data)
-    stages("second fit", lambda: make_trainer().fit(model, data))
+    make_trainer(SHARED).fit(model, data)
+    stages("second fit", lambda: make_trainer(SHARED).fit(model, data))
     return stages.peaks
 
 
@@ -192,7 +194,7 @@ def save_asynchronously(life: Life, folder: Path) -> dict[str, Any]:
     """Collective. Fit and save meanwhile; returns the peak."""
     stages, path = Stages(life), str(folder / "async.ckpt")
     saves = AfterFirstStep(lambda trainer: trainer.save_checkpoint(path))
-    trainer = make_trainer({"checkpoint": {"async_save": True}}, callbacks=[saves])
+    trainer = make_trainer(SHARED | {"checkpoint": {"async_save": True}}, callbacks=[saves])
     stages(COPIES, lambda: trainer.fit(_module(life), _data(life)))
     return stages.peaks
 
@@ -201,14 +203,14 @@ def save_differences(life: Life, folder: Path) -> dict[str, Any]:
     """Collective. Fit and save by difference; returns the peak."""
     stages = Stages(life)
     series = {"every": 2, "full_every": 100, "dirpath": str(folder / "series")}
-    trainer = make_trainer({"checkpoint": {"incremental": series}})
+    trainer = make_trainer(SHARED | {"checkpoint": {"incremental": series}})
     stages("fit with incremental saves", lambda: trainer.fit(_module(life), _data(life)))
     return stages.peaks
 
 
 def resume(life: Life, folder: Path) -> dict[str, Any]:
     """Collective. Resume on these ranks; returns the peaks of this one."""
-    model, stages, trainer = _module(life), Stages(life), make_trainer(max_epochs=2)
+    model, stages, trainer = _module(life), Stages(life), make_trainer(SHARED, max_epochs=2)
     stages("resume", lambda: trainer.fit(model, _data(life), ckpt_path=str(folder / "full.ckpt")))
     return stages.peaks
 

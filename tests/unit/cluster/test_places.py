@@ -3,12 +3,14 @@
 import _thread
 import contextlib
 import functools
+import gc
 import json
 import mmap
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from lightning_distrec.cluster.places import (
     find_place,
     is_network_failure,
     is_waiting,
+    locate_thread,
 )
 from lightning_distrec.errors import RankError
 from tests.support.limits import LIMIT_SECONDS
@@ -202,3 +205,27 @@ def test_what_runs_in_backward_on_a_gpu_is_work() -> None:
     with own, patch.object(torch.cuda, "is_initialized", lambda: True):
         assert _look_at(lambda event: run(event, None)) == ({True}, 1)
         assert _look_at(lambda event: run(event, compute)) == ({False}, 1)
+
+
+def test_who_looks_at_a_thread_keeps_nothing_that_it_holds() -> None:
+    held: list[weakref.ref[threading.Event]] = []
+    looked, holds = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        value = threading.Event()
+        held.append(weakref.ref(value))
+        holds.set()
+        looked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait()
+    gc.disable()
+    try:
+        for look in (is_waiting, find_place, locate_thread):
+            look(thread.ident or 0)
+        looked.set()
+        thread.join()
+        assert held[0]() is None
+    finally:
+        gc.enable()
