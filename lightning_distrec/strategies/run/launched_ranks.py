@@ -327,7 +327,7 @@ def connect_ranks(
     environment = strategy.cluster_environment
     launched = strategy.launched
     device = strategy.root_device
-    names = (launched.nodes if launched else ()) or num_ranks * ("",)
+    names = launched.nodes if launched else ()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     find_loss = partial(_find_loss, strategy)
@@ -338,7 +338,8 @@ def connect_ranks(
         print(rank_prefixed_message(message, rank), flush=True)
 
     def watch(host: str, port: int) -> int:
-        return PROCESS.start_heartbeat(rank, point, list(names), host, port, waits)
+        nodes = list(names) or num_ranks * [""]
+        return PROCESS.start_heartbeat(rank, point, nodes, host, port, waits)
 
     watches = {"watch": watch} if num_ranks > 1 else {}
     if num_ranks > 1:
