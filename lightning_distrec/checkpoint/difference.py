@@ -246,9 +246,4 @@ def _shard_rows(
         raise ValueError(f"rows of {offsets}")
     if name not in read_ids:
         read_ids[name] = RowIds(numbers, offsets[0], sizes[0])
-    return ShardRows(
-        offsets,
-        sizes,
-        read_ids[name],
-        rows,
-    )
+    return ShardRows(offsets, sizes, read_ids[name], rows)

@@ -214,13 +214,7 @@ def materialized_as(value: Any, parameter: Any, start: Tensor | float = 0.0) -> 
     placements = parameter.placements
     shape = parameter.shape
     stride = parameter.stride()
-    return DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        shape=shape,
-        stride=stride,
-    )
+    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 
 def read_blocks(lazy: LazyTensor) -> Iterator[Tensor]:

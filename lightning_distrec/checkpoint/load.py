@@ -105,12 +105,7 @@ class CheckpointFile:
             if archive is not None:
                 _read_pickles(archive)
         content = self._content(pickles)
-        return _origin(
-            self._path,
-            self._path,
-            content.get(EXTRA),
-            content,
-        )
+        return _origin(self._path, self._path, content.get(EXTRA), content)
 
     def find_damage(self, ranks: Ranks | None = None) -> list[str] | None:
         """Collective, alone without `ranks`. Read all of it, on rank 0; return what does not match
@@ -167,21 +162,11 @@ class CheckpointFolder:
 
     def contents(self, pickles: bool = False) -> Loaded:
         """Read it; of all large tensors there are handles."""
-        return Loaded(
-            self._state(pickles, reads_replicated=False),
-            None,
-            None,
-            self.marker,
-        )
+        return Loaded(self._state(pickles, reads_replicated=False), None, None, self.marker)
 
     def origin(self, pickles: bool = False) -> Origin:
         """Return where it comes from."""
-        return _origin(
-            self.path,
-            self.path / MARKER,
-            self.marker,
-            self.marker,
-        )
+        return _origin(self.path, self.path / MARKER, self.marker, self.marker)
 
     def find_damage(self, ranks: Ranks | None = None) -> list[str] | None:
         """Collective, alone without `ranks`. Read all files, each rank a share; return those that

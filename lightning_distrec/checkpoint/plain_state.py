@@ -137,20 +137,10 @@ def extract_tensors(
         if chunked is None and path in on_all and _is_large(leaf):
             # Ranks find the same tensors in the same order, so that `turn` is the same on all of
             # them.
-            chunked = split_replicated(
-                leaf,
-                rank,
-                num_ranks,
-                turn=len(tensors),
-            )
+            chunked = split_replicated(leaf, rank, num_ranks, turn=len(tensors))
         if chunked is not None:
             tensors[path] = chunked
-            return reference(
-                path,
-                chunked.shape,
-                chunked.dtype,
-                is_sharded,
-            )
+            return reference(path, chunked.shape, chunked.dtype, is_sharded)
         if isinstance(leaf, nn.Parameter):
             return leaf.detach()
         keeps_paths = pickles or path.partition("/")[0] in HYPERPARAMETERS
@@ -214,12 +204,7 @@ def map_nested(
     for key, child in items:
         # Most values are plain: they take no call.
         if type(child) not in PLAIN_TYPES:
-            child = map_nested(
-                child,
-                function,
-                f"{prefix}{key}",
-                leaf_keys,
-            )
+            child = map_nested(child, function, f"{prefix}{key}", leaf_keys)
         children[key] = child
     return kind(children if is_dict else children.values())
 
@@ -325,12 +310,7 @@ def read_plain(path: Path, pickles: bool = False) -> Any:
     """Read a file of torch.save, on the host. Raises CheckpointError: it has no plain types, and
     not `pickles`."""
     # torch maps files of its zip format only, and raises for older ones.
-    return _load_plain(
-        path,
-        path,
-        zipfile.is_zipfile(path),
-        pickles,
-    )
+    return _load_plain(path, path, zipfile.is_zipfile(path), pickles)
 
 
 def from_bytes(content: bytes, label: str) -> Any:
@@ -342,12 +322,7 @@ def from_bytes(content: bytes, label: str) -> Any:
 def _load_plain(file: Any, label: Any, mmap: bool, pickles: bool = False) -> Any:
     try:
         if pickles:
-            return torch.load(
-                file,
-                weights_only=False,
-                map_location="cpu",
-                mmap=mmap,
-            )
+            return torch.load(file, weights_only=False, map_location="cpu", mmap=mmap)
         return load_safely(file, map_location="cpu", mmap=mmap)
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {label}.") from None

@@ -114,12 +114,7 @@ class FolderSnapshot:
         """Collective. Write the folder."""
 
         def write_files() -> dict[str, list[int]]:
-            checksums = write_tensors(
-                folder,
-                self.tensors,
-                ranks.rank,
-                pace,
-            )
+            checksums = write_tensors(folder, self.tensors, ranks.rank, pace)
             for name, content in self.files.items():
                 write_file(folder / name, content)
                 checksums[name] = checksums_of(content)
@@ -152,13 +147,7 @@ def take_folder_snapshot(content: RankContent, ranks: Ranks) -> FolderSnapshot:
     # writing.
     per_rank_tensors = list(map(set, ranks.all_gather(large_tensors(checkpoint))))
     on_all = {path for path, _, _ in set.intersection(*per_rank_tensors)}
-    plain, tensors = extract_tensors(
-        checkpoint,
-        on_all,
-        ranks.rank,
-        ranks.num_ranks,
-        pickles,
-    )
+    plain, tensors = extract_tensors(checkpoint, on_all, ranks.rank, ranks.num_ranks, pickles)
     marker = {"num_ranks": ranks.num_ranks, **content.facts}
     for key in ("epoch", "global_step"):
         if key in checkpoint:

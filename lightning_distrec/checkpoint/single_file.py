@@ -188,14 +188,7 @@ def take_file_snapshot(
         **content.facts,
         "files": dict(content.extra_files),
     }
-    return FileSnapshot(
-        content.path,
-        state,
-        tensors,
-        rank_state,
-        extra,
-        save,
-    )
+    return FileSnapshot(content.path, state, tensors, rank_state, extra, save)
 
 
 def read_plan(path: Path) -> bytes:

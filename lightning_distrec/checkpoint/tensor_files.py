@@ -72,12 +72,7 @@ def write_safetensors(
         checksums.update(memoryview(header))
         file.write(header)
         for name in names:
-            write_blocks(
-                file,
-                tensors[name],
-                on_progress,
-                checksums,
-            )
+            write_blocks(file, tensors[name], on_progress, checksums)
     return checksums.crc32
 
 
@@ -160,12 +155,7 @@ def _write_chunks(path: Path, chunk_by_name: Mapping[str, Chunk], pace: Pace) ->
         is_handle = isinstance(source, LazyTensor)
         handles[name] = source if is_handle else MappedTensor(source.detach())
     metadata = {**PLAIN, "DCP_VERSION": "1.0", PLACES: json.dumps(places)}
-    checksums = write_safetensors(
-        path,
-        handles,
-        metadata=metadata,
-        pace=pace,
-    )
+    checksums = write_safetensors(path, handles, metadata=metadata, pace=pace)
     fsync(path)
     return checksums
 
@@ -209,12 +199,7 @@ class StoredChunk(NamedTuple):
         before = begin % mmap.ALLOCATIONGRANULARITY
         size = before + count * row_bytes
         with open(self.path, "rb") as file:
-            memory = mmap.mmap(
-                file.fileno(),
-                size,
-                access=mmap.ACCESS_COPY,
-                offset=begin - before,
-            )
+            memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=begin - before)
         return torch.frombuffer(memory, dtype=self.dtype, offset=before).view(shape)
 
 
@@ -261,12 +246,7 @@ def read_header(path: Path) -> dict[str, StoredChunk]:
             raise CheckpointError(f"{path}: {problem}.")
         offsets = (0,) * len(shape) if places is None else _offsets(path, places, name)
         begin = 8 + size + entry["data_offsets"][0]
-        chunks[name] = StoredChunk(
-            (offsets, shape),
-            dtype,
-            path,
-            begin,
-        )
+        chunks[name] = StoredChunk((offsets, shape), dtype, path, begin)
     return chunks
 
 
@@ -288,12 +268,7 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
         if any(offsets):
             problem = f"{path} has a part of '{name}', from {offsets}"
             raise CheckpointError(f"{problem}. Give the folder that it is from.")
-        tensors[name] = StoredTensor(
-            name,
-            shape,
-            chunk.dtype,
-            [chunk],
-        )
+        tensors[name] = StoredTensor(name, shape, chunk.dtype, [chunk])
     return tensors
 
 
